@@ -1,0 +1,42 @@
+# One place for every command. `make test` is what the checks run; it needs no GPU.
+
+# The first interpreter that runs and is new enough (a name on PATH may be a shim of nothing).
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Installed before the rest, so that a machine may choose its own build of torch (CPU, another CUDA).
+TORCH ?= torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := test
+.PHONY: venv test test-all lint format clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer found: set PYTHON=..." >&2; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -q --upgrade pip
+	@$(PY) -m pip install -q '$(TORCH)'
+	@$(PY) -m pip install -q -e '.[dev]'
+	@touch $@
+
+lint: venv
+	@$(PY) -m ruff check -q .
+	@$(PY) -m ruff format -q --check . || { echo "run: make format" >&2; exit 1; }
+	@$(PY) -m mypy --no-error-summary
+
+format: venv
+	@$(PY) -m ruff check -q --fix .
+	@$(PY) -m ruff format -q .
+
+test: lint
+	@$(PY) -m pytest -q -m "not slow"
+
+test-all: lint
+	@$(PY) -m pytest -q --record tests/results/test-all.json
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

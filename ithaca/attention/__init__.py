@@ -1,0 +1,1 @@
+"""Functions of tensors and groups: kernels, the exchange, Ulysses."""

@@ -1,0 +1,131 @@
+"""cuDNN's fused attention through torch's aten operators: the fastest dense kernel on Hopper.
+
+`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`. The operator wants [B, h, S, D], which a transposed view
+is; the output comes back in q's memory order. Fewer kv heads are native in both directions.
+
+The invariant to keep: torch caches cuDNN's plans by the shapes and strides of q, k, v alone. A plan is
+then run on whatever `out`, `dout` and `lse` are passed, so those always go in with the same, dense
+strides; other strides would be read as if they were these, without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.kernels.base import (
+    HALF_DTYPES,
+    DenseOnly,
+    check_groups,
+    cuda_refusal,
+    must_be_deterministic,
+    windowed,
+)
+from ithaca.attention.kernels.flash import FlashKernel
+from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.errors import UnsupportedError
+
+
+class CudnnKernel(DenseOnly):
+    """Full attention, causal or not, fp16 or bf16, head sizes up to 128 (or 192 with values of 128)."""
+
+    name = "cudnn"
+    _single = FlashKernel()  # a document of one token, which cuDNN does not do
+
+    def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
+        refused = cuda_refusal(q_BShD, HALF_DTYPES) or _spec_refusal(spec, q_BShD.shape[1])
+        return refused or _shape_refusal(q_BShD, v_BSkE.shape[-1])
+
+    def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        assert spec.softcap is None, spec
+        assert not windowed(spec, q_BShD.shape[1]), spec
+        check_groups(q_BShD, k_BSkD)
+        if q_BShD.shape[1] == 1:
+            return self._single.forward(q_BShD, k_BSkD, v_BSkE, spec)
+        q, k, v = (_normal(x).transpose(1, 2) for x in (q_BShD, k_BSkD, v_BSkE))
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale
+        )
+        out_BhSE, lse_BhS1 = results[0], results[1]
+        # torch lays lse out by token, not by head, only in this mode; backward below assumes by head.
+        if not lse_BhS1.is_contiguous():
+            raise UnsupportedError("TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set: unset it, or choose the kernel 'flash'")
+        return out_BhSE.transpose(1, 2), lse_BhS1.squeeze(-1)
+
+    def backward(
+        self,
+        dout_BShE: Tensor,
+        q_BShD: Tensor,
+        k_BSkD: Tensor,
+        v_BSkE: Tensor,
+        out_BShE: Tensor,
+        lse_BhS: Tensor,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        length = q_BShD.shape[1]
+        if length == 1:
+            return self._single.backward(dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, spec)
+        # q, k, v are dense here too: gradients are allocated dense, and some versions of torch require
+        # that their strides equal those of q, k, v. A strided view costs one copy.
+        dout, q, k, v, out = (_dense(x).transpose(1, 2) for x in (dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE))
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox seed and offset: no dropout
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            _dense(lse_BhS).unsqueeze(-1),
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            length,
+            length,
+            0.0,
+            spec.causal,
+            scale=spec.scale,
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Contiguous, with exactly the strides of a new tensor: dims of size 1 may carry any stride, as in a
+    document cut out of a single row."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
+def _normal(x: Tensor) -> Tensor:
+    """The same for what is contiguous already, so that plans are shared; a strided view stays as it is."""
+    return _dense(x) if x.is_contiguous() else x
+
+
+def _spec_refusal(spec: AttentionSpec, length: int) -> str | None:
+    if windowed(spec, length):
+        return f"it has no sliding window, got window={spec.window} over {length} tokens"
+    if spec.softcap is not None:
+        return f"it has no softcap, got softcap={spec.softcap}"
+    if must_be_deterministic():
+        return "its backward is not deterministic, and torch.use_deterministic_algorithms(True) is set"
+    return None
+
+
+def _shape_refusal(q_BShD: Tensor, value_size: int) -> str | None:
+    """The rules of torch's own dispatcher, for a call that will be differentiated."""
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is None or version < 90000:
+        return f"it needs cuDNN 9 or newer, got {version}"
+    batch, _, heads, size = q_BShD.shape
+    if max(batch, heads) > 65535:
+        return f"it takes at most 65535 rows and heads, got {batch} and {heads}"
+    if size % 8 or value_size % 8:
+        return f"head sizes must be multiples of 8, got {size} and {value_size}"
+    if max(size, value_size) <= 128:
+        return None
+    # Hopper and datacenter Blackwell also do the one uneven pair of multi-head latent attention.
+    wide = torch.cuda.get_device_capability(q_BShD.device) in ((9, 0), (10, 0), (10, 3)) and version >= 91100
+    if wide and (size, value_size) == (192, 128):
+        return None
+    return f"head sizes go up to 128 (on capability 9.0 and 10.x also 192 with values of 128), got {size}, {value_size}"

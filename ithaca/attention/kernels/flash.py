@@ -1,0 +1,101 @@
+"""FlashAttention-2 as torch ships it, dense and varlen, with sliding windows.
+
+`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`, or `q_ThD, k_TkD, v_TkE -> out_ThE, lse_hT`. Fewer kv
+heads are native. Both aten operators take the sequence dim before the heads, so nothing is transposed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.kernels.base import HALF_DTYPES, cuda_refusal
+from ithaca.attention.kernels.flash_family import FlashFamily, window_sides
+from ithaca.attention.kernels.interface import AttentionSpec, Bounds
+
+
+class FlashKernel(FlashFamily):
+    """Windows and any head sizes up to 256, fp16 or bf16; no softcap."""
+
+    name = "flash"
+
+    def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
+        refused = cuda_refusal(q_BShD, HALF_DTYPES)
+        if refused:
+            return refused
+        if spec.softcap is not None:
+            return f"torch's FlashAttention has no softcap, got softcap={spec.softcap}"
+        return self._size_refusal(q_BShD, v_BSkE.shape[-1])
+
+    def _size_refusal(self, q_BShD: Tensor, value_size: int) -> str | None:
+        size, _ = self.padded_sizes(q_BShD.shape[-1], value_size)
+        if size > 256:
+            return f"head sizes go up to 256, got {q_BShD.shape[-1]} and {value_size}"
+        capability = torch.cuda.get_device_capability(q_BShD.device)
+        # The shared memory of these GPUs is too small for the backward of this range.
+        if 192 < size <= 224 and (capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12):
+            return f"head size {size} has no backward on compute capability {capability[0]}.{capability[1]}"
+        return None
+
+    def run_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        offsets, longest = _extent(q, bounds)
+        left, right = window_sides(spec)
+        results = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            0.0,
+            spec.causal,
+            False,
+            scale=spec.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return results[0], results[1]
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        bounds: Bounds | None,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        offsets, longest = _extent(q, bounds)
+        left, right = window_sides(spec)
+        # The state of the dropout generator, of the type the operator reads; without dropout never used.
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            0.0,
+            spec.causal,
+            rng_state,
+            torch.empty(0, device=q.device),
+            scale=spec.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return dq, dk, dv
+
+
+def _extent(q: Tensor, bounds: Bounds | None) -> tuple[Tensor | None, int]:
+    """Document offsets (None: dense) and the longest row."""
+    return (None, q.shape[1]) if bounds is None else (bounds.offsets, bounds.longest)

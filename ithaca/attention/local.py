@@ -1,0 +1,190 @@
+"""Attention over whole sequences on one rank: documents, unequal head groups and sinks over any kernel.
+
+Outside autograd. `attend` gives `(out_BShE, lse_BhS)` and `attend_backward` takes them. A kernel sees one
+document (or, through varlen, several short ones end to end) and heads in equal groups, never anything else.
+Padding gets zero output and zero gradients.
+
+Sinks need no kernel: with a sink s the softmax has one more key of score s and value 0, so lse' = log(e^lse +
+e^s) and out' = out * e^(lse - lse'); the ordinary backward evaluated at (out', lse') is then already right,
+and ds = -sum of e^(s - lse') * (dout . out').
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.heads import HeadRun
+from ithaca.attention.kernels import choose
+from ithaca.attention.kernels.interface import AttentionSpec, Bounds, Kernel
+from ithaca.sequence.layout import SequenceLayout, Span
+
+# A length cuDNN has not seen costs it about 95 ms; at 32K tokens its lead over varlen repays that in one step.
+LONG_DOCUMENT = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kernel call: some rows, one span of tokens; `lengths` are the documents in it when there are several."""
+
+    rows: slice
+    span: Span
+    lengths: tuple[int, ...] = ()
+
+
+def plan_calls(layout: SequenceLayout, *, varlen: bool) -> list[Call]:
+    """The kernel calls that cover every document once."""
+    if layout.uniform:
+        # Equal rows share their calls; varlen takes rows one by one, so it pays only for short documents.
+        documents = layout.documents[0]
+        if not varlen or len(documents) == 1:
+            return [Call(slice(None), span) for span in documents]
+    calls: list[Call] = []
+    for b, documents in enumerate(layout.documents):
+        row = slice(b, b + 1)
+        short: list[Span] = []
+        for span in documents:
+            alone = not varlen or len(documents) == 1 or span[1] - span[0] >= LONG_DOCUMENT
+            if alone or (short and short[-1][1] != span[0]):
+                calls += _run_of_short(row, short)
+                short = []
+            if alone:
+                calls.append(Call(row, span))
+            else:
+                short.append(span)
+        calls += _run_of_short(row, short)
+    return calls
+
+
+def _run_of_short(row: slice, short: list[Span]) -> list[Call]:
+    if not short:
+        return []
+    lengths = tuple(end - start for start, end in short)
+    return [Call(row, (short[0][0], short[-1][1]), lengths if len(lengths) > 1 else ())]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttention:
+    """What one rank computes of one attention layer; the same object serves forward and backward."""
+
+    layout: SequenceLayout
+    spec: AttentionSpec
+    runs: tuple[HeadRun, ...]
+    kernel: str = "auto"
+
+    def attend(
+        self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, sinks_h: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self._check(q_BShD, k_BSkD, v_BSkE)
+        parts = list(self._parts(q_BShD, v_BSkE))
+        if len(parts) == 1 and self._covers(parts[0][1], q_BShD):
+            out_BShE, lse_BhS = parts[0][0].forward(q_BShD, k_BSkD, v_BSkE, self.spec)
+        else:
+            # Laid out as the wire wants it, so that the way back needs no copy.
+            batch, total, heads = q_BShD.shape[:3]
+            out_BShE = v_BSkE.new_zeros(total, batch, heads, v_BSkE.shape[-1]).transpose(0, 1)
+            exact = torch.promote_types(q_BShD.dtype, torch.float32)
+            lse_BhS = q_BShD.new_zeros((batch, heads, total), dtype=exact)
+            for kernel, call, run in parts:
+                views = (_cut(q_BShD, call, run.q), _cut(k_BSkD, call, run.kv), _cut(v_BSkE, call, run.kv))
+                out, lse = _forward(kernel, *views, call, self.spec)
+                _cut(out_BShE, call, run.q).copy_(out)
+                _cut_lse(lse_BhS, call, run.q).copy_(lse)
+        return (out_BShE, lse_BhS) if sinks_h is None else self._rescale(out_BShE, lse_BhS, sinks_h)
+
+    def attend_backward(
+        self,
+        dout_BShE: Tensor,
+        q_BShD: Tensor,
+        k_BSkD: Tensor,
+        v_BSkE: Tensor,
+        out_BShE: Tensor,
+        lse_BhS: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = list(self._parts(q_BShD, v_BSkE))
+        if len(parts) == 1 and self._covers(parts[0][1], q_BShD):
+            return parts[0][0].backward(dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, self.spec)
+        grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BShD, k_BSkD, v_BSkE))
+        for kernel, call, run in parts:
+            heads = (run.q, run.q, run.kv, run.kv, run.q)
+            views = [
+                _cut(x, call, r) for x, r in zip((dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE), heads, strict=True)
+            ]
+            pieces = _backward(kernel, *views, _cut_lse(lse_BhS, call, run.q), call, self.spec)
+            for grad, piece, r in zip(grads, pieces, (run.q, run.kv, run.kv), strict=True):
+                _cut(grad, call, r).copy_(piece)
+        return grads[0], grads[1], grads[2]
+
+    def sinks_backward(self, dout_BShE: Tensor, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> Tensor:
+        """The gradient of this rank's sinks, `[h]`, in lse's precision."""
+        delta_BhS = (dout_BShE.to(lse_BhS.dtype) * out_BShE.to(lse_BhS.dtype)).sum(-1).transpose(1, 2)
+        weight_BhS = torch.exp(sinks_h.to(lse_BhS.dtype)[:, None] - lse_BhS)
+        # Padding has zero output, so its delta is zero whatever its weight.
+        return -(weight_BhS * delta_BhS).sum((0, 2))
+
+    def kernel_name(self, q_BShD: Tensor, v_BSkE: Tensor) -> str:
+        """The kernels this layer runs on, for the announcement."""
+        return " + ".join(dict.fromkeys(kernel.name for kernel, _, _ in self._parts(q_BShD, v_BSkE)))
+
+    def _parts(self, q_BShD: Tensor, v_BSkE: Tensor) -> Iterator[tuple[Kernel, Call, HeadRun]]:
+        dense = choose(self.kernel, q_BShD, v_BSkE, self.spec)
+        several = any(len(row) > 1 for row in self.layout.documents)
+        packed = choose(self.kernel, q_BShD, v_BSkE, self.spec, varlen=True) if several else None
+        for call in plan_calls(self.layout, varlen=packed is not None):
+            for run in self.runs:
+                yield (packed if call.lengths and packed else dense), call, run
+
+    def _covers(self, call: Call, q_BShD: Tensor) -> bool:
+        whole = call.rows == slice(None) or q_BShD.shape[0] == 1
+        return whole and not call.lengths and call.span == (0, q_BShD.shape[1])
+
+    def _rescale(self, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
+        with_sink = torch.logaddexp(lse_BhS, sinks_h.to(lse_BhS.dtype)[:, None].expand_as(lse_BhS))
+        share_BShE = torch.exp(lse_BhS - with_sink).transpose(1, 2).unsqueeze(-1)
+        return (out_BShE.to(lse_BhS.dtype) * share_BShE).to(out_BShE.dtype), with_sink
+
+    def _check(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor) -> None:
+        assert q_BShD.shape[:2] == (self.layout.batch, self.layout.padded), (q_BShD.shape, self.layout)
+        assert k_BSkD.shape[:3] == v_BSkE.shape[:3], (k_BSkD.shape, v_BSkE.shape)
+        assert q_BShD.shape[2] == self.runs[-1].q[1] and k_BSkD.shape[2] == self.runs[-1].kv[1], self.runs
+
+
+def _cut(x_BShD: Tensor, call: Call, heads: tuple[int, int]) -> Tensor:
+    return x_BShD[call.rows, call.span[0] : call.span[1], heads[0] : heads[1]]
+
+
+def _cut_lse(lse_BhS: Tensor, call: Call, heads: tuple[int, int]) -> Tensor:
+    return lse_BhS[call.rows, heads[0] : heads[1], call.span[0] : call.span[1]]
+
+
+def _bounds(call: Call, device: torch.device) -> Bounds:
+    offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Bounds(offsets.to(device, non_blocking=True), max(call.lengths))
+
+
+def _forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    if not call.lengths:
+        return kernel.forward(q, k, v, spec)
+    out, lse = kernel.forward_varlen(q[0], k[0], v[0], _bounds(call, q.device), spec)
+    return out[None], lse[None]
+
+
+def _backward(
+    kernel: Kernel,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not call.lengths:
+        return kernel.backward(dout, q, k, v, out, lse, spec)
+    bounds = _bounds(call, q.device)
+    dq, dk, dv = kernel.backward_varlen(dout[0], q[0], k[0], v[0], out[0], lse[0], bounds, spec)
+    return dq[None], dk[None], dv[None]

@@ -1,0 +1,1 @@
+"""One device holds more: the loss, and what keeps activations small."""

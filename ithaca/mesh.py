@@ -1,0 +1,208 @@
+"""The ranks as a box: dp x ring x sp, with sp innermost so that a sequence group sits on neighbouring GPUs.
+
+Three views by purpose. `data`: ranks with different rows (dp). `sequence`: the ranks that share one row
+(ring x sp, flattened). `weights`: all ranks, over which FSDP2 shards parameters and sums gradients.
+This is the one module that reads launch variables from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ithaca.errors import MeshError
+
+AXES = ("dp", "ring", "sp")
+MeshParam = tuple[int, int] | Mapping[str, int] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many ranks each axis has."""
+
+    dp: int
+    ring: int
+    sp: int
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.ring * self.sp
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A joined process group cut into axes; made by `init_mesh`."""
+
+    degrees: Degrees
+    device: torch.device
+    device_mesh: DeviceMesh
+    weights: DeviceMesh
+    sequence: DeviceMesh
+
+    @property
+    def dp(self) -> int:
+        return self.degrees.dp
+
+    @property
+    def ring(self) -> int:
+        return self.degrees.ring
+
+    @property
+    def sp(self) -> int:
+        return self.degrees.sp
+
+    @property
+    def data(self) -> DeviceMesh:
+        return self.device_mesh["dp"]
+
+    @property
+    def world(self) -> int:
+        return self.degrees.world
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.device_mesh.get_local_rank("dp")
+
+    @property
+    def sp_rank(self) -> int:
+        return self.device_mesh.get_local_rank("sp")
+
+    @property
+    def sequence_rank(self) -> int:
+        return self.sequence.get_local_rank()
+
+    @property
+    def shards(self) -> int:
+        """Into how many shards a row is cut."""
+        return self.degrees.ring * self.degrees.sp
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup:
+        return self.device_mesh.get_group("sp")
+
+    @property
+    def world_group(self) -> dist.ProcessGroup:
+        return self.weights.get_group()
+
+    def __str__(self) -> str:
+        return f"dp={self.dp} x ring={self.ring} x sp={self.sp} on {self.device.type}"
+
+
+def init_mesh(
+    sp: int | None = None,
+    *,
+    dp: int | None = None,
+    ring: int = 1,
+    mesh_param: MeshParam | None = None,
+    device: str | torch.device | None = None,
+) -> Mesh:
+    """Join torch.distributed if nobody has, and cut the world into dp x ring x sp.
+
+    `init_mesh(sp=4)` takes the rest of the world as dp. `mesh_param` is `(dp, sp)`, or a dict or JSON text
+    with `data_parallel_size` and `sequence_parallel_size`. The device follows the launch: one GPU a
+    process where there are any, else the CPU.
+    """
+    if mesh_param is not None:
+        if sp is not None or dp is not None:
+            raise MeshError(f"got mesh_param={mesh_param!r} beside sp={sp}, dp={dp}: pass one or the other")
+        dp, sp = _read_mesh_param(mesh_param)
+    for name, degree in (("sp", sp), ("dp", dp), ("ring", ring)):
+        if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+            raise MeshError(f"{name}={degree!r}: a degree is a whole number of at least 1")
+    world = dist.get_world_size() if dist.is_initialized() else _launched_world()
+    degrees = fit_degrees(world, sp=sp or 1, dp=dp, ring=ring)
+    target = _join(device)
+    box = init_device_mesh(target.type, (degrees.dp, degrees.ring, degrees.sp), mesh_dim_names=AXES)
+    # _flatten is how DeviceMesh makes one group of several axes; the groups are made on all ranks alike.
+    weights = box._flatten("weights")
+    sequence = box["ring", "sp"]._flatten("sequence")
+    return Mesh(degrees, target, box, weights, sequence)
+
+
+def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> Degrees:
+    """The degrees whose product is `world`, or an error that names those that work."""
+    inner = sp * ring
+    if dp is None:
+        if world % inner:
+            raise MeshError(
+                f"sp={sp}" + (f" x ring={ring}" if ring > 1 else "") + f" does not divide a world of {world} "
+                f"process{'es' if world > 1 else ''}: {_nearest(world, sp, ring)}"
+            )
+        dp = world // inner
+    if dp * inner != world:
+        named = f"dp={dp} x sp={sp}" if ring == 1 else f"dp={dp} x ring={ring} x sp={sp}"
+        fix = (
+            f"dp={world // inner} makes {world}" if world % inner == 0 else f"start {dp * inner} processes, or "
+            f"{_nearest(world, sp, ring)}"
+        )
+        raise MeshError(f"{named} is {dp * inner}, but the world has {world} process{'es' if world > 1 else ''}: {fix}")
+    return Degrees(dp, ring, sp)
+
+
+def _nearest(world: int, sp: int, ring: int) -> str:
+    if world < sp * ring:
+        return f"start {sp * ring} processes (torchrun --nproc-per-node {sp * ring} ...) or use sp={world}"
+    works = [d for d in range(1, world + 1) if world % (d * ring) == 0]
+    if not works:
+        return f"use ring=1 with sp={largest_divisor(world, sp)}"
+    best = min(works, key=lambda d: (abs(d - sp), d))
+    return f"use sp={best} (dp={world // (best * ring)})"
+
+
+def largest_divisor(world: int, limit: int) -> int:
+    """The largest divisor of `world` that is at most `limit`."""
+    return max(d for d in range(1, world + 1) if world % d == 0 and d <= max(limit, 1))
+
+
+def _read_mesh_param(param: MeshParam) -> tuple[int | None, int]:
+    if isinstance(param, str):
+        try:
+            param = json.loads(param)
+        except json.JSONDecodeError as error:
+            raise MeshError(
+                f'mesh_param={param!r} is not JSON ({error.msg}): write {{"data_parallel_size": 2, '
+                '"sequence_parallel_size": 4}'
+            ) from None
+    if isinstance(param, Mapping):
+        known = {"data_parallel_size", "sequence_parallel_size"}
+        unknown = sorted(set(param) - known)
+        if unknown or "sequence_parallel_size" not in param:
+            problem = f"the unknown key {unknown[0]!r}" if unknown else "no sequence_parallel_size"
+            raise MeshError(f"mesh_param has {problem}: it takes data_parallel_size and sequence_parallel_size")
+        return param.get("data_parallel_size"), param["sequence_parallel_size"]
+    if isinstance(param, list | tuple) and len(param) == 2:
+        return param[0], param[1]
+    raise MeshError(f"mesh_param={param!r}: pass (dp, sp), or a dict or JSON with sequence_parallel_size")
+
+
+def _launched_world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _join(device: str | torch.device | None) -> torch.device:
+    """The device of this process, and membership in the world: NCCL on CUDA, gloo on CPU."""
+    kind = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None and dist.is_initialized() and dist.get_backend() == "gloo":
+        kind = torch.device("cpu")
+    if kind.type == "cuda" and kind.index is None:
+        kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if kind.type == "cuda":
+        torch.cuda.set_device(kind)
+    if not dist.is_initialized():
+        backend = "nccl" if kind.type == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, device_id=kind if kind.type == "cuda" else None)
+        else:
+            # A plain `python script.py`: a world of one that needs no port.
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return kind

@@ -1,0 +1,1 @@
+"""The only core folder that knows transformers: which architectures are exact, and how attention is bound."""

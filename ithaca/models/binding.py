@@ -1,0 +1,257 @@
+"""Binding: a Hugging Face model's attention goes through `ulysses_attention`, on that model alone.
+
+transformers looks an attention function up by the name in `config._attn_implementation`. Binding registers one
+function under a name of our own, gives the model its own copy of its config with that name set, and leaves a
+`Binding` on every module that holds a config. Nothing else changes: weights, classes and other models built from
+the same config object are untouched, and `unbind` puts the original config objects back.
+
+The `SequenceLayout` travels as a model kwarg; for architectures that do not pass kwargs down to their attention
+it is read off the `Binding`, which holds it for the time of one forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ithaca.attention.ulysses import ulysses_attention
+from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
+from ithaca.models.rope import pin_length
+from ithaca.sequence.layout import SequenceLayout
+
+NAME = "ithaca"
+LAYOUT = "sequence_layout"
+_BINDING = "_ithaca_binding"
+# What transformers hands to every attention function and what changes nothing about the result. `position_ids`
+# are in the layout; the router and cache flags are for other modules.
+_HARMLESS = {
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
+    "return_dict", "num_items_in_batch", "logits_to_keep", "past_key_values", "position_embeddings", "token_type_ids",
+    "labels", "deterministic", "layer_idx", "input_ids",
+}  # fmt: skip
+
+logger = logging.getLogger("ithaca")
+
+
+@dataclass(eq=False)
+class Binding:
+    """What is installed on one model, and what its forward pass in flight needs."""
+
+    model: PreTrainedModel
+    mesh: Mesh
+    kernel: str
+    layers: int
+    configs: dict[nn.Module, Any]
+    layout: SequenceLayout | None = None
+    calls: int = 0
+    sharded: bool = True
+    takes_kwargs: bool = True
+    handles: list[Any] = field(default_factory=list)
+    announced: set[str] = field(default_factory=set)
+
+    @property
+    def original_attention(self) -> str:
+        return self.configs[self.model]._attn_implementation or "sdpa"
+
+    def announce(self, line: str) -> None:
+        """Say once, on rank 0, what runs."""
+        if line not in self.announced:
+            self.announced.add(line)
+            if self.mesh.rank == 0:
+                logger.info(line)
+
+
+def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding:
+    """Route this model's attention through Ulysses; `unbind` undoes it."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    copies: dict[int, Any] = {}
+    configs = {module: module.config for module in model.modules() if getattr(module, "config", None) is not None}
+    layers = model.config.get_text_config().num_hidden_layers
+    signature = inspect.signature(model.forward)
+    binding = Binding(model, mesh, kernel, layers, configs)
+    binding.takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for module, config in configs.items():
+        # One memo for all: modules that shared a config (or a part of it) still do.
+        module.config = copy.deepcopy(config, copies)
+        module.__dict__[_BINDING] = binding
+    model.config._attn_implementation = NAME
+    for module in configs:
+        module.config._attn_implementation = NAME
+    binding.handles += [
+        model.register_forward_pre_hook(_enter, with_kwargs=True),
+        model.register_forward_hook(_leave, always_call=True),
+        *pin_length(model, lambda: binding.layout),
+    ]
+    model.__dict__["generate"] = _Unsharded(binding, model.generate)
+    return binding
+
+
+def unbind(model: nn.Module) -> None:
+    """Take off what `bind` put on; the model is again what it was."""
+    binding = binding_of(model)
+    for handle in binding.handles:
+        handle.remove()
+    for module, config in binding.configs.items():
+        module.config = config
+        del module.__dict__[_BINDING]
+    del binding.model.__dict__["generate"]
+
+
+def binding_of(model: nn.Module) -> Binding:
+    """The binding of a model or of what it wraps (PEFT, DDP)."""
+    for module in model.modules():
+        if _BINDING in module.__dict__:
+            binding: Binding = module.__dict__[_BINDING]
+            return binding
+    raise UnsupportedError(f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first")
+
+
+def is_bound(model: nn.Module) -> bool:
+    return any(_BINDING in module.__dict__ for module in model.modules())
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs whole sequences on every rank with its original attention, as if never bound."""
+    binding = binding_of(model)
+    before = binding.sharded
+    name = binding.original_attention
+    binding.sharded = False
+    _set_attention(binding, name)
+    try:
+        yield
+    finally:
+        binding.sharded = before
+        _set_attention(binding, NAME if before else name)
+
+
+def _set_attention(binding: Binding, name: str) -> None:
+    for module in binding.configs:
+        module.config._attn_implementation = name
+
+
+@dataclass(frozen=True)
+class _Unsharded:
+    """`model.generate` of a bound model: its tokens come one by one, so there is no sequence to split."""
+
+    binding: Binding
+    generate: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with unsharded(self.binding.model):
+            return self.generate(*args, **kwargs)
+
+
+def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    binding = binding_of(model)
+    if not binding.sharded:
+        return args, kwargs
+    layout = kwargs.get(LAYOUT)
+    if layout is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is parallelized but was called with a whole batch: use ithaca.causal_loss(model, "
+            "batch, mesh), or model(**ithaca.shard_batch(batch, mesh).inputs), or run it whole inside "
+            "`with ithaca.unsharded(model):`"
+        )
+    _refuse_arguments(kwargs)
+    if not binding.takes_kwargs:
+        kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
+    binding.layout, binding.calls = layout, 0
+    return args, kwargs | {"use_cache": False}
+
+
+def _refuse_arguments(kwargs: dict[str, Any]) -> None:
+    refusals = {
+        "attention_mask": "the layout already carries padding and documents: pass the whole batch to shard_batch",
+        "labels": "a shard's labels must be shifted before cutting: use ithaca.causal_loss(model, batch, mesh)",
+        "past_key_values": "a key-value cache has no place in a sharded pass: use model.generate",
+        "output_attentions": "attention weights are never materialised here",
+    }
+    for key, reason in refusals.items():
+        if kwargs.get(key) is not None and kwargs[key] is not False:
+            raise UnsupportedError(f"{key} was passed to a sharded forward: {reason}")
+
+
+def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    binding = binding_of(model)
+    reached, ran = binding.calls, binding.layout is not None
+    binding.layout = None
+    # `output` is None only when the forward raised; that error must not be hidden by ours.
+    if ran and output is not None and reached < binding.layers:
+        raise UnsupportedError(
+            f"{reached} of {binding.layers} layers of {type(model).__name__} reached the bound attention: the others ran "
+            "on their own shard alone, so this result is wrong. Something replaced the model's attention after "
+            "parallelize; call parallelize last"
+        )
+
+
+def _attention(
+    module: nn.Module,
+    query_BHLD: Tensor,
+    key_BKLD: Tensor,
+    value_BKLE: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls; `[B, H, L, D]` in, `[B, L, H, E]` out."""
+    binding: Binding = module.__dict__[_BINDING]
+    layout = kwargs.pop(LAYOUT, None) or binding.layout
+    _check_call(module, layout, query_BHLD, key_BKLD, attention_mask, dropout, kwargs)
+    binding.calls += 1
+    out_BLHE = ulysses_attention(
+        query_BHLD.transpose(1, 2),
+        key_BKLD.transpose(1, 2),
+        value_BKLE.transpose(1, 2),
+        binding.mesh,
+        layout,
+        causal=is_causal if is_causal is not None else bool(getattr(module, "is_causal", True)),
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks_H=s_aux,
+        kernel=binding.kernel,
+    )
+    return out_BLHE, None
+
+
+def _check_call(
+    module: nn.Module,
+    layout: SequenceLayout | None,
+    query_BHLD: Tensor,
+    key_BKLD: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    extra: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if layout is None:
+        raise UnsupportedError(
+            f"{name} ran outside a sharded forward pass (transformers' gradient checkpointing re-runs layers in "
+            "backward, and this architecture passes no layout down): switch gradient checkpointing off"
+        )
+    if mask is not None:
+        raise UnsupportedError(f"{name} built an attention mask {list(mask.shape)}; only padding and documents are exact")
+    if dropout:
+        raise UnsupportedError(f"{name} asks for attention dropout {dropout}: set the config's attention dropout to 0")
+    if query_BHLD.shape[2] != key_BKLD.shape[2]:
+        raise UnsupportedError(f"{name} attends {query_BHLD.shape[2]} queries to {key_BKLD.shape[2]} keys: a cache or "
+                               "cross-attention is not sharded")  # fmt: skip
+    unknown = sorted(key for key, value in extra.items() if key not in _HARMLESS and value is not None)
+    if unknown:
+        raise UnsupportedError(f"{name} passes {unknown[0]!r} to its attention, which Ulysses does not know: refused")

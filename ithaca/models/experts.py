@@ -1,0 +1,59 @@
+"""The router's auxiliary loss of mixture-of-experts models, exact over the whole batch.
+
+transformers' load-balancing loss is E * sum over experts of (share of assignments) * (mean probability), both
+over all layers' tokens. It is not linear over shards, but it is once the shares are known for the whole batch:
+they carry no gradient, so one all-reduce of counts makes every rank's remaining term local, and the terms add up.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
+
+
+def wants_auxiliary_loss(model: PreTrainedModel, flag: bool | None) -> bool:
+    """Whether this architecture adds a load-balancing loss, and the call or the config asks for it."""
+    config = model.config.get_text_config()
+    asked = flag if flag is not None else bool(getattr(config, "output_router_logits", False))
+    return asked and _coefficient(model) is not None
+
+
+def auxiliary_loss(model: PreTrainedModel, outputs: Any, real_BL: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's term of coefficient * loss; the terms of all ranks add up to that of the whole batch."""
+    coefficient = _coefficient(model)
+    assert coefficient is not None
+    top_k = int(model.config.get_text_config().num_experts_per_tok)
+    logits: tuple[Tensor, ...] = tuple(x for x in outputs.router_logits if x is not None)
+    if not logits:
+        raise UnsupportedError(f"{type(model).__name__} gave no router logits: its auxiliary loss cannot be computed")
+    experts = logits[0].shape[-1]
+    mask = real_BL.reshape(-1, 1)
+    chosen = torch.zeros(experts + 1, dtype=torch.float64, device=mask.device)
+    probability: Tensor | float = 0.0
+    for layer in logits:
+        weights = layer.reshape(-1, experts).softmax(-1)
+        assigned = torch.zeros_like(weights).scatter(1, weights.topk(top_k, dim=-1).indices, 1.0)
+        chosen[:experts] += (assigned.detach() * mask).sum(0)
+        chosen[experts] += mask.sum()
+        probability = probability + (weights.to(torch.promote_types(weights.dtype, torch.float32)) * mask).sum(0)
+    dist.all_reduce(chosen, group=mesh.world_group)
+    rows = chosen[experts].clamp(min=1)
+    share = (chosen[:experts] / rows).to(probability.dtype)
+    return coefficient * experts * (share * probability).sum() / rows.to(probability.dtype)
+
+
+def _coefficient(model: nn.Module) -> float | None:
+    """The weight of the auxiliary loss, or None where the architecture has none."""
+    has_loss = any(
+        hasattr(sys.modules.get(base.__module__), "load_balancing_loss_func") for base in type(model).__mro__
+    )
+    value = getattr(model, "router_aux_loss_coef", None)
+    return float(value) if has_loss and value is not None else None

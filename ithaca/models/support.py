@@ -1,0 +1,116 @@
+"""Which models are exact here, and why the others are refused.
+
+Three sieves, all before the first collective: the wrapping (what may stand around a model), the architecture (a
+table of verdicts measured by `ithaca.proof.survey`, shipped as `verdicts.json`), and the settings of this config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any, TypedDict
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ithaca.errors import UnsupportedError
+from ithaca.models.binding import is_bound
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
+
+
+class Verdict(TypedDict):
+    """One row of the table: `verdict` is "exact" or "refused"."""
+
+    verdict: str
+    reason: str
+
+
+@cache
+def verdicts() -> dict[str, Verdict]:
+    """The measured table: model_type -> verdict."""
+    text = files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8")
+    table: dict[str, Verdict] = json.loads(text)["architectures"]
+    return table
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, taken out of a PEFT model."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
+    if isinstance(inner, PreTrainedModel):
+        return inner
+    kind = f"{type(model).__module__.split('.')[0]}'s {type(model).__name__}"
+    if hasattr(model, "module") or hasattr(model, "_orig_mod"):
+        raise UnsupportedError(
+            f"{kind} is already wrapped: pass the model inside it to parallelize, and wrap afterwards with weights='none'"
+        )
+    raise UnsupportedError(
+        f"{kind} is not a transformers model: in a hand-written model call ithaca.ulysses_attention where it attends"
+    )
+
+
+def check_model(model: nn.Module, base: PreTrainedModel, *, allow_untested: bool) -> None:
+    """Raise unless this model, wrapped and set up as it is, is exact under sequence parallelism."""
+    _check_wrapping(model, base)
+    _check_architecture(base, allow_untested)
+    _check_settings(base)
+
+
+def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, found by the class names transformers itself never splits over devices."""
+    names = set(base._no_split_modules or ())
+    return [module for module in base.modules() if type(module).__name__ in names]
+
+
+def _check_wrapping(model: nn.Module, base: PreTrainedModel) -> None:
+    name = type(base).__name__
+    if is_bound(base):
+        raise UnsupportedError(f"{name} is parallelized already: call ithaca.unbind(model) first, or build it anew")
+    if getattr(base, "_tp_size", None) or getattr(base, "tp_size", None):
+        raise UnsupportedError(f"{name} is tensor-parallel: load it without tp_plan; sequence parallelism splits tokens instead")
+    sharded = next((key for key, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if sharded is not None:
+        raise UnsupportedError(
+            f"{name} is sharded already ({sharded} is a DTensor): parallelize it first, or pass a plain model"
+        )
+    hooked = next((key for key, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
+    if hooked is not None:
+        raise UnsupportedError(f"{name} is dispatched by a device_map ({hooked or 'the model'}): load it without device_map")
+
+
+def _check_architecture(base: PreTrainedModel, allow_untested: bool) -> None:
+    kind = base.config.model_type
+    row = verdicts().get(kind)
+    if row is None:
+        near = difflib.get_close_matches(kind, [k for k, v in verdicts().items() if v["verdict"] == "exact"], 3)
+        hint = f"; nearest that are: {', '.join(near)}" if near else ""
+        if not allow_untested:
+            raise UnsupportedError(
+                f"the architecture {kind!r} has no parity run behind it{hint}. allow_untested=True lets it through: "
+                "compare its loss with one process first"
+            )
+    elif row["verdict"] != "exact":
+        raise UnsupportedError(f"the architecture {kind!r} is refused: {row['reason']}")
+    elif not type(base).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UnsupportedError(f"{type(base).__name__} is no causal language model: pass the {kind} model with its head")
+
+
+def _check_settings(base: PreTrainedModel) -> None:
+    config: Any = base.config.get_text_config()
+    for key in _DROPOUTS:
+        value = getattr(config, key, 0) or 0
+        if isinstance(value, int | float) and value > 0:
+            raise UnsupportedError(f"config.{key}={value}: attention dropout is not exact over ranks, set it to 0")
+    if getattr(config, "output_attentions", False):
+        raise UnsupportedError("config.output_attentions=True: attention weights are never materialised here, set it to False")
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "absolute") == "alibi":
+        raise UnsupportedError("ALiBi biases do not reach the attention function, so they would be dropped")
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise UnsupportedError("cross-attention is not sharded: only decoders that attend to themselves are exact")
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    if strange:
+        raise UnsupportedError(f"config.layer_types has {strange[0]!r} layers, which are not exact when tokens are split")

@@ -1,0 +1,62 @@
+"""What happens to a model, in order: a newcomer's first file.
+
+`parallelize` takes a Hugging Face causal language model (or a PEFT model around one) and gives the same object
+back, ready for `causal_loss`. Everything that could be wrong is refused before the first collective.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, get_args
+
+import torch
+from torch import nn
+
+from ithaca.attention.kernels import check_name
+from ithaca.attention.ulysses import check_heads
+from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
+from ithaca.models.binding import bind
+from ithaca.models.support import base_model, check_model, decoder_layers
+from ithaca.state.weights import Weights, place_weights
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def parallelize(
+    model: M,
+    mesh: Mesh,
+    *,
+    weights: Weights = "shard",
+    kernel: str = "auto",
+    compute_dtype: torch.dtype | None = None,
+    allow_untested: bool = False,
+) -> M:
+    """Make `model` run on shards of sequences over `mesh`, exactly; changes it in place and returns it.
+
+    `weights`: "shard" (FSDP2 over all ranks), "replicate", or "none" (your own DDP, FSDP or DeepSpeed, which averages
+    gradients over all ranks). `kernel`: "auto" or a name from `ithaca.KERNELS`. `compute_dtype`: what FSDP2 casts
+    weights to for computing, for example bf16 over fp32 weights. `allow_untested` lets an architecture through that
+    no parity run has covered.
+    """
+    if weights not in get_args(Weights):
+        raise UnsupportedError(f"weights={weights!r}: choose one of {', '.join(get_args(Weights))}")
+    check_name(kernel)
+    base = base_model(model)
+
+    # 1. Refuse by name what would not be exact.
+    check_model(model, base, allow_untested=allow_untested)
+    check_heads(*_heads(base), mesh)
+
+    # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
+    bind(base, mesh, kernel=kernel)
+
+    # 3. Weights: FSDP2 over all ranks; gradients summed in fp32.
+    place_weights(model, decoder_layers(base), mesh, weights, compute_dtype=compute_dtype)
+    return model
+
+
+def _heads(base: nn.Module) -> tuple[int, int]:
+    config = base.config.get_text_config()  # type: ignore[union-attr, operator]
+    heads = int(config.num_attention_heads)
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)

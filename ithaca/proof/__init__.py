@@ -1,0 +1,1 @@
+"""Proof: the same model, sharded and in one process, compared number by number."""

@@ -1,0 +1,229 @@
+"""A whole batch in, this rank's shard out.
+
+`shard_batch` reads what a Hugging Face batch may carry (ids or embeddings, a 2-D mask, position ids,
+`cu_seqlens`, document ids, labels), lays it out, shifts the labels while the row is still whole, pads to a
+multiple of the shard count and cuts. Everything is checked before anything is sent to a device or a peer.
+
+Labels: the target of a token is the next token's label if that token belongs to the same document, else
+-100, so no document is trained on another's first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ithaca.errors import BatchError, UnsupportedError
+from ithaca.mesh import Mesh
+from ithaca.sequence.layout import SequenceLayout
+
+IGNORE = -100
+_TOKENS = ("input_ids", "inputs_embeds")
+_LABELS = ("labels", "shift_labels")
+_DOCUMENTS = ("document_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
+# What collators add beside the above and the layout already knows, and flags that change no token.
+_REDUNDANT = ("cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "num_items_in_batch")
+_FLAGS = ("output_router_logits",)
+KNOWN_KEYS = (*_TOKENS, *_LABELS, "attention_mask", "position_ids", *_DOCUMENTS, *_REDUNDANT, *_FLAGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part: `model(**shard.inputs)` runs it; `targets` [B, L] are already shifted.
+
+    `count` is the number of targets in the whole batch (all shards of this sequence group), `real` [B, L]
+    is false on padding.
+    """
+
+    inputs: dict[str, Any]
+    targets: Tensor
+    real: Tensor
+    layout: SequenceLayout
+    count: int
+
+
+def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None = None) -> Shard:
+    """Lay out, pad and cut a whole batch; every rank of a sequence group passes the same one."""
+    return cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
+
+
+def cut_batch(
+    batch: Mapping[str, Any], shards: int, rank: int, device: torch.device, *, vocab_size: int | None = None
+) -> Shard:
+    """`shard_batch` without a mesh: shard `rank` of `shards`."""
+    tokens = _tokens(batch)
+    documents_BS = read_documents(batch, tokens)
+    positions_BS = _positions(batch, tokens, documents_BS)
+    targets_BS = _targets(batch, tokens, documents_BS)
+    _check_vocabulary(batch, vocab_size)
+    layout = SequenceLayout.packed(documents_BS, shards, int(positions_BS.max()))
+    cut = _Cut(layout, rank, device)
+    name = next(key for key in _TOKENS if batch.get(key) is not None)
+    inputs = {name: cut(batch[name], 0), "position_ids": cut(positions_BS, 0), "sequence_layout": layout}
+    inputs |= {key: batch[key] for key in _FLAGS if batch.get(key) is not None}
+    count = int((targets_BS != IGNORE).sum())
+    return Shard(inputs, cut(targets_BS, IGNORE), cut(documents_BS, -1) >= 0, layout, count)
+
+
+def count_targets(batch: Mapping[str, Any]) -> int:
+    """How many tokens of a whole batch are trained: what `causal_loss` divides by."""
+    tokens = _tokens(batch)
+    return int((_targets(batch, tokens, read_documents(batch, tokens)) != IGNORE).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Pads dim 1 to the layout's length and keeps one shard of it, moving only that shard."""
+
+    layout: SequenceLayout
+    rank: int
+    device: torch.device
+
+    def __call__(self, whole: Tensor, fill: int) -> Tensor:
+        piece = whole[:, self.layout.shard(self.rank)]
+        missing = self.layout.shard_length - piece.shape[1]
+        if missing:
+            piece = F.pad(piece, (0, 0) * (piece.dim() - 2) + (0, missing), value=fill)
+        return piece.to(self.device, non_blocking=True).contiguous()
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    """The [B, S, ...] tensor that says how many tokens there are."""
+    unknown = sorted(key for key in batch if key not in KNOWN_KEYS and batch[key] is not None)
+    if unknown:
+        raise UnsupportedError(f"the batch has {unknown[0]!r}, which cannot be sharded: known are {', '.join(KNOWN_KEYS)}")
+    given = [key for key in _TOKENS if batch.get(key) is not None]
+    if len(given) != 1:
+        raise BatchError(f"the batch has {' and '.join(given) or 'neither input_ids nor inputs_embeds'}: pass one of them")
+    tokens: Tensor = batch[given[0]]
+    wanted = 2 if given[0] == "input_ids" else 3
+    if tokens.dim() != wanted:
+        raise BatchError(f"{given[0]} has shape {list(tokens.shape)}: [B, S{', hidden' if wanted == 3 else ''}] is needed")
+    if tokens.shape[0] == 0 or tokens.shape[1] == 0:
+        raise BatchError(f"{given[0]} has shape {list(tokens.shape)}: the batch is empty, at least one token is needed")
+    return tokens
+
+
+def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """A document number per token on the host, [B, S], -1 on padding."""
+    shape = tokens.shape[:2]
+    explicit = _explicit_documents(batch, shape)
+    positions = _given_positions(batch, shape)
+    restarts = None if positions is None else _restarts(positions)
+    real = _real(batch, shape)
+    if explicit is not None:
+        if restarts is not None and (restarts & (explicit == explicit.roll(1, 1)) & (explicit >= 0)).any():
+            raise BatchError("position_ids restart inside a document that cu_seqlens or document_ids call one: they disagree")
+        documents = explicit
+    elif restarts is not None:
+        documents = restarts.cumsum(1)
+    else:
+        documents = torch.zeros(shape, dtype=torch.long)
+    if real is not None:
+        # A left-padded row restarts where its first token stands: padding must not number the documents.
+        documents = documents.masked_fill(~real, -1)
+    return documents
+
+
+def _explicit_documents(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+    given = [key for key in _DOCUMENTS if batch.get(key) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise BatchError(f"the batch has {' and '.join(given)}: documents are given in one way only")
+    value = torch.as_tensor(batch[given[0]]).cpu().long()
+    if given[0] in ("document_ids", "seq_idx"):
+        if value.shape != shape:
+            raise BatchError(f"{given[0]} has shape {list(value.shape)}: it needs that of the tokens, {list(shape)}")
+        return value
+    offsets = value.flatten()
+    total = shape[0] * shape[1]
+    if offsets.numel() < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() <= 0).any():
+        raise BatchError(f"{given[0]} must rise from 0 to {total} (the tokens of the batch), got {offsets.tolist()[:8]}")
+    documents = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff()).view(shape)
+    if shape[0] > 1 and (documents[1:, 0] == documents[:-1, -1]).any():
+        raise BatchError(f"{given[0]}: a document crosses from one row into the next; end documents at {shape[1]}")
+    return documents
+
+
+def _given_positions(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+    value = batch.get("position_ids")
+    if value is None:
+        return None
+    value = torch.as_tensor(value).cpu()
+    if value.dim() == 1:
+        value = value[None]
+    if value.dim() != 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
+        raise BatchError(f"position_ids has shape {list(value.shape)}: [B, S] = {list(shape)} is needed")
+    if value.min() < 0:
+        raise BatchError(f"position_ids has the value {int(value.min())}: positions count from 0")
+    return value.expand(shape)
+
+
+def _restarts(positions_BS: Tensor) -> Tensor:
+    """True where a token does not follow its left neighbour: the rule transformers' own masks use."""
+    return F.pad(positions_BS.diff(dim=1) != 1, (1, 0), value=False)
+
+
+def _real(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        found = f"{mask.dim()}-D, {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise UnsupportedError(
+            f"attention_mask is {found}: only 2-D masks of padding are exact under sequence parallelism; "
+            "give packed documents as position_ids, cu_seqlens or document_ids"
+        )
+    if mask.shape != shape:
+        raise BatchError(f"attention_mask has shape {list(mask.shape)}: it needs that of the tokens, {list(shape)}")
+    mask = mask.cpu()
+    if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+        raise BatchError(
+            f"attention_mask has the value {mask.max().item()}: it takes 0 and 1; pass document numbers as document_ids"
+        )
+    return mask.bool()
+
+
+def _positions(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tensor) -> Tensor:
+    """As given; else restarting in every document that was named; else counting along the row."""
+    given = _given_positions(batch, tokens.shape[:2])
+    if given is not None:
+        return given
+    count = torch.arange(tokens.shape[1]).expand(tokens.shape[:2])
+    if not any(batch.get(key) is not None for key in _DOCUMENTS):
+        return count
+    starts = F.pad(documents_BS.diff(dim=1) != 0, (1, 0), value=True)
+    return count - torch.where(starts, count, 0).cummax(1).values
+
+
+def _targets(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tensor) -> Tensor:
+    given = [key for key in _LABELS if batch.get(key) is not None]
+    name = given[-1] if given else "input_ids"
+    if batch.get(name) is None:
+        raise BatchError("inputs_embeds come without labels: pass labels [B, S], -100 where nothing is learned")
+    labels = batch[name].cpu()
+    if labels.shape != tokens.shape[:2]:
+        raise BatchError(f"{name} has shape {list(labels.shape)}: it needs that of the tokens, {list(tokens.shape[:2])}")
+    if name == "shift_labels":
+        return labels.masked_fill(documents_BS < 0, IGNORE)
+    same = (documents_BS[:, 1:] == documents_BS[:, :-1]) & (documents_BS[:, 1:] >= 0)
+    return F.pad(labels[:, 1:].masked_fill(~same, IGNORE), (0, 1), value=IGNORE)
+
+
+def _check_vocabulary(batch: Mapping[str, Any], vocab_size: int | None) -> None:
+    if vocab_size is None:
+        return
+    for key in ("input_ids", *_LABELS):
+        ids = batch.get(key)
+        if ids is None:
+            continue
+        low, high = (int(x) for x in torch.aminmax(ids if key == "input_ids" else ids.masked_fill(ids == IGNORE, 0)))
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise BatchError(f"{key} has the id {bad}: this model's vocabulary is 0 to {vocab_size - 1}")

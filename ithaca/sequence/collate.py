@@ -1,0 +1,89 @@
+"""A collator for own loops: examples of any length in, one batch of tensors out.
+
+It pads to the longest (or to `length`), masks the padding, packs if asked, and adds positions that restart
+in every document. The batch means the same to plain transformers and to `causal_loss`: the label of a
+document's first token is -100, so neither learns it from the document before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ithaca.errors import BatchError
+from ithaca.sequence.batch import IGNORE
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCollator:
+    """`pack=True` lays examples end to end in rows of at most `length` tokens (first row with room).
+
+    Without `length` a packed batch is one row, an unpacked one is as long as its longest example.
+    Examples longer than `length` are refused, not cut.
+    """
+
+    pack: bool = False
+    length: int | None = None
+    pad_token_id: int = 0
+    multiple_of: int = 1
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if not examples:
+            raise BatchError("the collator got no examples: a batch needs at least one")
+        documents = [self._document(example, index) for index, example in enumerate(examples)]
+        rows = self._pack(documents) if self.pack else [[document] for document in documents]
+        longest = max(sum(len(ids) for ids, _ in row) for row in rows)
+        width = max(longest, self.length or 0)
+        width = -(-width // self.multiple_of) * self.multiple_of
+        columns = [self._row(row, width) for row in rows]
+        batch = {key: torch.stack([column[key] for column in columns]) for key in columns[0]}
+        if batch["attention_mask"].all():
+            # Without a mask transformers reads the documents off the position ids; with one it does not.
+            del batch["attention_mask"]
+        return batch
+
+    def _document(self, example: Mapping[str, Any], index: int) -> tuple[Tensor, Tensor]:
+        if "input_ids" not in example:
+            raise BatchError(f"example {index} has no input_ids, only {', '.join(map(str, example)) or 'nothing'}")
+        ids = torch.as_tensor(example["input_ids"], dtype=torch.long)
+        labels = torch.as_tensor(example.get("labels", ids), dtype=torch.long).clone()
+        if ids.dim() != 1 or ids.shape != labels.shape or not len(ids):
+            raise BatchError(
+                f"example {index}: input_ids {list(ids.shape)} and labels {list(labels.shape)} must be equally long lists"
+            )
+        if self.length is not None and len(ids) > self.length:
+            raise BatchError(f"example {index} has {len(ids)} tokens, rows have {self.length}: cut it or raise length")
+        labels[0] = IGNORE
+        return ids, labels
+
+    def _pack(self, documents: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+        if self.length is None:
+            return [documents]
+        rows: list[list[tuple[Tensor, Tensor]]] = []
+        room: list[int] = []
+        for document in documents:
+            size = len(document[0])
+            row = next((r for r, free in enumerate(room) if free >= size), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(self.length)
+            rows[row].append(document)
+            room[row] -= size
+        return rows
+
+    def _row(self, row: list[tuple[Tensor, Tensor]], width: int) -> dict[str, Tensor]:
+        ids = torch.cat([ids for ids, _ in row])
+        labels = torch.cat([labels for _, labels in row])
+        positions = torch.cat([torch.arange(len(ids)) for ids, _ in row])
+        pad = (0, width - len(ids))
+        pad_row = torch.nn.functional.pad
+        return {
+            "input_ids": pad_row(ids, pad, value=self.pad_token_id),
+            "labels": pad_row(labels, pad, value=IGNORE),
+            "position_ids": pad_row(positions, pad, value=0),
+            "attention_mask": pad_row(torch.ones_like(ids), pad, value=0),
+        }

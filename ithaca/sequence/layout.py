@@ -1,0 +1,89 @@
+"""`SequenceLayout`: the one truth about a batch's tokens, in plain integers.
+
+Computed once from the whole batch, the same on every rank of a sequence group, and frozen. Masks, positions
+and labels all follow from it, so they cannot disagree. A row holds documents, which never attend to each
+other; a token that is in no document is padding, is attended by nobody and counts in no loss.
+Token t of a row lives on shard t // L, L = padded / shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ithaca.errors import BatchError
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLayout:
+    """`documents[b]` are the (start, end) spans of row b, in order, over the padded row."""
+
+    length: int
+    padded: int
+    shards: int
+    documents: tuple[tuple[Span, ...], ...]
+    max_position: int
+
+    @classmethod
+    def whole_rows(cls, batch: int, length: int, shards: int) -> SequenceLayout:
+        """Every row one document: the layout of a plain batch."""
+        if batch < 1 or length < 1:
+            raise BatchError(f"a batch of {batch} rows of {length} tokens is empty: at least one token is needed")
+        return cls(length, _round_up(length, shards), shards, (((0, length),),) * batch, length - 1)
+
+    @classmethod
+    def packed(cls, documents_BS: Tensor, shards: int, max_position: int) -> SequenceLayout:
+        """From a document number per token, [B, S], negative where the token is padding."""
+        batch, length = documents_BS.shape
+        rows = tuple(_spans(documents_BS[b], b) for b in range(batch))
+        return cls(length, _round_up(length, shards), shards, rows, max_position)
+
+    @property
+    def batch(self) -> int:
+        return len(self.documents)
+
+    @property
+    def shard_length(self) -> int:
+        return self.padded // self.shards
+
+    @property
+    def longest(self) -> int:
+        return max((end - start for row in self.documents for start, end in row), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are no padding."""
+        return sum(end - start for row in self.documents for start, end in row)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows have the same spans, so that one kernel call can take the whole batch."""
+        return all(row == self.documents[0] for row in self.documents[1:])
+
+    def shard(self, rank: int) -> slice:
+        """The tokens of the padded row that live on `rank`."""
+        return slice(rank * self.shard_length, (rank + 1) * self.shard_length)
+
+
+def _round_up(length: int, shards: int) -> int:
+    return -(-length // shards) * shards
+
+
+def _spans(documents_S: Tensor, row: int) -> tuple[Span, ...]:
+    """The runs of equal, non-negative numbers; a number that comes back after another is refused."""
+    values, counts = torch.unique_consecutive(documents_S, return_counts=True)
+    ends = counts.cumsum(0)
+    kept = values >= 0
+    numbers = values[kept]
+    if numbers.unique().numel() != numbers.numel():
+        number = next(n for n in numbers.tolist() if (numbers == n).sum() > 1)
+        raise BatchError(
+            f"row {row}: document {number} is not in one piece (padding or another document lies inside it): "
+            "padding may stand left, right or between documents only"
+        )
+    starts = (ends - counts)[kept].tolist()
+    return tuple(zip(starts, ends[kept].tolist(), strict=True))

@@ -1,0 +1,32 @@
+"""What every test session shares: the parent's threads and environment, `--record`, the end of the pool.
+
+The environment is set here, before any test imports transformers, because it is read at import.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import POOL
+from tests.record import Recorder
+
+os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="FILE", type=Path, help="write versions, counts and seconds as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--record")
+    if file is not None:
+        config.pluginmanager.register(Recorder(file))
+
+
+def pytest_sessionfinish() -> None:
+    POOL.stop()

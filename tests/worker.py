@@ -1,0 +1,132 @@
+"""One rank of the pool, on its own side of the pipe: a process that takes calls until its parent closes.
+
+The parent's side is ranks.py; the messages between the two are here. Values travel packed, tensors by value,
+so that no shared memory and no file descriptor is in flight.
+
+Invariant: each `Call` is answered by one `Returned`, or by one `Raised` and then one `Idle`.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call as a worker receives it. `payload` is `(fn, args, kwargs)`, packed."""
+
+    generation: int
+    world: int
+    timeout: float
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What one rank returned, packed."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What one rank raised, as text: exceptions themselves need not survive pickling."""
+
+    error: str
+    message: str
+    traceback: str = ""
+    when: float = field(default_factory=time.monotonic)  # one clock for all processes of a machine
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The worker has started, or has left its process group after a `Raised`: it waits for a call."""
+
+
+def pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(payload: bytes) -> Any:
+    return torch.load(io.BytesIO(payload), weights_only=False)
+
+
+def serve(descriptor: int, rank: int, port: int) -> None:
+    """The whole life of a worker: take calls from the parent until the connection closes."""
+    # Ctrl-C reaches the whole process group; the default action ends a worker even inside a collective.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    connection = Connection(descriptor)
+    calls: SimpleQueue[Call] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    connection.send(Idle())
+    joined = -1
+    while True:
+        call = calls.get()
+        try:
+            if call.generation != joined:
+                _leave()
+                _join(store, rank, call)
+                joined = call.generation
+            torch.manual_seed(0)
+            fn, args, kwargs = unpack(call.payload)
+            answer = Returned(pack(fn(*args, **kwargs)))
+            del fn, args, kwargs
+        except BaseException as error:  # SystemExit and pytest's own outcomes are answers too
+            connection.send(Raised(type(error).__name__, str(error), traceback.format_exc()))
+            # Frames in the traceback hold the mesh and its groups: without them, leaving closes the sockets.
+            traceback.clear_frames(error.__traceback__)
+            del error
+            gc.collect()
+            _leave()
+            joined = -1
+            connection.send(Idle())
+        else:
+            connection.send(answer)
+            gc.collect()
+
+
+def _receive(connection: Connection, calls: SimpleQueue[Call]) -> None:
+    """Feed the queue. A thread of its own notices the parent's end while the main thread is in a collective."""
+    while True:
+        try:
+            calls.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def _join(store: dist.TCPStore, rank: int, call: Call) -> None:
+    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": call.world, "LOCAL_WORLD_SIZE": call.world}
+    os.environ.update({name: str(value) for name, value in launch.items()})
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"generation{call.generation}", store),
+        rank=rank,
+        world_size=call.world,
+        timeout=timedelta(seconds=call.timeout),
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
