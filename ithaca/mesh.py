@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaca.errors import MeshError
@@ -132,26 +133,27 @@ def init_mesh(
 def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> Degrees:
     """The degrees whose product is `world`, or an error that names those that work."""
     inner = sp * ring
+    processes = f"{world} process{'es' if world > 1 else ''}"
     if dp is None:
         if world % inner:
-            raise MeshError(
-                f"sp={sp}" + (f" x ring={ring}" if ring > 1 else "") + f" does not divide a world of {world} "
-                f"process{'es' if world > 1 else ''}: {_nearest(world, sp, ring)}"
-            )
+            named = f"sp={sp}" + (f" x ring={ring}" if ring > 1 else "")
+            start = f"{_start(inner)} or " if world < inner else ""
+            raise MeshError(f"{named} does not divide a world of {processes}: {start}{_nearest(world, sp, ring)}")
         dp = world // inner
     if dp * inner != world:
         named = f"dp={dp} x sp={sp}" if ring == 1 else f"dp={dp} x ring={ring} x sp={sp}"
-        fix = (
-            f"dp={world // inner} makes {world}" if world % inner == 0 else f"start {dp * inner} processes, or "
-            f"{_nearest(world, sp, ring)}"
-        )
-        raise MeshError(f"{named} is {dp * inner}, but the world has {world} process{'es' if world > 1 else ''}: {fix}")
+        fix = f"{_start(dp * inner)} or {_nearest(world, sp, ring)}"
+        if world % inner == 0:
+            fix = f"dp={world // inner} makes {world}"
+        raise MeshError(f"{named} is {dp * inner}, but the world has {processes}: {fix}")
     return Degrees(dp, ring, sp)
 
 
+def _start(processes: int) -> str:
+    return f"start {processes} processes (torchrun --nproc-per-node {processes} ...)"
+
+
 def _nearest(world: int, sp: int, ring: int) -> str:
-    if world < sp * ring:
-        return f"start {sp * ring} processes (torchrun --nproc-per-node {sp * ring} ...) or use sp={world}"
     works = [d for d in range(1, world + 1) if world % (d * ring) == 0]
     if not works:
         return f"use ring=1 with sp={largest_divisor(world, sp)}"
@@ -204,5 +206,5 @@ def _join(device: str | torch.device | None) -> torch.device:
             dist.init_process_group(backend, device_id=kind if kind.type == "cuda" else None)
         else:
             # A plain `python script.py`: a world of one that needs no port.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return kind

@@ -19,7 +19,6 @@ from ithaca.models.binding import bind
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.state.weights import Weights, place_weights
 
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -64,7 +64,9 @@ def to_tokens(tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.Process
     send_SBR = _side_by_side(tensors_BShD, lanes, me)
     received = send_SBR.new_empty(length * batch * sum(rows))
     tokens = length * batch
-    dist.all_to_all_single(received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group=group)
+    dist.all_to_all_single(
+        received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group=group
+    )
     return _unpack(received, lanes, rows, batch, length)
 
 
@@ -75,14 +77,12 @@ def _pack(send: Tensor, tensors_BLHD: list[Tensor], lanes: list[Lane], rows: lis
     column = [0] * len(rows)
     for tensor, lane in zip(tensors_BLHD, lanes, strict=True):
         if lane.even and len(set(rows)) == 1:
-            whole_PLBR = send.view(len(rows), length, batch, rows[0])
-            part = whole_PLBR[..., column[0] : column[0] + lane.width(0)].unflatten(-1, (-1, lane.size))
-            part.copy_(tensor.unflatten(2, (len(rows), -1)).permute(2, 1, 0, 3, 4))
+            part_PLBhD = _part(send.view(len(rows), length, batch, rows[0]), lane, 0, column[0])
+            _copy(part_PLBhD, tensor.unflatten(2, (len(rows), -1)).permute(2, 1, 0, 3, 4))
         else:
             for rank, block_LBR in enumerate(blocks):
                 start, end = lane.ranges[rank]
-                part = block_LBR[..., column[rank] : column[rank] + lane.width(rank)].unflatten(-1, (-1, lane.size))
-                part.copy_(tensor[:, :, start:end].transpose(0, 1))
+                _copy(_part(block_LBR, lane, rank, column[rank]), tensor[:, :, start:end].transpose(0, 1))
         column = [at + lane.width(rank) for rank, at in enumerate(column)]
 
 
@@ -91,29 +91,63 @@ def _unpack(received: Tensor, lanes: list[Lane], rows: list[int], batch: int, le
     column = [0] * len(rows)
     outputs: list[Tensor] = []
     for lane in lanes:
-        shape = (batch, length, lane.heads, lane.size)
+        out_BLHD = received.new_empty(batch, length, lane.heads, lane.size)
         if lane.even and len(set(rows)) == 1:
-            whole_PLBR = received.view(len(rows), length, batch, rows[0])
-            part = whole_PLBR[..., column[0] : column[0] + lane.width(0)].unflatten(-1, (-1, lane.size))
-            outputs.append(part.permute(2, 1, 0, 3, 4).reshape(shape))
+            part_PLBhD = _part(received.view(len(rows), length, batch, rows[0]), lane, 0, column[0])
+            _copy(out_BLHD.unflatten(2, (len(rows), -1)), part_PLBhD.permute(2, 1, 0, 3, 4))
+        elif lane.covers_once:
+            for rank, block_LBR in enumerate(blocks):
+                start, end = lane.ranges[rank]
+                _copy(out_BLHD[:, :, start:end], _part(block_LBR, lane, rank, column[rank]).transpose(0, 1))
         else:
-            outputs.append(_gather_lane(blocks, lane, column, received.new_empty(shape)))
+            _sum_copies(out_BLHD, blocks, lane, column)
+        outputs.append(out_BLHD)
         column = [at + lane.width(rank) for rank, at in enumerate(column)]
     return outputs
 
 
-def _gather_lane(blocks: list[Tensor], lane: Lane, column: list[int], out_BLHD: Tensor) -> Tensor:
-    # fp32 is where copies of one kv head meet; fp64 stays fp64.
+def _sum_copies(out_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list[int]) -> None:
+    """Where several ranks had a kv head, its parts are added in fp32 (fp64 stays fp64) and rounded once."""
     exact = torch.promote_types(out_BLHD.dtype, torch.float32)
-    target = out_BLHD if lane.covers_once else torch.zeros_like(out_BLHD, dtype=exact)
-    for rank, block_LBR in enumerate(blocks):
-        start, end = lane.ranges[rank]
-        part = block_LBR[..., column[rank] : column[rank] + lane.width(rank)].unflatten(-1, (-1, lane.size))
-        if lane.covers_once:
-            target[:, :, start:end].copy_(part.transpose(0, 1))
-        else:
-            target[:, :, start:end] += part.transpose(0, 1)
-    return target.to(out_BLHD.dtype)
+    for head in range(lane.heads):
+        owners = [rank for rank, (start, end) in enumerate(lane.ranges) if start <= head < end]
+        parts = [
+            _part(blocks[rank], lane, rank, column[rank])[:, :, head - lane.ranges[rank][0]].transpose(0, 1)
+            for rank in owners
+        ]
+        target_BLD = out_BLHD[:, :, head]
+        if len(parts) == 1:
+            _copy(target_BLD, parts[0])
+            continue
+        # An addition of two is computed in fp32 and rounded by its store; more need an fp32 sum between.
+        total = parts[0] if len(parts) == 2 else parts[0].to(exact)
+        for part in parts[1:-1]:
+            total = total + part
+        torch.add(total, parts[-1], out=target_BLD)
+
+
+def _part(wire_LBR: Tensor, lane: Lane, rank: int, column: int) -> Tensor:
+    """A lane's columns of rank `rank`'s rows, heads apart: `[..., h, D]`."""
+    return wire_LBR[..., column : column + lane.width(rank)].unflatten(-1, (-1, lane.size))
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)`, 16 bytes at a time where both allow it: a strided copy of single bf16 numbers runs at
+    38% of the memory's speed on an H200, one of 16-byte units at twice that."""
+    wide_target, wide_source = _wide(target), _wide(source)
+    if wide_target is not None and wide_source is not None:
+        wide_target.copy_(wide_source)
+    else:
+        target.copy_(source)
+
+
+def _wide(x: Tensor) -> Tensor | None:
+    """The same memory in units of 16 bytes, or None where it does not divide so."""
+    unit = 16 // x.element_size()
+    steps = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    if x.device.type == "cpu" or unit < 2 or x.stride(-1) != 1 or any(step % unit for step in steps):
+        return None
+    return x.view(torch.complex128)
 
 
 def _blocks(buffer: Tensor, rows: list[int], batch: int, length: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from ithaca.errors import MeshError
 
@@ -59,12 +60,14 @@ class HeadSplit:
 def split_heads(heads: int, kv_heads: int, sp: int) -> HeadSplit:
     """The split of `heads` query and `kv_heads` key-value heads over `sp` ranks."""
     if heads % kv_heads:
-        raise MeshError(f"{heads} query heads are not a multiple of {kv_heads} key-value heads: no grouping is possible")
+        raise MeshError(
+            f"{heads} query heads are not a multiple of {kv_heads} key-value heads: no grouping is possible"
+        )
     if sp > heads:
         raise MeshError(f"{heads} heads over sp={sp}: every rank needs a head, use sp={heads} or less")
     group = heads // kv_heads
     cuts = _best_cuts(heads, group, sp)
-    q = tuple(zip(cuts[:-1], cuts[1:], strict=True))
+    q = tuple(pairwise(cuts))
     kv = tuple((start // group, (end - 1) // group + 1) for start, end in q)
     return HeadSplit(heads, kv_heads, q, kv)
 

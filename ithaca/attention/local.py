@@ -109,11 +109,9 @@ class LocalAttention:
             return parts[0][0].backward(dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, self.spec)
         grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BShD, k_BSkD, v_BSkE))
         for kernel, call, run in parts:
-            heads = (run.q, run.q, run.kv, run.kv, run.q)
-            views = [
-                _cut(x, call, r) for x, r in zip((dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE), heads, strict=True)
-            ]
-            pieces = _backward(kernel, *views, _cut_lse(lse_BhS, call, run.q), call, self.spec)
+            dout, q, out = (_cut(x, call, run.q) for x in (dout_BShE, q_BShD, out_BShE))
+            k, v = (_cut(x, call, run.kv) for x in (k_BSkD, v_BSkE))
+            pieces = _backward(kernel, dout, q, k, v, out, _cut_lse(lse_BhS, call, run.q), call, self.spec)
             for grad, piece, r in zip(grads, pieces, (run.q, run.kv, run.kv), strict=True):
                 _cut(grad, call, r).copy_(piece)
         return grads[0], grads[1], grads[2]
@@ -149,7 +147,7 @@ class LocalAttention:
     def _check(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor) -> None:
         assert q_BShD.shape[:2] == (self.layout.batch, self.layout.padded), (q_BShD.shape, self.layout)
         assert k_BSkD.shape[:3] == v_BSkE.shape[:3], (k_BSkD.shape, v_BSkE.shape)
-        assert q_BShD.shape[2] == self.runs[-1].q[1] and k_BSkD.shape[2] == self.runs[-1].kv[1], self.runs
+        assert (q_BShD.shape[2], k_BSkD.shape[2]) == (self.runs[-1].q[1], self.runs[-1].kv[1]), self.runs
 
 
 def _cut(x_BShD: Tensor, call: Call, heads: tuple[int, int]) -> Tensor:

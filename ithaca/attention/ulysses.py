@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ithaca.attention.exchange import Lane, to_heads, to_tokens
 from ithaca.attention.heads import HeadSplit, split_heads
+from ithaca.attention.kernels import check_name
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.attention.local import LocalAttention
 from ithaca.errors import BatchError, MeshError, UnsupportedError
@@ -43,17 +44,41 @@ def ulysses_attention(
     `window`: a query sees keys less than `window` tokens away. `sinks_H`: one extra score a head. The
     gradient of `sinks_H` is this rank's part: sum it over ranks like any weight's.
     """
-    check_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh)
-    _check_shards(q_BLHD, k_BLKD, v_BLKE, layout)
-    if window is not None and window < 1:
-        raise BatchError(f"window={window}: a query sees at least itself, use window >= 1 or None")
     spec = AttentionSpec(
         scale=q_BLHD.shape[-1] ** -0.5 if scale is None else float(scale), causal=causal, window=window, softcap=softcap
     )
+    return attend_sharded(q_BLHD, k_BLKD, v_BLKE, mesh, layout, spec, sinks_H, kernel)
+
+
+def attend_sharded(
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKE: Tensor,
+    mesh: Mesh,
+    layout: SequenceLayout,
+    spec: AttentionSpec,
+    sinks_H: Tensor | None,
+    kernel: str,
+) -> Tensor:
+    """`ulysses_attention` with its settings gathered in a spec."""
+    check_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh)
+    check_name(kernel)
+    _check_shards(q_BLHD, k_BLKD, v_BLKE, layout)
+    _check_settings(q_BLHD, spec, sinks_H)
     split = split_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh.sp)
     local = LocalAttention(layout, spec, split.runs(mesh.sp_rank), kernel)
     out: Tensor = _Ulysses.apply(q_BLHD, k_BLKD, v_BLKE, sinks_H, _Plan(local, split, mesh.sp_rank, mesh.sp_group))
     return out
+
+
+def _check_settings(q_BLHD: Tensor, spec: AttentionSpec, sinks_H: Tensor | None) -> None:
+    if spec.window is not None and spec.window < 1:
+        raise BatchError(f"window={spec.window}: a query sees at least itself, use window >= 1 or None")
+    if spec.softcap is not None and not spec.softcap > 0:
+        raise BatchError(f"softcap={spec.softcap}: scores are divided by it, use softcap > 0 or None")
+    heads = q_BLHD.shape[2]
+    if sinks_H is not None and sinks_H.shape != (heads,):
+        raise BatchError(f"sinks_H has shape {list(sinks_H.shape)}: one score for each of the {heads} heads is needed")
 
 
 def check_heads(heads: int, kv_heads: int, mesh: Mesh) -> None:
@@ -62,7 +87,9 @@ def check_heads(heads: int, kv_heads: int, mesh: Mesh) -> None:
         raise UnsupportedError(f"ring={mesh.ring} is not built yet: use ring=1 with sp up to the head count, {heads}")
     if mesh.sp > heads:
         best = largest_divisor(mesh.world, heads)
-        raise MeshError(f"{heads} heads over sp={mesh.sp}: every rank needs a head, use sp={best} with dp={mesh.world // best}")
+        raise MeshError(
+            f"{heads} heads over sp={mesh.sp}: every rank needs a head, use sp={best} with dp={mesh.world // best}"
+        )
     split_heads(heads, kv_heads, mesh.sp)
 
 
@@ -70,7 +97,9 @@ def _check_shards(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> No
     expected = (layout.batch, layout.shard_length)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if tuple(x.shape[:2]) != expected:
-            raise BatchError(f"{name} has shape {list(x.shape)}: the layout says [B, L] = {list(expected)} on every rank")
+            raise BatchError(
+                f"{name} has shape {list(x.shape)}: the layout says [B, L] = {list(expected)} on every rank"
+            )
     if k.shape[2] != v.shape[2] or k.shape[3] != q.shape[3]:
         raise BatchError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: k has v's heads and q's head size")
     if not q.dtype == k.dtype == v.dtype:
@@ -125,7 +154,8 @@ class _Ulysses(torch.autograd.Function):
         dsinks = None
         if sinks_H is not None:
             dsinks = torch.zeros_like(sinks_H)
-            plan.own(dsinks).copy_(plan.local.sinks_backward(dout, out, lse, plan.own(sinks_H)))
+            start, end = plan.split.q[plan.rank]
+            dsinks[start:end] = plan.local.sinks_backward(dout, out, lse, sinks_H[start:end])
         grads = list(plan.local.attend_backward(dout, q, k, v, out, lse))
         if not plan.alone:
             grads = to_tokens(grads, [q_lane, k_lane, v_lane], plan.group)

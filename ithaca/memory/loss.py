@@ -14,5 +14,7 @@ from torch.nn import functional as F
 def token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the targets that are not -100, in fp32 (fp64 stays fp64), and their number."""
     exact = torch.promote_types(logits_BLV.dtype, torch.float32)
-    total = F.cross_entropy(logits_BLV.flatten(0, 1).to(exact), targets_BL.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        logits_BLV.flatten(0, 1).to(exact), targets_BL.flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, (targets_BL != -100).sum()

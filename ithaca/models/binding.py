@@ -1,4 +1,4 @@
-"""Binding: a Hugging Face model's attention goes through `ulysses_attention`, on that model alone.
+"""Binding: a Hugging Face model's attention goes through Ulysses, on that model alone.
 
 transformers looks an attention function up by the name in `config._attn_implementation`. Binding registers one
 function under a name of our own, gives the model its own copy of its config with that name set, and leaves a
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ithaca.attention.ulysses import ulysses_attention
+from ithaca.attention.heads import split_heads
+from ithaca.attention.kernels import AttentionSpec, choose
+from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.rope import pin_length
@@ -51,24 +53,28 @@ class Binding:
     mesh: Mesh
     kernel: str
     layers: int
-    configs: dict[nn.Module, Any]
+    configs: dict[Any, Any]
     layout: SequenceLayout | None = None
     calls: int = 0
     sharded: bool = True
     takes_kwargs: bool = True
     handles: list[Any] = field(default_factory=list)
-    announced: set[str] = field(default_factory=set)
+    announced: set[AttentionSpec] = field(default_factory=set)
 
     @property
     def original_attention(self) -> str:
         return self.configs[self.model]._attn_implementation or "sdpa"
 
-    def announce(self, line: str) -> None:
-        """Say once, on rank 0, what runs."""
-        if line not in self.announced:
-            self.announced.add(line)
-            if self.mesh.rank == 0:
-                logger.info(line)
+    def announce(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, spec: AttentionSpec) -> None:
+        """Say once for every kind of attention in the model, on rank 0, which kernel runs it."""
+        if spec in self.announced:
+            return
+        self.announced.add(spec)
+        kernel = choose(self.kernel, q_BLHD, v_BLKE, spec).name
+        heads = [end - start for start, end in split_heads(q_BLHD.shape[2], k_BLKD.shape[2], self.mesh.sp).q]
+        if self.mesh.rank == 0:
+            window = f", window {spec.window}" if spec.window else ""
+            logger.info("attention%s: %s kernel, %s, heads per rank %s", window, kernel, self.mesh, heads)
 
 
 def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding:
@@ -211,28 +217,27 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls; `[B, H, L, D]` in, `[B, L, H, E]` out."""
     binding: Binding = module.__dict__[_BINDING]
-    layout = kwargs.pop(LAYOUT, None) or binding.layout
-    _check_call(module, layout, query_BHLD, key_BKLD, attention_mask, dropout, kwargs)
-    binding.calls += 1
-    out_BLHE = ulysses_attention(
-        query_BHLD.transpose(1, 2),
-        key_BKLD.transpose(1, 2),
-        value_BKLE.transpose(1, 2),
-        binding.mesh,
-        layout,
+    layout: SequenceLayout | None = kwargs.pop(LAYOUT, None) or binding.layout
+    if layout is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} ran outside a sharded forward pass (transformers' gradient checkpointing re-runs "
+            "layers in backward, and this architecture passes no layout down): switch gradient checkpointing off"
+        )
+    _check_call(module, query_BHLD, key_BKLD, attention_mask, dropout, kwargs)
+    q_BLHD, k_BLKD, v_BLKE = (x.transpose(1, 2) for x in (query_BHLD, key_BKLD, value_BKLE))
+    spec = AttentionSpec(
+        scale=q_BLHD.shape[-1] ** -0.5 if scaling is None else float(scaling),
         causal=is_causal if is_causal is not None else bool(getattr(module, "is_causal", True)),
-        scale=scaling,
         window=sliding_window,
         softcap=softcap,
-        sinks_H=s_aux,
-        kernel=binding.kernel,
     )
-    return out_BLHE, None
+    binding.calls += 1
+    binding.announce(q_BLHD, k_BLKD, v_BLKE, spec)
+    return attend_sharded(q_BLHD, k_BLKD, v_BLKE, binding.mesh, layout, spec, s_aux, binding.kernel), None
 
 
 def _check_call(
     module: nn.Module,
-    layout: SequenceLayout | None,
     query_BHLD: Tensor,
     key_BKLD: Tensor,
     mask: Tensor | None,
@@ -240,13 +245,10 @@ def _check_call(
     extra: dict[str, Any],
 ) -> None:
     name = type(module).__name__
-    if layout is None:
-        raise UnsupportedError(
-            f"{name} ran outside a sharded forward pass (transformers' gradient checkpointing re-runs layers in "
-            "backward, and this architecture passes no layout down): switch gradient checkpointing off"
-        )
     if mask is not None:
-        raise UnsupportedError(f"{name} built an attention mask {list(mask.shape)}; only padding and documents are exact")
+        raise UnsupportedError(
+            f"{name} built an attention mask {list(mask.shape)}; only padding and documents are exact"
+        )
     if dropout:
         raise UnsupportedError(f"{name} asks for attention dropout {dropout}: set the config's attention dropout to 0")
     if query_BHLD.shape[2] != key_BKLD.shape[2]:

@@ -37,13 +37,13 @@ def auxiliary_loss(model: PreTrainedModel, outputs: Any, real_BL: Tensor, mesh: 
     experts = logits[0].shape[-1]
     mask = real_BL.reshape(-1, 1)
     chosen = torch.zeros(experts + 1, dtype=torch.float64, device=mask.device)
-    probability: Tensor | float = 0.0
+    probability = torch.zeros(experts, dtype=torch.promote_types(logits[0].dtype, torch.float32), device=mask.device)
     for layer in logits:
         weights = layer.reshape(-1, experts).softmax(-1)
         assigned = torch.zeros_like(weights).scatter(1, weights.topk(top_k, dim=-1).indices, 1.0)
         chosen[:experts] += (assigned.detach() * mask).sum(0)
         chosen[experts] += mask.sum()
-        probability = probability + (weights.to(torch.promote_types(weights.dtype, torch.float32)) * mask).sum(0)
+        probability = probability + (weights.to(probability.dtype) * mask).sum(0)
     dist.all_reduce(chosen, group=mesh.world_group)
     rows = chosen[experts].clamp(min=1)
     share = (chosen[:experts] / rows).to(probability.dtype)

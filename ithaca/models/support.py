@@ -19,7 +19,13 @@ from transformers import PreTrainedModel
 from ithaca.errors import UnsupportedError
 from ithaca.models.binding import is_bound
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attention_dropout_prob",
+)
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 
 
@@ -40,7 +46,9 @@ def verdicts() -> dict[str, Verdict]:
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model itself, taken out of a PEFT model."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") and hasattr(model, "peft_config") else model
+    inner: Any = model
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        inner = inner.get_base_model()
     if isinstance(inner, PreTrainedModel):
         return inner
     kind = f"{type(model).__module__.split('.')[0]}'s {type(model).__name__}"
@@ -71,7 +79,11 @@ def _check_wrapping(model: nn.Module, base: PreTrainedModel) -> None:
     if is_bound(base):
         raise UnsupportedError(f"{name} is parallelized already: call ithaca.unbind(model) first, or build it anew")
     if getattr(base, "_tp_size", None) or getattr(base, "tp_size", None):
-        raise UnsupportedError(f"{name} is tensor-parallel: load it without tp_plan; sequence parallelism splits tokens instead")
+        raise UnsupportedError(
+            f"{name} is tensor-parallel: load it without tp_plan; sequence parallelism splits tokens instead"
+        )
+    if base._compiled_call_impl is not None:
+        raise UnsupportedError(f"{name} is compiled: no parity run covers that yet, build it without model.compile()")
     sharded = next((key for key, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if sharded is not None:
         raise UnsupportedError(
@@ -79,7 +91,9 @@ def _check_wrapping(model: nn.Module, base: PreTrainedModel) -> None:
         )
     hooked = next((key for key, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
     if hooked is not None:
-        raise UnsupportedError(f"{name} is dispatched by a device_map ({hooked or 'the model'}): load it without device_map")
+        raise UnsupportedError(
+            f"{name} is dispatched by a device_map ({hooked or 'the model'}): load it without device_map"
+        )
 
 
 def _check_architecture(base: PreTrainedModel, allow_untested: bool) -> None:
@@ -96,7 +110,9 @@ def _check_architecture(base: PreTrainedModel, allow_untested: bool) -> None:
     elif row["verdict"] != "exact":
         raise UnsupportedError(f"the architecture {kind!r} is refused: {row['reason']}")
     elif not type(base).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        raise UnsupportedError(f"{type(base).__name__} is no causal language model: pass the {kind} model with its head")
+        raise UnsupportedError(
+            f"{type(base).__name__} is no causal language model: pass the {kind} model with its head"
+        )
 
 
 def _check_settings(base: PreTrainedModel) -> None:
@@ -106,11 +122,15 @@ def _check_settings(base: PreTrainedModel) -> None:
         if isinstance(value, int | float) and value > 0:
             raise UnsupportedError(f"config.{key}={value}: attention dropout is not exact over ranks, set it to 0")
     if getattr(config, "output_attentions", False):
-        raise UnsupportedError("config.output_attentions=True: attention weights are never materialised here, set it to False")
+        raise UnsupportedError(
+            "config.output_attentions=True: attention weights are never materialised here, set it to False"
+        )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "absolute") == "alibi":
         raise UnsupportedError("ALiBi biases do not reach the attention function, so they would be dropped")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedError("cross-attention is not sharded: only decoders that attend to themselves are exact")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if strange:
-        raise UnsupportedError(f"config.layer_types has {strange[0]!r} layers, which are not exact when tokens are split")
+        raise UnsupportedError(
+            f"config.layer_types has {strange[0]!r} layers, which are not exact when tokens are split"
+        )

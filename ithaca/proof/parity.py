@@ -8,20 +8,24 @@ of data rank d.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ithaca.mesh import Mesh
+from ithaca.models.rope import depends_on_length
 from ithaca.parallelize import parallelize
 from ithaca.proof.promote import promoted, relative_error
-from ithaca.sequence.batch import count_targets, cut_batch
+from ithaca.sequence.batch import count_targets, cut_batch, read_documents
+from ithaca.sequence.layout import SequenceLayout, Span
+from ithaca.state.weights import averages_gradients
 from ithaca.training.step import causal_loss, count_tokens
 
 Batch = Mapping[str, Any]
@@ -57,13 +61,14 @@ def compare(
     *,
     promote: bool = True,
     evaluate: bool = False,
+    prepare: Callable[..., PreTrainedModel] = parallelize,
     **options: Any,
 ) -> Parity:
-    """Errors of the parallel way on this rank. `model` is not changed; `options` go to `parallelize`."""
+    """Errors of the parallel way on this rank. `model` is not changed; `options` go to `prepare(model, mesh)`."""
     mode: AbstractContextManager[None] = promoted() if promote else nullcontext()
     with mode:
         expected = reference(copy.deepcopy(model), batches)
-        parallel = parallelize(copy.deepcopy(model), mesh, **options)
+        parallel = prepare(copy.deepcopy(model), mesh, **options)
         own = batches[mesh.dp_rank]
         count = count_tokens(own, mesh)
         shown = 0.0
@@ -71,6 +76,8 @@ def compare(
             loss = causal_loss(parallel, batch, mesh, count=count)
             loss.backward()
             shown += float(loss.detach())
+        if averages_gradients(parallel):
+            _average_gradients(parallel, mesh)
         gradients = gradient_errors(parallel, expected.gradients)
         logits = _logits_error(parallel, own, expected.logits[mesh.dp_rank], mesh, evaluate=evaluate)
     loss_error = abs(shown - expected.loss) / max(1.0, abs(expected.loss))
@@ -81,13 +88,16 @@ def reference(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> Ref
     """transformers alone, eager attention: the token mean over all micro-batches of all data ranks.
 
     Rows of the same micro-step go through the model together where their shapes allow it, as they would in one
-    process with a larger batch: a router's auxiliary loss depends on that.
+    process with a larger batch: a router's auxiliary loss depends on that. Packed documents are run one by one,
+    since not every architecture of transformers keeps them apart itself (gpt_oss does not); only where the result
+    depends on the company (an auxiliary loss, a RoPE that looks at the longest) does the packed row go in whole.
     """
     model.set_attn_implementation("eager")
+    by_length = any(depends_on_length(module) for module in model.modules())
     steps = [_together([own[i] for own in batches if i < len(own)]) for i in range(max(map(len, batches)))]
     count = max(sum(count_targets(batch) for own in batches for batch in own), 1)
     total = 0.0
-    for step in (part for parts in steps for part in parts):
+    for step in (single for parts in steps for part in parts for single in _apart(part, by_length)):
         weight = count_targets(step) / count
         if not weight and not step.get("output_router_logits"):
             continue
@@ -96,9 +106,17 @@ def reference(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> Ref
         loss.backward()
         total += float(loss.detach())
     with torch.no_grad():
-        logits = [[_plain_logits(model, batch) for batch in own] for own in batches]
+        logits = [[_plain_logits(model, batch, by_length) for batch in own] for own in batches]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Reference(total, logits, gradients)
+
+
+def _average_gradients(parallel: PreTrainedModel, mesh: Mesh) -> None:
+    """What the caller's own wrapper does where weights are theirs."""
+    for parameter in parallel.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=mesh.world_group)
+            parameter.grad /= mesh.world
 
 
 def _together(parts: list[Batch]) -> list[Batch]:
@@ -109,10 +127,34 @@ def _together(parts: list[Batch]) -> list[Batch]:
     return [{k: torch.cat([p[k] for p in parts]) if isinstance(parts[0][k], Tensor) else parts[0][k] for k in keys}]
 
 
-def _plain_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+def _apart(batch: Batch, by_length: bool) -> list[Batch]:
+    """The documents of a packed batch as batches of their own; any other batch as it is."""
+    if batch.get("position_ids") is None or batch.get("output_router_logits") or by_length:
+        return [batch]
+    return [
+        {key: value[row : row + 1, start:end] for key, value in batch.items() if isinstance(value, Tensor)}
+        for row, spans in enumerate(_spans(batch))
+        for start, end in spans
+    ]
+
+
+def _spans(batch: Batch) -> tuple[tuple[Span, ...], ...]:
+    layout = SequenceLayout.packed(read_documents(batch, batch["input_ids"]), shards=1, max_position=0)
+    return layout.documents
+
+
+def _plain_logits(model: PreTrainedModel, batch: Batch, by_length: bool) -> Tensor:
+    """[B, S, V], zero on padding between documents that were run one by one."""
+    singles = _apart(batch, by_length)
     keys = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-    logits: Tensor = model(**{key: batch[key] for key in keys if batch.get(key) is not None}, use_cache=False).logits
-    return logits
+    logits = [model(**{k: s[k] for k in keys if s.get(k) is not None}, use_cache=False).logits for s in singles]
+    if len(singles) == 1 and singles[0] is batch:
+        return logits[0]
+    whole = logits[0].new_zeros(*batch["input_ids"].shape, logits[0].shape[-1])
+    places = [(row, span) for row, spans in enumerate(_spans(batch)) for span in spans]
+    for (row, (start, end)), piece in zip(places, logits, strict=True):
+        whole[row, start:end] = piece[0]
+    return whole
 
 
 def _logits_error(
@@ -146,4 +188,3 @@ def gradient_errors(parallel: torch.nn.Module, expected: Mapping[str, Tensor]) -
             continue
         errors[name] = relative_error(got, want)
     return errors
-

@@ -3,45 +3,47 @@
 transformers casts norms, RoPE, routers, eager softmax and the loss to fp32 whatever the model's dtype, which hides
 errors below 1e-7. Inside `promoted()` every cast to fp32 becomes one to fp64, so two ways of computing the same
 thing agree to about 1e-14 and a real fault stands out.
+
+torch's own `TorchFunctionMode` would be the tidy tool, but it is off while backward runs, and layers that are
+recomputed in backward would round again. So for the time of the context the functions themselves are replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-_CASTS = {torch.Tensor.to, torch.Tensor.type}
-_WITH_DTYPE = {
-    torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax,
-    torch.log_softmax, torch.Tensor.log_softmax, torch.nn.functional.log_softmax,
-    torch.Tensor.sum, torch.sum, torch.Tensor.mean, torch.mean,
-    torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor, torch.empty,
-}  # fmt: skip
+_METHODS = ("to", "type", "softmax", "log_softmax", "sum", "mean")
+_FUNCTIONS = ("softmax", "log_softmax", "sum", "mean", "zeros", "ones", "full", "arange", "tensor", "empty")
 
 
-class _Promote(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float:
-            return args[0].double()
-        if func in _CASTS:
+def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with fp64 wherever fp32 is asked for."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(a is torch.float32 for a in args) or kwargs.get("dtype") is torch.float32:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        if (func in _CASTS or func in _WITH_DTYPE) and kwargs.get("dtype") is torch.float32:
-            kwargs = kwargs | {"dtype": torch.float64}
-        return func(*args, **kwargs)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
 def promoted() -> Iterator[None]:
-    """Casts to fp32 go to fp64 instead, for the time being and in this thread."""
-    with _Promote():
+    """Casts to fp32 go to fp64 instead, in the whole process, for the time being."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "float", Tensor.double))
+        for owner, names in ((Tensor, _METHODS), (torch, _FUNCTIONS)):
+            for name in names:
+                stack.enter_context(patch.object(owner, name, _doubled(getattr(owner, name))))
         yield
 
 

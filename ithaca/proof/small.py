@@ -45,7 +45,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "olmo3": _WINDOWED,
     "cohere2": _WINDOWED,
     "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5},
-    "smollm3": {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2},
+    "smollm3": {
+        "no_rope_layers": [1, 0], "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": WINDOW,
+    },
     "gpt_oss": {**_EXPERTS, **_WINDOWED},
     "starcoder2": {"sliding_window": WINDOW},
     "stablelm": {"hidden_size": 64, "partial_rotary_factor": 0.5, "use_qkv_bias": True},

@@ -94,19 +94,38 @@ class _Cut:
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
     """The [B, S, ...] tensor that says how many tokens there are."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(f"the batch is a {type(batch).__name__}: a dict with input_ids [B, S] is needed")
     unknown = sorted(key for key in batch if key not in KNOWN_KEYS and batch[key] is not None)
     if unknown:
-        raise UnsupportedError(f"the batch has {unknown[0]!r}, which cannot be sharded: known are {', '.join(KNOWN_KEYS)}")
+        raise UnsupportedError(
+            f"the batch has {unknown[0]!r}, which cannot be sharded: known are {', '.join(KNOWN_KEYS)}"
+        )
     given = [key for key in _TOKENS if batch.get(key) is not None]
     if len(given) != 1:
-        raise BatchError(f"the batch has {' and '.join(given) or 'neither input_ids nor inputs_embeds'}: pass one of them")
+        raise BatchError(
+            f"the batch has {' and '.join(given) or 'neither input_ids nor inputs_embeds'}: pass one of them"
+        )
+    for key in (*given, *_LABELS):
+        _check_type(key, batch.get(key))
     tokens: Tensor = batch[given[0]]
     wanted = 2 if given[0] == "input_ids" else 3
     if tokens.dim() != wanted:
-        raise BatchError(f"{given[0]} has shape {list(tokens.shape)}: [B, S{', hidden' if wanted == 3 else ''}] is needed")
+        raise BatchError(
+            f"{given[0]} has shape {list(tokens.shape)}: [B, S{', hidden' if wanted == 3 else ''}] is needed"
+        )
     if tokens.shape[0] == 0 or tokens.shape[1] == 0:
         raise BatchError(f"{given[0]} has shape {list(tokens.shape)}: the batch is empty, at least one token is needed")
     return tokens
+
+
+def _check_type(key: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{key} is a {type(value).__name__}: a tensor is needed, a collator makes one")
+    if key != "inputs_embeds" and (value.is_floating_point() or value.dtype == torch.bool):
+        raise BatchError(f"{key} is of {value.dtype}: ids are whole numbers, torch.int64")
 
 
 def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
@@ -117,8 +136,6 @@ def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     restarts = None if positions is None else _restarts(positions)
     real = _real(batch, shape)
     if explicit is not None:
-        if restarts is not None and (restarts & (explicit == explicit.roll(1, 1)) & (explicit >= 0)).any():
-            raise BatchError("position_ids restart inside a document that cu_seqlens or document_ids call one: they disagree")
         documents = explicit
     elif restarts is not None:
         documents = restarts.cumsum(1)
@@ -127,6 +144,12 @@ def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     if real is not None:
         # A left-padded row restarts where its first token stands: padding must not number the documents.
         documents = documents.masked_fill(~real, -1)
+    if explicit is not None and restarts is not None:
+        inside = (documents == documents.roll(1, 1)) & (documents >= 0)
+        if (restarts & inside).any():
+            raise BatchError(
+                "position_ids restart inside a document that cu_seqlens or document_ids call one: they disagree"
+            )
     return documents
 
 
@@ -144,7 +167,9 @@ def _explicit_documents(batch: Mapping[str, Any], shape: torch.Size) -> Tensor |
     offsets = value.flatten()
     total = shape[0] * shape[1]
     if offsets.numel() < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() <= 0).any():
-        raise BatchError(f"{given[0]} must rise from 0 to {total} (the tokens of the batch), got {offsets.tolist()[:8]}")
+        raise BatchError(
+            f"{given[0]} must rise from 0 to {total} (the tokens of the batch), got {offsets.tolist()[:8]}"
+        )
     documents = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff()).view(shape)
     if shape[0] > 1 and (documents[1:, 0] == documents[:-1, -1]).any():
         raise BatchError(f"{given[0]}: a document crosses from one row into the next; end documents at {shape[1]}")
@@ -207,9 +232,11 @@ def _targets(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tensor) -> 
     name = given[-1] if given else "input_ids"
     if batch.get(name) is None:
         raise BatchError("inputs_embeds come without labels: pass labels [B, S], -100 where nothing is learned")
-    labels = batch[name].cpu()
+    labels = batch[name].cpu().long()
     if labels.shape != tokens.shape[:2]:
-        raise BatchError(f"{name} has shape {list(labels.shape)}: it needs that of the tokens, {list(tokens.shape[:2])}")
+        raise BatchError(
+            f"{name} has shape {list(labels.shape)}: it needs that of the tokens, {list(tokens.shape[:2])}"
+        )
     if name == "shift_labels":
         return labels.masked_fill(documents_BS < 0, IGNORE)
     same = (documents_BS[:, 1:] == documents_BS[:, :-1]) & (documents_BS[:, 1:] >= 0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,49 +19,104 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ithaca.errors import IthacaError
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_PART = ".part"
 
 
 def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_size: str | int = "50GB") -> None:
-    """Write config and weights in the standard format; every rank calls it. A PEFT model writes its adapter."""
-    if hasattr(model, "peft_config"):
-        _save_adapter(model, Path(folder))
+    """Write config and weights in the standard format; every rank calls it. A PEFT model writes its adapter.
+
+    What the folder held before is replaced only once all files are written; if rank 0 cannot write, every rank raises.
+    """
+    base: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    target = Path(folder)
+    _on_rank_0(target, lambda: _prepare_folder(target))
+    if hasattr(base, "peft_config"):
+        _save_adapter(base, target)
         return
-    base: Any = model
-    with _original_config(base):
-        plan, total = _plan_files(base, max_shard_size)
-        main = _rank() == 0
-        target = Path(folder)
-        if main:
-            _prepare_folder(target)
-        pending: dict[str, Tensor] = {}
-        waiting = {name: set(keys) for name, keys in plan.items()}
-        for group in _layers(base):
-            whole = {key: _gather(tensor, keep=main) for key, tensor in group.items()}
-            if not main:
-                continue
-            pending |= _convert(base, {key: tensor for key, tensor in whole.items() if tensor is not None})
-            for name in [n for n, keys in waiting.items() if keys <= pending.keys()]:
-                _write(target / name, {key: pending.pop(key) for key in plan[name]})
-                del waiting[name]
-        if main:
-            assert not waiting and not pending, (waiting, list(pending))
-            _write_rest(base, target, plan, total)
-    _barrier()
+    _describe(base)
+    groups = _layers(base)
+    plan, total = _plan_files(base, groups, max_shard_size)
+    writer = _Writer(target, plan)
+    for group in _as_filed(base, groups, plan):
+        whole = {key: _gather(tensor) for key, tensor in group.items()}
+        if _rank() == 0:
+            writer.take(base, whole)
+        # Or this layer would still be held while the next one is gathered.
+        del whole
+    _on_rank_0(target, lambda: writer.finish(base, total))
 
 
-def _layers(base: Any) -> Iterator[dict[str, Tensor]]:
-    """The state dict in pieces: a decoder layer each, and each run of other weights between."""
+@dataclass(slots=True)
+class _Writer:
+    """Rank 0's side: keeps tensors until their file is complete, and a failure until all ranks can hear of it."""
+
+    target: Path
+    plan: dict[str, list[str]]
+    pending: dict[str, Tensor] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    failure: Exception | None = None
+
+    def take(self, base: Any, layer: dict[str, Tensor]) -> None:
+        """Write the files this layer completes. After a failure nothing more is kept, but the gathers go on."""
+        if self.failure is not None:
+            return
+        try:
+            self.pending |= _convert(base, layer)
+            layer.clear()
+            for name, keys in self.plan.items():
+                if name not in self.written and self.pending.keys() >= set(keys):
+                    _write(self.target / (name + _PART), {key: self.pending.pop(key) for key in keys})
+                    self.written.add(name)
+        except Exception as error:
+            self.failure = error
+            self.pending.clear()
+
+    def finish(self, base: Any, total: int) -> None:
+        """Put the new files in the place of the old ones."""
+        if self.failure is not None:
+            for part in self.target.glob("model*" + _PART):
+                part.unlink()
+            raise self.failure
+        assert self.written == set(self.plan), (self.written, list(self.pending))
+        for name in self.plan:
+            (self.target / (name + _PART)).replace(self.target / name)
+        for old in self.target.iterdir():
+            if _WEIGHTS.fullmatch(old.name) and old.name not in self.plan:
+                old.unlink()
+        (self.target / _INDEX).unlink(missing_ok=True)
+        _write_rest(base, self.target, self.plan, total)
+
+
+def _on_rank_0(target: Path, action: Callable[[], object]) -> None:
+    """Run `action` there, and raise on every rank if it fails: none waits for a writer that has given up."""
+    problem: Exception | None = None
+    if _rank() == 0:
+        try:
+            action()
+        except Exception as error:
+            problem = error
+    said = [None if problem is None else str(problem) or type(problem).__name__]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise IthacaError(f"save_pretrained could not write to {target}: {said[0]}") from problem
+
+
+def _layers(base: Any) -> list[dict[str, Tensor]]:
+    """The state dict in pieces: a decoder layer each, and each other weight alone."""
     state = {key: tensor for key, tensor in base.state_dict().items() if key not in _tied(base)}
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         match = _LAYER.match(key)
         groups.setdefault(match.group(1) if match else key, {})[key] = tensor
-    yield from groups.values()
+    return list(groups.values())
 
 
 def _tied(base: Any) -> set[str]:
@@ -69,18 +125,32 @@ def _tied(base: Any) -> set[str]:
     return set(getattr(base, "all_tied_weights_keys", None) or {}) | ignored
 
 
-def _plan_files(base: Any, max_shard_size: str | int) -> tuple[dict[str, list[str]], int]:
-    from huggingface_hub import split_torch_state_dict_into_shards
+def _plan_files(
+    base: Any, groups: list[dict[str, Tensor]], max_shard_size: str | int
+) -> tuple[dict[str, list[str]], int]:
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-    meta = {
-        key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for group in _layers(base)
-        for key, tensor in group.items()
-    }
-    split = split_torch_state_dict_into_shards(
-        _convert(base, meta), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    meta = {key: tensor for group in groups for key, tensor in _on_meta(group).items()}
+    # The hub's own split of torch tensors does not see that meta tensors share a storage, as the pieces of a fused
+    # tensor do: it would count the whole storage once for every piece.
+    split = split_state_dict_into_shards_factory(
+        _convert(base, meta),
+        get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+        get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
     )
     return split.filename_to_tensors, split.metadata.get("total_size", 0)
+
+
+def _as_filed(base: Any, groups: list[dict[str, Tensor]], plan: dict[str, list[str]]) -> list[dict[str, Tensor]]:
+    """The groups in the order of the files they go to, which a conversion may have changed: few files wait at once."""
+    place = {key: at for at, key in enumerate(key for keys in plan.values() for key in keys)}
+    return sorted(groups, key=lambda group: min(place[key] for key in _convert(base, _on_meta(group))))
+
+
+def _on_meta(group: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in group.items()}
 
 
 def _convert(base: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -91,18 +161,18 @@ def _convert(base: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return converted
 
 
-def _gather(tensor: Tensor, *, keep: bool) -> Tensor | None:
-    """The whole tensor on the host of the rank that writes; all ranks take part in the gather."""
+def _gather(tensor: Tensor) -> Tensor:
+    """The whole tensor, on the host of the rank that writes; all ranks take part in the gather."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu() if keep else None
+    return whole.detach().cpu() if _rank() == 0 else whole.detach().to("meta")
 
 
 def _prepare_folder(target: Path) -> None:
     if target.is_file():
-        raise IthacaError(f"{target} is a file: save_pretrained needs a folder")
+        raise IthacaError("it is a file, a folder is needed")
     target.mkdir(parents=True, exist_ok=True)
-    for old in (*target.glob("model*.safetensors"), target / _INDEX):
-        old.unlink(missing_ok=True)
+    for left in target.glob("model*" + _PART):
+        left.unlink()
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -123,39 +193,18 @@ def _write_rest(base: Any, target: Path, plan: dict[str, list[str]], total: int)
         base.generation_config.save_pretrained(target)
 
 
-class _original_config:
-    """While saving, the config says what transformers itself would have put there."""
-
-    def __init__(self, base: Any) -> None:
-        self.config = base.config
-        self.after = {
-            "architectures": [type(base).__name__.removeprefix("FSDP")],
-            "dtype": str(next(p.dtype for p in base.parameters() if p.is_floating_point())).removeprefix("torch."),
-        }
-
-    def __enter__(self) -> None:
-        for key, value in self.after.items():
-            setattr(self.config, key, value)
-
-    def __exit__(self, *_: object) -> None:
-        return None
+def _describe(base: Any) -> None:
+    """Put into the config what transformers puts there when it saves."""
+    base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
+    base.config.dtype = str(next(p.dtype for p in base.parameters() if p.is_floating_point())).removeprefix("torch.")
 
 
-def _save_adapter(model: Any, folder: Path) -> None:
+def _save_adapter(model: Any, target: Path) -> None:
     from peft import get_peft_model_state_dict
 
-    adapter = get_peft_model_state_dict(model)
-    whole = {key: _gather(tensor, keep=True) for key, tensor in adapter.items()}
-    if _rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder, state_dict=whole)
-    _barrier()
+    whole = {key: _gather(tensor) for key, tensor in get_peft_model_state_dict(model).items()}
+    _on_rank_0(target, lambda: model.save_pretrained(target, state_dict=whole))
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -12,13 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
 from ithaca.sequence.batch import Shard
 
 _FAILED = -1
+_COLUMNS = ("rows", "tokens a row", "targets", "tokens' content", "labels' content", "documents and positions")
+_CONTENTS = (
+    ("input_ids", "inputs_embeds"),
+    ("labels", "shift_labels"),
+    (
+        "position_ids",
+        "attention_mask",
+        "document_ids",
+        "seq_idx",
+        "cu_seqlens",
+        "cu_seq_lens_q",
+        "output_router_logits",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +44,11 @@ class Agreement:
 def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exception | None) -> Agreement:
     """Compare notes with every rank. `error` is what this rank found wrong with its batch, if anything."""
     mine = torch.tensor(_note(batch, shard), dtype=torch.int64, device=mesh.device)
-    notes = mine.new_empty(mesh.world * mine.numel())
-    dist.all_gather_into_tensor(notes, mine, group=mesh.world_group)
-    table = notes.view(mesh.world, -1).tolist()
+    notes = mine.new_zeros(mesh.world, mine.numel())
+    notes[mesh.rank] = mine
+    # A sum of rows that are zero elsewhere gathers them; the gather's own name differs between torch releases.
+    dist.all_reduce(notes, group=mesh.world_group)
+    table = notes.tolist()
     if error is not None:
         raise error
     failed = [rank for rank, note in enumerate(table) if note[0] == _FAILED]
@@ -47,21 +62,29 @@ def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exce
 
 def _note(batch: Mapping[str, Any], shard: Shard | None) -> list[int]:
     if shard is None:
-        return [_FAILED, 0, 0, 0]
-    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-    return [shard.layout.batch, shard.layout.length, shard.count, _fingerprint(tokens)]
+        return [_FAILED] + [0] * (len(_COLUMNS) - 1)
+    layout = shard.layout
+    return [layout.batch, layout.length, shard.count, *(_fingerprint(batch, keys) for keys in _CONTENTS)]
 
 
-def _fingerprint(tokens: Tensor) -> int:
-    """A position-weighted sum: enough to tell two rows apart, one pass over the ids."""
-    flat = (tokens if tokens.dim() == 2 else tokens[..., 0]).flatten().to(torch.float64)
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64) % 8191
-    return int((flat * weights).sum().item()) % (1 << 62)
+def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """A position-weighted sum of all entries' bits, modulo 2^64: enough to tell two batches apart, in one pass."""
+    total = 0
+    for number, key in enumerate(keys, 1):
+        if batch.get(key) is None:
+            continue
+        values = torch.as_tensor(batch[key])
+        # Of embeddings the first entry of every token will do; bits, because NaN has no integer value.
+        flat = (values[..., 0] if key == "inputs_embeds" else values).flatten()
+        bits = flat.double().view(torch.int64) if flat.is_floating_point() else flat.long()
+        weights = torch.arange(1, bits.numel() + 1, device=bits.device) * 2_654_435_761
+        total += number * int((bits * weights).sum().item())
+    return total % (1 << 62)
 
 
 def _same(notes: list[list[int]], first_rank: int) -> None:
     for offset, note in enumerate(notes):
-        for what, mine, other in zip(("rows", "tokens a row", "targets", "tokens' content"), notes[0], note, strict=True):
+        for what, mine, other in zip(_COLUMNS, notes[0], note, strict=True):
             if mine != other:
                 raise BatchError(
                     f"ranks {first_rank} and {first_rank + offset} share one sequence but were handed different batches "

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaca.errors import BatchError, IthacaError
+from ithaca.errors import BatchError, PeerError
 from ithaca.memory.loss import token_loss
 from ithaca.mesh import Mesh
 from ithaca.models.binding import binding_of
@@ -52,17 +52,28 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, *, count
 
 
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
-    """How many targets the micro-batches of all ranks have together."""
-    own = torch.tensor([sum(count_targets(batch) for batch in batches)], dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(own, group=mesh.data.get_group())
-    return int(own.item())
+    """How many targets the micro-batches of all ranks have together; all ranks raise if one cannot count its own."""
+    own, error = 0, None
+    try:
+        own = sum(count_targets(batch) for batch in batches)
+    except Exception as caught:
+        error = caught
+    # A sequence group has one batch: its first rank counts it.
+    counts = [own if mesh.sequence_rank == 0 else 0, int(error is not None)]
+    told = torch.tensor(counts, dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(told, group=mesh.world_group)
+    if error is not None:
+        raise error
+    if told[1]:
+        raise PeerError("another rank could not count its batches and says why; all ranks stop alike")
+    return int(told[0])
 
 
 def _try_shard(batch: Mapping[str, Any], mesh: Mesh, vocab_size: int) -> tuple[Shard | None, Exception | None]:
     try:
         return shard_batch(batch, mesh, vocab_size=vocab_size), None
-    except (IthacaError, RuntimeError, TypeError, IndexError, AttributeError) as error:
-        # Held until all ranks have heard of it: see agree.
+    except Exception as error:
+        # Whatever it is, it is held until all ranks have heard of it: see agree.
         return None, error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -75,10 +76,10 @@ def inputs(
 
 
 def differences(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]:
-    """The largest difference of each pair, in units of the largest element wanted."""
+    """The largest difference of each pair, in units of the largest element wanted (of 1 where all are small)."""
     assert [x.shape for x in got] == [x.shape for x in wanted]
     pairs = zip(got, wanted, strict=True)
-    return [float((x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1e-3)) for x, y in pairs]
+    return [float((x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1)) for x, y in pairs]
 
 
 def run(kernel: Kernel, tensors: tuple[Tensor, Tensor, Tensor, Tensor], spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -97,12 +98,10 @@ def reference(tensors: tuple[Tensor, Tensor, Tensor, Tensor], spec: AttentionSpe
 @pytest.mark.parametrize("spec", SPECS, ids=label)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_output_and_gradients_equal_dense_attention(kernel: Kernel, spec: AttentionSpec, length: int) -> None:
-    for heads in HEADS:
-        for sizes in SIZES:
-            for strided in (False, True):
-                tensors = inputs(length, heads, sizes, strided=strided)
-                found = differences(run(kernel, tensors, spec), reference(tensors, spec))
-                assert max(found) < TOLERANCES[torch.float64], (heads, sizes, strided, found)
+    for i, (heads, sizes) in enumerate(product(HEADS, SIZES)):
+        tensors = inputs(length, heads, sizes, strided=i % 2 == 0)
+        found = differences(run(kernel, tensors, spec), reference(tensors, spec))
+        assert max(found) < TOLERANCES[torch.float64], (heads, sizes, found)
 
 
 @pytest.mark.parametrize("kernel", EXACT, ids=label)
@@ -248,9 +247,7 @@ def test_varlen_calls_fit_torch_operators() -> None:
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.softcap is None], ids=label)
 @pytest.mark.parametrize("length", [1, 128, 300, 513])
 @pytest.mark.parametrize("block", [16, 128])
-def test_flex_knows_which_blocks_are_seen(
-    spec: AttentionSpec, length: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_knows_which_blocks_are_seen(spec: AttentionSpec, length: int, block: int) -> None:
     partial, full = flex._block_kinds(length, block, spec.causal, spec.window, torch.device("cpu"))
     count = -(-length // block)
     seen = torch.zeros(count * block, count * block, dtype=torch.bool)
@@ -284,7 +281,7 @@ def test_flex_backward_is_that_of_the_given_output(sinks: Tensor | None, monkeyp
         out, lse = naive(*(x.transpose(1, 2) for x in (q, k, v)), spec)
         return out.transpose(1, 2), lse
 
-    monkeypatch.setattr(flex, "_run", dense)
+    monkeypatch.setattr(flex, "_attention", dense)
     q, k, v, dout = inputs(65, (6, 2), dtype=torch.float32)
     for spec in SPECS:
         out, lse = naive(q, k, v, spec, sinks)
@@ -322,7 +319,7 @@ def test_the_choice_on_a_cpu() -> None:
 
 def test_a_kernel_that_refuses_names_one_that_works() -> None:
     q, _, v, _ = inputs(64)
-    with pytest.raises(UnsupportedError, match="'cudnn' cannot do this call: it needs an NVIDIA GPU.*Use 'cpu'"):
+    with pytest.raises(UnsupportedError, match=r"'cudnn' cannot do this call: it needs an NVIDIA GPU.*Use 'cpu'"):
         choose("cudnn", q, v, SPECS[0])
     with pytest.raises(UnsupportedError, match="called 'sdpa': use one of auto, cudnn"):
         choose("sdpa", q, v, SPECS[0])
@@ -335,6 +332,7 @@ def test_when_nothing_works_every_reason_is_given() -> None:
 
 
 def test_importing_the_kernels_imports_nothing_heavy() -> None:
-    code = "import sys, ithaca.attention.kernels; print([m for m in ('transformers', 'triton', 'flash_attn') if m in sys.modules])"
+    heavy = ("transformers", "triton", "flash_attn", "torch._dynamo")
+    code = f"import sys, ithaca.attention.kernels; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -21,7 +21,7 @@ from ithaca.attention.kernels.interface import AttentionSpec
 
 # Masks over longer rows use larger blocks: the tables of a mask hold (S / block)^2 entries, four times.
 SMALL_BLOCK, LARGE_BLOCK, LONG_ROW = 128, 1024, 131_072
-# One function is compiled for each mask, cap, head count and gradient mode; torch's limit of 8 is soon met.
+# One form is compiled for each mask, cap and head count; torch's limit of 8 is soon met.
 COMPILED_FORMS = 64
 
 Mod = Callable[..., Tensor]
@@ -40,10 +40,8 @@ class FlexKernel(DenseOnly):
 
     def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         check_groups(q_BShD, k_BSkD)
-        q, k, v = (x.transpose(1, 2) for x in (q_BShD, k_BSkD, v_BSkE))
-        with torch.no_grad():
-            out_BhSE, lse_BhS = _run(q, k, v, spec)
-        return out_BhSE.transpose(1, 2), lse_BhS
+        out_BhSE, lse_BhS, _ = _run(q_BShD, k_BSkD, v_BSkE, spec)
+        return out_BhSE.detach().transpose(1, 2), lse_BhS.detach()
 
     def backward(
         self,
@@ -56,9 +54,7 @@ class FlexKernel(DenseOnly):
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, out = dout_BShE.transpose(1, 2), out_BShE.transpose(1, 2)
-        inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q_BShD, k_BSkD, v_BSkE)]
-        with torch.enable_grad():
-            out0, lse0 = _run(inputs[0], inputs[1], inputs[2], spec)
+        out0, lse0, leaves = _run(q_BShD, k_BSkD, v_BSkE, spec)
         # Wanted, with P = exp(S - lse) at the given (out, lse): dv = P^T dout, dS = P (dP - dout.out).
         # Autograd gives, at its own (out0, lse0) for inputs (g, w): dv = P0^T g, dS = P0 (g v^T - g.out0 + w).
         # P = P0 s with s = exp(lse0 - lse). So g = s dout makes dv right and turns g v^T into s dP, and
@@ -66,7 +62,7 @@ class FlexKernel(DenseOnly):
         s = torch.exp(lse0.detach() - lse_BhS)
         g = (dout * s.unsqueeze(-1)).to(dout.dtype)
         w = _rowsum(g, out0.detach()) - s * _rowsum(dout, out)
-        grads = torch.autograd.grad([out0, lse0], inputs, [g, w])
+        grads = torch.autograd.grad([out0, lse0], leaves, [g, w])
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 
@@ -75,12 +71,22 @@ def _rowsum(x: Tensor, y: Tensor) -> Tensor:
     return (x.float() * y.float()).sum(-1)
 
 
-def _run(q_BhSD: Tensor, k_BkSD: Tensor, v_BkSE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _run(
+    q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """out [B, h, S, E] and lse with their graph, and its leaves; always with one, so that one form is compiled."""
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q_BShD, k_BSkD, v_BSkE))
+    with torch.enable_grad():
+        out_BhSE, lse_BhS = _attention(q, k, v, spec)
+    return out_BhSE, lse_BhS, (q, k, v)
+
+
+def _attention(q_BhSD: Tensor, k_BkSD: Tensor, v_BkSE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
     mask = _block_mask(q_BhSD.shape[2], spec.causal, spec.window, q_BhSD.device)
-    # Windows and caps stay constants of the kernel; only lengths may become symbols.
-    with torch._dynamo.config.patch(recompile_limit=COMPILED_FORMS, specialize_int=True, specialize_float=True):
+    # Caps stay constants of the kernel; lengths may become symbols, so that a new one need not compile.
+    with torch._dynamo.config.patch(recompile_limit=COMPILED_FORMS, specialize_float=True):
         out_BhSE, aux = _compiled()(
             q_BhSD,
             k_BkSD,

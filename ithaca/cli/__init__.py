@@ -1,0 +1,41 @@
+"""The command line: one file a verb. Nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ithaca import __version__
+from ithaca.cli.models import models
+from ithaca.errors import IthacaError
+
+app = typer.Typer(
+    help="Train Hugging Face language models, exactly, on sequences of a million tokens and more.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(models)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ithaca {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Train Hugging Face language models, exactly, on sequences of a million tokens and more."""
+
+
+def main() -> None:
+    """The `ithaca` command. A user's mistake is one line and status 2, never a traceback."""
+    try:
+        app()
+    except IthacaError as error:
+        typer.echo(f"ithaca: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,5 @@
+"""`python -m ithaca.cli` is `ithaca`."""
+
+from ithaca.cli import main
+
+main()

@@ -1,0 +1,60 @@
+"""`docs/architectures.md`, made from the verdict table and from nothing else, so that the two cannot disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ithaca.proof.survey_static import CAUSES
+
+_OPENING = """\
+# Architectures
+
+<!-- Generated from ithaca/models/verdicts.json by `python -m ithaca.proof.survey --write`: do not edit. -->
+
+Every causal language model type of transformers {transformers}, measured with torch {torch}: {exact} exact, {refused}
+refused. *Exact* means that a small model of that type, in fp64, gives the loss, the logits and every gradient of one
+process with transformers' eager attention to within {tolerance:g}, with its sequence split over 2 and over 4 ranks: on a
+plain batch of odd length, on right-padded and left-padded batches, on a packed row (against its documents one by one),
+and with the router's auxiliary loss where there is one. Windows are shorter than the rows, caps and sinks are on.
+What is not exact is refused by name before anything runs.
+"""
+
+
+def page(table: dict[str, Any]) -> str:
+    """The whole page."""
+    rows: dict[str, dict[str, Any]] = table["architectures"]
+    exact = {kind: row for kind, row in rows.items() if row["verdict"] == "exact"}
+    refused = {kind: row for kind, row in rows.items() if row["verdict"] != "exact"}
+    versions = {key: table[key] for key in ("transformers", "torch", "tolerance")}
+    opening = _OPENING.format(**versions, exact=len(exact), refused=len(refused))
+    parts = [opening, "## Exact\n", _exact(exact), "## Refused\n"]
+    for cause, about in CAUSES.items():
+        those = {kind: row for kind, row in refused.items() if row["cause"] == cause}
+        if those:
+            parts += [f"### {about.heading}\n", _refused(those)]
+    return "\n".join(parts)
+
+
+def _exact(rows: dict[str, dict[str, Any]]) -> str:
+    cells = ((f"`{kind}`", row["classes"], _features(row), f"{row['worst']:.0e}") for kind, row in rows.items())
+    return _table(("Type", "Class", "Exercised", "Worst error"), cells)
+
+
+def _features(row: dict[str, Any]) -> str:
+    return row["features"] + (", experts" if row["experts"] else "")
+
+
+def _refused(rows: dict[str, dict[str, Any]]) -> str:
+    cells = ((f"`{kind}`", row["classes"], _reason(row)) for kind, row in rows.items())
+    return _table(("Type", "Class", "Why"), cells)
+
+
+def _reason(row: dict[str, Any]) -> str:
+    text = row["reason"].replace("|", "\\|")
+    return f"{text}. Exact without {row['exact_without']}" if "exact_without" in row else text
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)

@@ -1,0 +1,211 @@
+"""The exchange against gathering everything and slicing: every element, exactly, even and uneven, any dtype.
+
+Also what it costs: one collective each way, and on the wire no byte more than the heads need. A kv head that went to
+several ranks comes back summed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ithaca.attention.exchange import Lane, to_heads, to_tokens
+from ithaca.attention.heads import HeadSplit, split_heads
+from ithaca.attention.ulysses import ulysses_attention
+from ithaca.mesh import init_mesh
+from ithaca.sequence.layout import SequenceLayout
+from tests.ranks import RankError, run_ranks
+
+LENGTH = 3
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "recv", "isend", "irecv",
+)  # fmt: skip
+
+
+@dataclass
+class Wire:
+    """What this rank sent to others, in bytes, and how many collectives it entered."""
+
+    collectives: int = 0
+    sent: int = 0
+
+
+@contextmanager
+def watched() -> Iterator[Wire]:
+    wire = Wire()
+    exchange = dist.all_to_all_single
+
+    def counted(output: Tensor, tensor: Tensor, out_sizes: list[int], in_sizes: list[int], **kwargs: Any) -> Any:
+        wire.collectives += 1
+        me = dist.get_rank(kwargs["group"])
+        wire.sent += (sum(in_sizes) - in_sizes[me]) * tensor.itemsize
+        return exchange(output, tensor, out_sizes, in_sizes, **kwargs)
+
+    def another(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a collective beside the all-to-alls")
+
+    with patch.multiple(dist, **dict.fromkeys(COLLECTIVES, another) | {"all_to_all_single": counted}):
+        yield wire
+
+
+def lanes_of(split: HeadSplit, key: int, value: int) -> list[Lane]:
+    """q, k, v: three head sizes and counts in one collective."""
+    return [
+        Lane(split.q, split.heads, key),
+        Lane(split.kv, split.kv_heads, key),
+        Lane(split.kv, split.kv_heads, value),
+    ]
+
+
+def whole(lane: Lane, tokens: int, batch: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """The same numbers on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, tokens, lane.heads, lane.size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def shard(x_BSHD: Tensor, rank: int, *, strided: bool) -> Tensor:
+    piece = x_BSHD[:, rank * LENGTH : (rank + 1) * LENGTH]
+    # As transformers hands them over: [B, H, L, D] in memory, seen as [B, L, H, D].
+    return piece.transpose(1, 2).contiguous().transpose(1, 2) if strided else piece.contiguous()
+
+
+def check_to_heads(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, strided: bool) -> None:
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    lanes = lanes_of(split_heads(heads, kv_heads, ranks), 4, 6)
+    wholes = [whole(lane, ranks * LENGTH, batch, dtype, seed) for seed, lane in enumerate(lanes)]
+    shards = [shard(x, me, strided=strided) for x in wholes]
+    with watched() as wire:
+        received = to_heads(shards, lanes, dist.group.WORLD)
+    assert wire.collectives == 1
+    for x_BSHD, lane, got in zip(wholes, lanes, received, strict=True):
+        start, end = lane.ranges[me]
+        assert torch.equal(got, x_BSHD[:, :, start:end])
+    # And back: what covers every head once is the shard again; copies of kv heads count as often as they were sent.
+    with watched() as wire:
+        back = to_tokens(received, lanes, dist.group.WORLD)
+    assert wire.collectives == 1
+    for x, lane, got in zip(shards, lanes, back, strict=True):
+        times = torch.zeros(lane.heads)
+        for start, end in lane.ranges:
+            times[start:end] += 1
+        exact = torch.promote_types(dtype, torch.float32)
+        assert got.dtype == dtype
+        assert torch.equal(got, (x.to(exact) * times[:, None].to(exact)).to(dtype))
+
+
+def check_to_tokens(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, strided: bool) -> None:
+    """Every rank brings other numbers, so a sum over copies is a sum of different ones."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    lanes = lanes_of(split_heads(heads, kv_heads, ranks), 4, 6)
+    exact = torch.promote_types(dtype, torch.float32)
+    mine, expected = [], []
+    for number, lane in enumerate(lanes):
+        total = torch.zeros(batch, ranks * LENGTH, lane.heads, lane.size, dtype=exact)
+        for rank, (start, end) in enumerate(lane.ranges):
+            x = whole(lane, ranks * LENGTH, batch, dtype, 100 * number + rank)[:, :, start:end]
+            total[:, :, start:end] += x.to(exact)
+            if rank == me:
+                mine.append(x.transpose(1, 2).contiguous().transpose(1, 2) if strided else x.contiguous())
+        expected.append(shard(total, me, strided=False).to(dtype))
+    for got, wanted in zip(to_tokens(mine, lanes, dist.group.WORLD), expected, strict=True):
+        assert torch.equal(got, wanted)
+    # The output's way back: one tensor, also as the kernel lays it out, token by token.
+    lone = mine[0].transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(to_tokens([lone], lanes[:1], dist.group.WORLD)[0], expected[0])
+
+
+def check_all(cases: list[tuple[int, int]]) -> int:
+    done = 0
+    for heads, kv_heads in cases:
+        for batch, strided in ((1, False), (3, True)):
+            for dtype in (torch.bfloat16, torch.float32, torch.float64):
+                check_to_heads(heads, kv_heads, batch, dtype, strided)
+                check_to_tokens(heads, kv_heads, batch, dtype, strided)
+                done += 1
+    return done
+
+
+HEADS = [(12, 12), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_against_gathering_and_slicing(world: int) -> None:
+    assert run_ranks(world, check_all, HEADS) == [len(HEADS) * 6] * world
+
+
+def sum_in_bf16() -> None:
+    """The fault: copies meet in the tensor's own dtype."""
+    narrow = patch.object(torch, "promote_types", lambda a, b: a)
+    lane = Lane(((0, 1),) * dist.get_world_size(), 1, 64)
+    parts = [whole(lane, dist.get_world_size() * LENGTH, 1, torch.bfloat16, r) for r in range(dist.get_world_size())]
+    mine = parts[dist.get_rank()]
+    with narrow:
+        (got,) = to_tokens([mine], [lane], dist.group.WORLD)
+    total = shard(sum(part.float() for part in parts), dist.get_rank(), strided=False)  # type: ignore[arg-type]
+    (right,) = to_tokens([mine], [lane], dist.group.WORLD)
+    assert torch.equal(right, total.to(torch.bfloat16)), "summed in fp32"
+    assert not torch.equal(got, total.to(torch.bfloat16)), "the fault went unseen"
+
+
+def test_copies_of_a_kv_head_are_summed_in_fp32() -> None:
+    run_ranks(4, sum_in_bf16)
+
+
+def swapped_ranges() -> None:
+    """The fault: two ranks' heads the wrong way round on the way out."""
+    lane = Lane(((0, 2), (2, 4)), 4, 4)
+    wrong = Lane(((2, 4), (0, 2)), 4, 4)
+    x = whole(lane, 2 * LENGTH, 1, torch.float64, 0)
+    (got,) = to_heads([shard(x, dist.get_rank(), strided=False)], [wrong], dist.group.WORLD)
+    start, end = lane.ranges[dist.get_rank()]
+    assert torch.equal(got, x[:, :, start:end])
+
+
+def test_a_wrong_split_is_seen() -> None:
+    with pytest.raises(RankError, match="AssertionError"):
+        run_ranks(2, swapped_ranges)
+
+
+def measure(heads: int, kv_heads: int, batch: int, length: int, sp: int) -> list[tuple[int, int]]:
+    """(collectives, bytes) of forward and of backward, D = 4 and E = 6, in fp32."""
+    mesh = init_mesh(sp=sp)
+    shapes = [(heads, 4), (kv_heads, 4), (kv_heads, 6)]
+    q, k, v = (torch.randn(batch, length, n, d, requires_grad=True) for n, d in shapes)
+    layout = SequenceLayout.whole_rows(batch, length * sp, sp)
+    with watched() as forward:
+        out = ulysses_attention(q, k, v, mesh, layout)
+    with watched() as backward:
+        out.sum().backward()
+    assert out.shape == (batch, length, heads, 6)
+    return [(forward.collectives, forward.sent), (backward.collectives, backward.sent)]
+
+
+@pytest.mark.parametrize(
+    ("world", "heads", "kv_heads"), [(2, 8, 8), (2, 7, 7), (3, 9, 3), (3, 14, 2), (4, 8, 2), (4, 4, 1), (4, 14, 2)]
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_bytes_on_the_wire(world: int, heads: int, kv_heads: int, batch: int) -> None:
+    split, length = split_heads(heads, kv_heads, world), 5
+    h, k = ([end - start for start, end in ranges] for ranges in (split.q, split.kv))
+    for me, (forward, backward) in enumerate(run_ranks(world, measure, heads, kv_heads, batch, length, world)):
+        others = [rank for rank in range(world) if rank != me]
+        theirs, elsewhere = length * batch, (world - 1) * length * batch
+        out_and_back = [
+            theirs * sum(h[r] * 4 + k[r] * (4 + 6) for r in others) + elsewhere * h[me] * 6,
+            theirs * sum(h[r] * 6 for r in others) + elsewhere * (h[me] * 4 + k[me] * (4 + 6)),
+        ]
+        assert forward == (2, 4 * out_and_back[0])
+        assert backward == (2, 4 * out_and_back[1])
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    assert run_ranks(2, measure, 8, 2, 2, 6, 1) == [[(0, 0), (0, 0)]] * 2

@@ -1,0 +1,209 @@
+"""Planted faults: each is a context manager that breaks one thing the way existing systems have broken it.
+
+A parity test that passes with a fault planted proves nothing, so every property has one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ithaca.attention import exchange, local, ulysses
+from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.models import binding, experts
+from ithaca.sequence.batch import Shard
+from ithaca.sequence.layout import SequenceLayout
+from ithaca.training import step
+from ithaca.training.agree import Agreement
+
+
+@contextmanager
+def _changed_shard(change: Callable[[Shard], Shard]) -> Iterator[None]:
+    original = step.shard_batch
+
+    def changed(*args: Any, **kwargs: Any) -> Shard:
+        return change(original(*args, **kwargs))
+
+    with patch.object(step, "shard_batch", changed):
+        yield
+
+
+def _with_inputs(shard: Shard, **inputs: Any) -> Shard:
+    return replace(shard, inputs=shard.inputs | inputs)
+
+
+def positions_not_offset() -> AbstractContextManager[None]:
+    """Every shard counts its positions from 0."""
+
+    def change(shard: Shard) -> Shard:
+        positions = shard.inputs["position_ids"]
+        return _with_inputs(shard, position_ids=torch.arange(positions.shape[1]).expand_as(positions))
+
+    return _changed_shard(change)
+
+
+def document_leak() -> AbstractContextManager[None]:
+    """All documents of a row are one."""
+
+    def change(shard: Shard) -> Shard:
+        old = shard.layout
+        merged = tuple(((row[0][0], row[-1][1]),) if row else () for row in old.documents)
+        return _with_inputs(shard, sequence_layout=replace(old, documents=merged))
+
+    return _changed_shard(change)
+
+
+def padding_attended() -> AbstractContextManager[None]:
+    """The padding mask is dropped."""
+
+    def change(shard: Shard) -> Shard:
+        old = shard.layout
+        whole = SequenceLayout.whole_rows(old.batch, old.length, old.shards)
+        return _with_inputs(shard, sequence_layout=whole)
+
+    return _changed_shard(change)
+
+
+def labels_shifted_after_cutting() -> AbstractContextManager[None]:
+    """A shard's last token does not learn its successor on the next rank."""
+
+    def change(shard: Shard) -> Shard:
+        targets = shard.targets.clone()
+        targets[:, -1] = -100
+        return replace(shard, targets=targets)
+
+    return _changed_shard(change)
+
+
+@contextmanager
+def mean_of_means() -> Iterator[None]:
+    """Each rank divides by its own count, and the ranks' means are averaged."""
+    original = step.token_loss
+
+    def own_mean(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = original(logits, targets)
+        return total / count.clamp(min=1), count
+
+    with patch.object(step, "token_loss", own_mean), patch.object(step, "agree", lambda *a: Agreement(count=1)):
+        yield
+
+
+@contextmanager
+def gradients_times_world() -> Iterator[None]:
+    """Gradients too large by the number of ranks, which AdamW hides until clipping."""
+    with patch.object(step, "averages_gradients", lambda model: True):
+        yield
+
+
+@contextmanager
+def dropped_head() -> Iterator[None]:
+    """One query head never arrives."""
+    original = ulysses.to_heads
+
+    def lossy(tensors: list[Tensor], *args: Any) -> list[Tensor]:
+        out = original(tensors, *args)
+        out[0][:, :, -1].zero_()
+        return out
+
+    with patch.object(ulysses, "to_heads", lossy):
+        yield
+
+
+@contextmanager
+def kv_gradients_of_one_copy() -> Iterator[None]:
+    """Where several ranks used a kv head, only the last one's gradient is kept."""
+
+    def keep_last(out: Tensor, blocks: list[Tensor], lane: Any, column: list[int]) -> None:
+        for rank, block in enumerate(blocks):
+            start, end = lane.ranges[rank]
+            out[:, :, start:end].copy_(exchange._part(block, lane, rank, column[rank]).transpose(0, 1))
+
+    with patch.object(exchange, "_sum_copies", keep_last):
+        yield
+
+
+@contextmanager
+def _changed_spec(**changes: Any) -> Iterator[None]:
+    def spec(**settings: Any) -> AttentionSpec:
+        return AttentionSpec(**(settings | changes))
+
+    with patch.object(binding, "AttentionSpec", spec):
+        yield
+
+
+def window_dropped() -> AbstractContextManager[None]:
+    return _changed_spec(window=None)
+
+
+def softcap_dropped() -> AbstractContextManager[None]:
+    return _changed_spec(softcap=None)
+
+
+def not_causal() -> AbstractContextManager[None]:
+    return _changed_spec(causal=False)
+
+
+@contextmanager
+def sinks_not_sliced() -> Iterator[None]:
+    """Every rank takes the first heads' sinks."""
+
+    def first(plan: Any, sinks: Tensor | None) -> Tensor | None:
+        start, end = plan.split.q[plan.rank]
+        return None if sinks is None else sinks[: end - start]
+
+    with patch.object(ulysses._Plan, "own", first):
+        yield
+
+
+@contextmanager
+def sinks_without_gradient() -> Iterator[None]:
+    with patch.object(local.LocalAttention, "sinks_backward", lambda self, dout, out, lse, sinks: sinks * 0):
+        yield
+
+
+@contextmanager
+def rope_sees_the_shard() -> Iterator[None]:
+    """Length-dependent RoPE takes the largest local position."""
+    with patch.object(binding, "pin_length", lambda model, layout: []):
+        yield
+
+
+@contextmanager
+def auxiliary_loss_of_the_shard() -> Iterator[None]:
+    """The router's loss over the local tokens alone."""
+
+    def alone(counts: Tensor, group: Any = None) -> None:
+        counts.mul_(torch.distributed.get_world_size(group))
+
+    with patch.object(experts, "dist", SimpleNamespace(all_reduce=alone)):
+        yield
+
+
+@contextmanager
+def nan_on_masked_shards() -> Iterator[None]:
+    """A mean over no tokens."""
+
+    def mean(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        count = (targets != -100).sum()
+        return loss * count, count
+
+    with patch.object(step, "token_loss", mean):
+        yield
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    fault.__name__: fault
+    for fault in (
+        positions_not_offset, document_leak, padding_attended, labels_shifted_after_cutting, mean_of_means,
+        gradients_times_world, dropped_head, kv_gradients_of_one_copy, window_dropped, softcap_dropped, not_causal,
+        sinks_not_sliced, sinks_without_gradient, rope_sees_the_shard, auxiliary_loss_of_the_shard, nan_on_masked_shards,
+    )
+}  # fmt: skip

@@ -1,0 +1,45 @@
+"""Every parity property, shown to fail: a fault is planted and the comparison must see it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import FAULTS
+from tests.parity.cases import worst
+from tests.tolerances import FAULT, FP64
+
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+    "max_position_embeddings": 8,
+}
+# fault -> architecture, mesh, kinds of batch, settings
+WHERE: dict[str, tuple[str, tuple[int, int], list[str], dict[str, object]]] = {
+    "positions_not_offset": ("llama", (1, 2), ["plain"], {}),
+    "document_leak": ("llama", (1, 2), ["packed"], {}),
+    "padding_attended": ("llama", (1, 2), ["left_padded"], {}),
+    "labels_shifted_after_cutting": ("llama", (1, 2), ["plain"], {}),
+    "mean_of_means": ("llama", (1, 2), ["plain"], {}),
+    "gradients_times_world": ("llama", (2, 2), ["plain"], {}),
+    "dropped_head": ("llama", (1, 2), ["plain"], {}),
+    "kv_gradients_of_one_copy": ("llama", (1, 4), ["plain"], {}),
+    "window_dropped": ("mistral", (1, 2), ["plain"], {}),
+    "softcap_dropped": ("gemma2", (1, 2), ["plain"], {}),
+    "not_causal": ("llama", (1, 2), ["plain"], {}),
+    "sinks_not_sliced": ("gpt_oss", (1, 2), ["plain"], {}),
+    "sinks_without_gradient": ("gpt_oss", (1, 2), ["plain"], {}),
+    "rope_sees_the_shard": ("llama", (1, 2), ["plain"], DYNAMIC),
+    "auxiliary_loss_of_the_shard": ("mixtral", (1, 2), ["plain"], {}),
+    "nan_on_masked_shards": ("llama", (1, 4), ["learned_at_the_end"], {}),
+}
+
+
+def test_every_fault_has_a_place() -> None:
+    assert WHERE.keys() == FAULTS.keys()
+
+
+@pytest.mark.parametrize("fault", WHERE)
+def test_fault_is_seen(fault: str) -> None:
+    kind, mesh, kinds, settings = WHERE[fault]
+    assert worst(kind, mesh, 1, kinds, **settings) < FP64, "the comparison must hold before a fault is planted"
+    error = worst(kind, mesh, 1, kinds, fault=fault, **settings)
+    assert not error < FAULT, f"{fault} changed nothing that the comparison sees: {error}"

@@ -1,0 +1,63 @@
+"""Llama over meshes, head counts and batches: loss, logits and every gradient equal one process in fp64.
+
+The quick slice accumulates one micro-batch of every awkward kind in a single comparison; the full matrix takes the
+kinds one by one, so that no error can hide behind another.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ithaca.mesh import init_mesh
+from ithaca.parallelize import parallelize
+from ithaca.proof.small import small_model
+from tests.batches import KINDS
+from tests.parity.cases import worst
+from tests.ranks import expect_refusal
+from tests.tolerances import FP64
+
+HEADS = [(8, 8), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2), (28, 4)]
+MESHES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 2), (2, 3)]
+QUICK = [
+    *[((1, sp), (14, 2), 3) for sp in (1, 2, 3, 4, 8)],
+    *[((1, 4), heads, 1) for heads in HEADS],
+    *[((1, 3), heads, 1) for heads in ((8, 2), (7, 7))],
+    ((1, 8), (28, 4), 1),
+    ((1, 8), (9, 3), 3),
+    ((2, 2), (9, 3), 1),
+    ((2, 3), (8, 2), 3),
+]
+FITS = [(mesh, heads) for mesh in MESHES for heads in HEADS if mesh[1] <= heads[0]]
+NOT = [(mesh, heads) for mesh in MESHES for heads in HEADS if mesh[1] > heads[0]]
+
+
+def settings(heads: tuple[int, int]) -> dict[str, int]:
+    return {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+
+
+@pytest.mark.parametrize(("mesh", "heads", "rows"), QUICK, ids=str)
+def test_all_kinds_at_once(mesh: tuple[int, int], heads: tuple[int, int], rows: int) -> None:
+    assert worst("llama", mesh, rows, list(KINDS), **settings(heads)) < FP64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mesh", "heads"), FITS, ids=str)
+def test_one_kind(mesh: tuple[int, int], heads: tuple[int, int], kind: str, rows: int) -> None:
+    assert worst("llama", mesh, rows, [kind], **settings(heads)) < FP64
+
+
+@pytest.mark.parametrize("weights", ["replicate", "none"])
+def test_other_homes_of_the_weights(weights: str) -> None:
+    assert worst("llama", (2, 2), 1, ["plain", "packed"], weights=weights) < FP64
+
+
+def _bind(degrees: tuple[int, int], heads: tuple[int, int]) -> None:
+    parallelize(small_model("llama", **settings(heads)), init_mesh(dp=degrees[0], sp=degrees[1]))
+
+
+@pytest.mark.parametrize(("mesh", "heads"), NOT, ids=str)
+def test_more_ranks_than_heads_is_refused(mesh: tuple[int, int], heads: tuple[int, int]) -> None:
+    match = rf"{heads[0]} heads over sp={mesh[1]}: .* use sp=4 with dp=2"
+    expect_refusal(mesh[0] * mesh[1], _bind, mesh, heads, error="MeshError", match=match)

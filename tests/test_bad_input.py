@@ -1,0 +1,311 @@
+"""What a user can get wrong with a model: each is refused by name, on all ranks, before anything is computed wrongly.
+
+And what no check foresees: a rank that dies or raises in the middle of a step ends the whole job in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModel, AutoModelForCausalLM
+
+from ithaca.errors import IthacaError
+from ithaca.mesh import Mesh, init_mesh
+from ithaca.models import support
+from ithaca.models.binding import unbind
+from ithaca.parallelize import parallelize
+from ithaca.proof.small import small_batch, small_config, small_model
+from ithaca.sequence.batch import shard_batch
+from ithaca.training.step import causal_loss
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+GOOD = small_batch(1, 12)
+
+
+def said(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except IthacaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no refusal"
+
+
+def llama(**overrides: Any) -> Any:
+    return small_model("llama", dtype=torch.float32, **overrides)
+
+
+def tensor_parallel() -> Any:
+    model = llama()
+    model._tp_size = 2
+    return model
+
+
+def sharded_by_fsdp() -> Any:
+    return fully_shard(llama())
+
+
+def dispatched() -> Any:
+    model = llama()
+    model.model.layers[0]._hf_hook = object()
+    return model
+
+
+def compiled_in_place() -> Any:
+    model = llama()
+    model.compile(backend="eager")
+    return model
+
+
+def bound_already() -> Any:
+    return parallelize(llama(), init_mesh(sp=2), weights="none", allow_untested=True)
+
+
+def without_head() -> Any:
+    return AutoModel.from_config(small_config("llama"))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "weights": (llama, {"weights": "zero3"}, r"weights='zero3': choose one of shard, replicate, none"),
+    "kernel": (llama, {"kernel": "flash4"}, r"no attention kernel is called 'flash4': use one of auto, cudnn, flash"),
+    "dropout": (lambda: llama(attention_dropout=0.1), {}, r"config.attention_dropout=0.1: .* set it to 0"),
+    "output_attentions": (
+        lambda: llama(output_attentions=True),
+        {},
+        r"config.output_attentions=True: .* set it to False",
+    ),
+    "heads": (
+        lambda: llama(num_attention_heads=1, num_key_value_heads=1),
+        {},
+        r"1 heads over sp=2: .* use sp=1 with dp=2",
+    ),
+    "tensor parallel": (tensor_parallel, {}, r"LlamaForCausalLM is tensor-parallel: load it without tp_plan"),
+    "DTensor": (
+        sharded_by_fsdp,
+        {},
+        r"is sharded already \(model\.embed_tokens\.weight is a DTensor\): parallelize it first",
+    ),
+    "device_map": (dispatched, {}, r"dispatched by a device_map \(model\.layers\.0\): load it without device_map"),
+    "bound": (bound_already, {}, r"LlamaForCausalLM is parallelized already: call ithaca\.unbind\(model\) first"),
+    "DDP": (
+        lambda: DistributedDataParallel(llama()),
+        {},
+        r"torch's DistributedDataParallel is already wrapped: pass the model inside it .* with weights='none'",
+    ),
+    "compiled": (
+        lambda: torch.compile(llama()),
+        {},
+        r"torch's OptimizedModule is already wrapped: pass the model inside",
+    ),
+    "compiled in place": (compiled_in_place, {}, r"LlamaForCausalLM is compiled: .* without model\.compile\(\)"),
+    "hand-written": (
+        lambda: nn.Linear(3, 3),
+        {},
+        r"torch's Linear is not a transformers model: in a hand-written model call ithaca\.ulysses_attention",
+    ),
+    "untested": (
+        llama,
+        {"allow_untested": False, "verdicts": {"llama4": {"verdict": "exact", "reason": ""}}},
+        r"the architecture 'llama' has no parity run behind it; nearest that are: llama4\. allow_untested=True lets it",
+    ),
+    "refused": (
+        llama,
+        {"verdicts": {"llama": {"verdict": "refused", "reason": "its layers mix tokens"}}},
+        r"the architecture 'llama' is refused: its layers mix tokens",
+    ),
+    "no head": (
+        without_head,
+        {"verdicts": {"llama": {"verdict": "exact", "reason": ""}}},
+        r"LlamaModel is no causal language model: pass the llama model with its head",
+    ),
+}
+
+
+def refuse_model(what: str) -> str:
+    mesh = init_mesh(sp=2)
+    make, options, _ = MODELS[what]
+    options = {"allow_untested": True, **options}
+    table = options.pop("verdicts", {})
+    with patch.object(support, "verdicts", lambda: table):
+        model = make()
+        return said(lambda: parallelize(model, mesh, **options))
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_models_that_would_not_be_exact_are_refused_by_name(what: str) -> None:
+    for message in run_ranks(2, refuse_model, what):
+        assert re.search(MODELS[what][2], message), message
+
+
+def load_with_tensor_parallelism(folder: str) -> str:
+    from transformers.distributed import DistributedConfig
+
+    mesh = init_mesh(sp=2)
+    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    return said(lambda: parallelize(model, mesh, allow_untested=True))
+
+
+def test_a_model_loaded_with_a_tensor_parallel_plan_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    for message in run_ranks(2, load_with_tensor_parallelism, str(tmp_path)):
+        assert "LlamaForCausalLM is tensor-parallel: load it without tp_plan" in message
+
+
+def accepted(verdict: str) -> str:
+    with patch.object(support, "verdicts", lambda: {"llama": {"verdict": verdict, "reason": "none"}}):
+        return said(lambda: parallelize(llama(), init_mesh(sp=2)))
+
+
+def test_an_exact_architecture_needs_no_permission() -> None:
+    """The counterpart of the refusals: what is refused there passes here."""
+    assert run_ranks(2, accepted, "exact") == ["no refusal"] * 2
+
+
+def bound(weights: str = "shard") -> tuple[Any, Mesh]:
+    mesh = init_mesh(sp=2)
+    return parallelize(llama(), mesh, weights=weights, allow_untested=True), mesh  # type: ignore[arg-type]
+
+
+CALLS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], str]] = {
+    "a whole batch": (
+        lambda model, inputs: model(**GOOD),
+        r"was called with a whole batch: use ithaca\.causal_loss\(model, batch, mesh\), or model\(\*\*ithaca\.shard_batch",
+    ),
+    "ids alone": (lambda model, inputs: model(GOOD["input_ids"]), r"was called with a whole batch"),
+    "labels": (
+        lambda model, inputs: model(**inputs, labels=GOOD["input_ids"]),
+        r"labels was passed to a sharded forward: .* use ithaca\.causal_loss",
+    ),
+    "mask": (
+        lambda model, inputs: model(**inputs, attention_mask=torch.ones(1, 6)),
+        r"attention_mask was passed to a sharded forward: the layout already carries padding",
+    ),
+    "cache": (
+        lambda model, inputs: model(**inputs, past_key_values=()),
+        r"past_key_values was passed .* model\.generate",
+    ),
+    "weights": (lambda model, inputs: model(**inputs, output_attentions=True), r"output_attentions was passed"),
+}
+
+
+def refuse_call(what: str, weights: str) -> tuple[str, float, float]:
+    """What was said, and that the next step gives the loss it gave before."""
+    model, mesh = bound(weights)
+    inputs = shard_batch(GOOD, mesh).inputs
+    before = float(causal_loss(model, GOOD, mesh).detach())
+    message = said(lambda: CALLS[what][0](model, inputs))
+    loss = causal_loss(model, GOOD, mesh)
+    loss.backward()
+    return message, before, float(loss.detach())
+
+
+@pytest.mark.parametrize("weights", ["shard", "none"])
+@pytest.mark.parametrize("what", CALLS)
+def test_wrong_calls_of_a_parallelized_model(what: str, weights: str) -> None:
+    for message, before, after in run_ranks(2, refuse_call, what, weights):
+        assert re.search(CALLS[what][1], message), message
+        assert before == after
+
+
+def replace_attention(model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+
+
+def skip_attention(model: Any) -> None:
+    model.model.layers[0].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+
+
+def shadow_attention(model: Any) -> None:
+    """One layer's config alone says otherwise."""
+    attention = model.model.layers[1].self_attn
+    attention.config = small_config("llama")
+    attention.config._attn_implementation = "sdpa"
+
+
+BYPASSES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "set_attn_implementation": (replace_attention, "0 of 2 layers"),
+    "a skipped attention": (skip_attention, "1 of 2 layers"),
+    "one layer's own config": (shadow_attention, "1 of 2 layers"),
+}
+
+
+def bypass(what: str, weights: str) -> str:
+    model, mesh = bound(weights)
+    BYPASSES[what][0](model)
+    return said(lambda: causal_loss(model, GOOD, mesh))
+
+
+@pytest.mark.parametrize("weights", ["shard", "none"])
+@pytest.mark.parametrize("what", BYPASSES)
+def test_attention_that_is_never_reached_raises(what: str, weights: str) -> None:
+    for message in run_ranks(2, bypass, what, weights):
+        assert re.search(f"{BYPASSES[what][1]} .* reached the bound attention: .* call parallelize last", message), (
+            message
+        )
+
+
+def unbound_again() -> bool:
+    model, _ = bound("none")
+    expected = llama()(GOOD["input_ids"]).logits
+    unbind(model)
+    return torch.equal(model(GOOD["input_ids"]).logits, expected)
+
+
+def test_an_unbound_model_is_what_it_was() -> None:
+    assert run_ranks(2, unbound_again) == [True, True]
+
+
+SCRIPT = """
+import os, sys, time
+import torch, ithaca
+from ithaca.proof.small import small_batch, small_model
+
+mesh = ithaca.init_mesh(sp=2)
+model = ithaca.parallelize(small_model("llama", dtype=torch.float32), mesh, allow_untested=True)
+causal = small_batch(1, 12)
+ithaca.causal_loss(model, causal, mesh).backward()
+
+def fail(module, args):
+    if mesh.rank == 1:
+        open(sys.argv[2], "w").write(str(time.time()))
+        if sys.argv[1] == "dies":
+            os._exit(3)
+        raise RuntimeError("planted in the middle of a step")
+
+model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail)
+ithaca.causal_loss(model, causal, mesh).backward()
+"""
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_a_rank_that_ends_in_the_middle_of_a_step_ends_the_job(how: str, tmp_path: Path) -> None:
+    """Its peer waits in an all-to-all; under torchrun the whole is over within 10 s of the failure."""
+    script, stamp = tmp_path / "script.py", tmp_path / "when"
+    script.write_text(SCRIPT)
+    launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in launch}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(script), how, str(stamp)],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    ended = time.time()
+    assert stamp.exists(), done.stderr
+    assert done.returncode != 0
+    assert ended - float(stamp.read_text()) < 10
+    assert ("exitcode  : 3" if how == "dies" else "planted in the middle of a step") in done.stderr

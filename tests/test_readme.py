@@ -1,0 +1,58 @@
+"""The commands of the README and the examples are run as a new user would run them; every file named exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    linked = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(linked) > 4
+    missing = [name for name in linked if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_public_names_in_the_readme_exist() -> None:
+    import ithaca
+
+    names = set(re.findall(r"ithaca\.(\w+)\(", README))
+    assert {"init_mesh", "parallelize", "causal_loss", "save_pretrained", "count_tokens"} <= names
+    assert names <= set(dir(ithaca))
+
+
+def test_figures_in_the_readme_are_those_measured() -> None:
+    import json
+
+    kernels = json.loads((ROOT / "benchmarks/results/kernels.json").read_text())
+    ulysses = json.loads((ROOT / "benchmarks/results/ulysses.json").read_text())
+    worst_kernel = max(max(row["ratios"].values()) for row in kernels["rows"] if "ratios" in row)
+    worst_shared = max(row["worst"] for name in ("shared_2", "shared_4") for row in ulysses[name])
+    shares = [row[key] for row in ulysses["pack"] for key in row if key.endswith("_share")]
+    assert f"at most {worst_kernel:.2f}x" in README
+    assert f"at most {worst_shared:.2f}x" in README
+    assert f"{min(shares):.0%}".rstrip("%") + " to 100% of a plain copy" in README
+    assert f"| {ulysses['overhead']['ratio'] - 1:.1%} |" in README
+
+
+@pytest.mark.parametrize("command", re.findall(r"^torchrun (.+?)(?:\s+#.*)?$", README, re.M))
+def test_torchrun_commands_run(command: str, tmp_path: Path) -> None:
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]
+    launch = [sys.executable, "-m", "torch.distributed.run", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 1.0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain_pytorch_model")
+    assert model.config.num_attention_heads == 8
