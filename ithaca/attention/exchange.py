@@ -8,6 +8,7 @@ what arrived. Where a kv head went to several ranks, `to_tokens` sums what comes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,22 +42,43 @@ class Lane:
         return sum(end - start for start, end in self.ranges) == self.heads
 
 
+class Pending:
+    """An exchange on the wire; `wait` gives its tensors, in order with the work of the current stream."""
+
+    def __init__(self, work: dist.Work, arrive: Callable[[], list[Tensor]]) -> None:
+        self._work, self._arrive = work, arrive
+
+    def wait(self) -> list[Tensor]:
+        self._work.wait()
+        return self._arrive()
+
+
 def to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> list[Tensor]:
     """All ranks' tokens of this rank's heads, as strided `[B, S, h, D]` views of one buffer."""
+    return start_to_heads(tensors_BLHD, lanes, group).wait()
+
+
+def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> Pending:
+    """`to_heads`, left on the wire."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, length = tensors_BLHD[0].shape[:2]
     rows = [sum(lane.width(rank) for lane in lanes) for rank in range(ranks)]
     send = tensors_BLHD[0].new_empty(length * batch * sum(rows))
     _pack(send, tensors_BLHD, lanes, rows)
     received = send.new_empty(ranks * length * batch * rows[me])
-    tokens = length * batch
-    dist.all_to_all_single(received, send, [tokens * rows[me]] * ranks, [tokens * row for row in rows], group=group)
-    wire_SBR = received.view(ranks * length, batch, rows[me])
-    return _columns(wire_SBR, lanes, me)
+    work = _send(received, send, [length * batch * rows[me]] * ranks, [length * batch * row for row in rows], group)
+    return Pending(work, lambda: _columns(received.view(ranks * length, batch, rows[me]), lanes, me))
 
 
 def to_tokens(tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> list[Tensor]:
     """This rank's tokens of all heads, `[B, L, H, D]`; copies of a kv head are summed in fp32."""
+    return start_to_tokens(tensors_BShD, lanes, group).wait()
+
+
+def start_to_tokens(
+    tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup, into: list[Tensor] | None = None
+) -> Pending:
+    """`to_tokens`, left on the wire. `into`: where a part of the heads goes; fp32 tensors among them are added to."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, total = tensors_BShD[0].shape[:2]
     length = total // ranks
@@ -64,10 +86,18 @@ def to_tokens(tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.Process
     send_SBR = _side_by_side(tensors_BShD, lanes, me)
     received = send_SBR.new_empty(length * batch * sum(rows))
     tokens = length * batch
-    dist.all_to_all_single(
-        received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group=group
-    )
-    return _unpack(received, lanes, rows, batch, length)
+    work = _send(received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group)
+    if into is None:
+        return Pending(work, lambda: _unpack(received, lanes, rows, batch, length))
+    return Pending(work, lambda: _unpack_into(received, lanes, rows, into))
+
+
+def _send(
+    received: Tensor, send: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    work = dist.all_to_all_single(received, send, arriving, leaving, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 def _pack(send: Tensor, tensors_BLHD: list[Tensor], lanes: list[Lane], rows: list[int]) -> None:
@@ -104,6 +134,21 @@ def _unpack(received: Tensor, lanes: list[Lane], rows: list[int], batch: int, le
         outputs.append(out_BLHD)
         column = [at + lane.width(rank) for rank, at in enumerate(column)]
     return outputs
+
+
+def _unpack_into(received: Tensor, lanes: list[Lane], rows: list[int], into: list[Tensor]) -> list[Tensor]:
+    batch, length = into[0].shape[:2]
+    column = [0] * len(rows)
+    for target_BLHD, lane in zip(into, lanes, strict=True):
+        for rank, block_LBR in enumerate(_blocks(received, rows, batch, length)):
+            start, end = lane.ranges[rank]
+            part_BLhD = _part(block_LBR, lane, rank, column[rank]).transpose(0, 1)
+            if target_BLHD.dtype == received.dtype:
+                _copy(target_BLHD[:, :, start:end], part_BLhD)
+            else:
+                target_BLHD[:, :, start:end] += part_BLhD
+        column = [at + lane.width(rank) for rank, at in enumerate(column)]
+    return into
 
 
 def _sum_copies(out_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list[int]) -> None:

@@ -39,6 +39,20 @@ class HeadSplit:
         """Key-value heads sent in all: more than there are when a group is split over ranks."""
         return sum(end - start for start, end in self.kv)
 
+    @property
+    def most_groups(self) -> int:
+        """Into how many groups every rank's heads can be cut without cutting a kv head's."""
+        return min(end - start for start, end in self.kv)
+
+    def group(self, index: int, groups: int) -> HeadSplit:
+        """The `index`-th of `groups` parts: of every rank some of its kv heads, with their query heads."""
+        size = self.heads // self.kv_heads
+        kv = tuple(_piece(kv_range, index, groups) for kv_range in self.kv)
+        q = tuple(
+            (max(own[0], first * size), min(own[1], last * size)) for own, (first, last) in zip(self.q, kv, strict=True)
+        )
+        return HeadSplit(self.heads, self.kv_heads, q, kv)
+
     def runs(self, rank: int) -> tuple[HeadRun, ...]:
         """Rank `rank`'s heads, counted from its own first, as calls with equal groups."""
         group = self.heads // self.kv_heads
@@ -54,6 +68,11 @@ class HeadSplit:
                 runs.append(HeadRun((q, q + size), (kv, kv + 1)))
             q += size
         return tuple(runs)
+
+
+def _piece(whole: Range, index: int, pieces: int) -> Range:
+    start, size = whole[0], whole[1] - whole[0]
+    return start + size * index // pieces, start + size * (index + 1) // pieces
 
 
 @lru_cache(maxsize=256)

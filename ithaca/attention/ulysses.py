@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.attention.anchored import GroupPlan, Tape, grouped_attention
 from ithaca.attention.exchange import Lane, to_heads, to_tokens
 from ithaca.attention.heads import HeadSplit, split_heads
 from ithaca.attention.kernels import check_name
@@ -59,13 +60,20 @@ def attend_sharded(
     spec: AttentionSpec,
     sinks_H: Tensor | None,
     kernel: str,
+    *,
+    groups: int = 1,
+    tape: Tape | None = None,
 ) -> Tensor:
-    """`ulysses_attention` with its settings gathered in a spec."""
+    """`ulysses_attention` with its settings gathered in a spec, in head groups, on a layer's tape of anchors."""
     check_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh)
     check_name(kernel)
     _check_shards(q_BLHD, k_BLKD, v_BLKE, layout)
     _check_settings(q_BLHD, spec, sinks_H)
     split = split_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh.sp)
+    if groups > 1 or tape is not None:
+        count = min(groups, split.most_groups)
+        plan = GroupPlan(layout, spec, split, count, kernel, mesh.sp_rank, mesh.sp_group)
+        return grouped_attention(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, tape)
     local = LocalAttention(layout, spec, split.runs(mesh.sp_rank), kernel)
     out: Tensor = _Ulysses.apply(q_BLHD, k_BLKD, v_BLKE, sinks_H, _Plan(local, split, mesh.sp_rank, mesh.sp_group))
     return out

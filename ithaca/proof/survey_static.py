@@ -66,8 +66,8 @@ CAUSES = {
     ),
     "decoder half": Cause(
         "The decoder half of an encoder-decoder model",
-        "its positions are counted from the start of what it is given, not taken from position_ids: every shard would "
-        "begin at position 0",
+        "its positions are counted from the start of what it is given, not taken from position_ids, so every shard would "
+        "begin at position 0; and its loss takes labels that are already shifted",
     ),
     "alibi": Cause(
         "ALiBi in attention of its own",

@@ -1,0 +1,178 @@
+"""Saved tensors wait in pinned host memory: out on a side stream, back on another, prefetched.
+
+`HostStore.put` starts copying tensors out and gives a `Ticket`; `Ticket.get` gives them back on the device, in order
+with the current stream. At most `STAGED` tickets hold their device tensors while they are copied out: the next `put`
+then waits, on the GPU, for the oldest. Host blocks are pinned once, exactly as large as needed (torch's own pinned
+allocator rounds up to powers of two, which would take up to twice as much), kept between steps, and given back by
+`close`. On a CPU device there is nothing to move: tickets just hold the tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import psutil
+import torch
+from torch import Tensor
+
+from ithaca.errors import IthacaError
+
+STAGED = 2
+# Host memory that is left to everybody else on the machine.
+RESERVE = 4 * 2**30
+_ALIGN = 512
+
+
+class HostMemoryError(IthacaError, MemoryError):
+    """The host has not the memory that was asked to be pinned."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """Pinned bytes, and the event after which they may be written again."""
+
+    memory: Tensor
+    free_after: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
+class HostStore:
+    """The pinned blocks of one model on one device."""
+
+    device: torch.device
+    free: list[_Block] = field(default_factory=list)
+    staged: deque[tuple[torch.cuda.Event, list[Tensor]]] = field(default_factory=deque)
+    pinned: int = 0
+    _streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+
+    def put(self, tensors: list[Tensor]) -> Ticket:
+        """Start copying out; the caller drops its references."""
+        if self.device.type != "cuda":
+            return Ticket(self, list(tensors), None, [])
+        block = self._take(sum(_round(x.nbytes) for x in tensors))
+        out, _ = self.streams
+        out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(out):
+            views = _views(block.memory, tensors)
+            for view, tensor in zip(views, tensors, strict=True):
+                view.copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self.staged.append((done, list(tensors)))
+        while len(self.staged) > STAGED:
+            event, held = self.staged.popleft()
+            # After this wait the tensors' memory may be reused by work of the current stream, and by that alone.
+            torch.cuda.current_stream(self.device).wait_event(event)
+            del held
+        return Ticket(self, None, block, [(x.shape, x.dtype) for x in tensors], done)
+
+    @property
+    def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """One for each direction, made at first use."""
+        if self._streams is None:
+            self._streams = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
+        return self._streams
+
+    def settle(self) -> None:
+        """Let go of device tensors that are still being copied out, after their copies."""
+        while self.staged:
+            event, _ = self.staged.popleft()
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def close(self) -> None:
+        """Unpin and give back all host memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.staged.clear()
+        while self.free:
+            block = self.free.pop()
+            _unpin(block.memory)
+            self.pinned -= block.memory.nbytes
+
+    def _take(self, size: int) -> _Block:
+        fitting = [block for block in self.free if size <= block.memory.nbytes <= 2 * size]
+        if fitting:
+            block = min(fitting, key=lambda b: b.memory.nbytes)
+            self.free.remove(block)
+            if block.free_after is not None:
+                self.streams[0].wait_event(block.free_after)
+            return block
+        return _Block(self._pin(size))
+
+    def _pin(self, size: int) -> Tensor:
+        room = psutil.virtual_memory().available - RESERVE
+        if size > room:
+            raise HostMemoryError(
+                f"{size / 2**30:.1f} GiB more host memory is needed beside the {self.pinned / 2**30:.1f} GiB pinned, "
+                f"{max(room, 0) / 2**30:.1f} GiB can be had: offload fewer layers, or recompute attention in some"
+            )
+        memory = torch.empty(size, dtype=torch.uint8)
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        if code:
+            raise HostMemoryError(f"the driver did not pin {size / 2**30:.1f} GiB (error {code}): check `ulimit -l`")
+        self.pinned += size
+        return memory
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Tensors that are away. `prefetch` starts bringing them back; `get` gives them, once."""
+
+    store: HostStore
+    tensors: list[Tensor] | None
+    block: _Block | None
+    kinds: list[tuple[torch.Size, torch.dtype]]
+    left: torch.cuda.Event | None = None
+    back: torch.cuda.Event | None = None
+
+    def prefetch(self) -> None:
+        if self.tensors is not None or self.block is None:
+            return
+        _, home = self.store.streams
+        # Allocated by the current stream, whose earlier work may still use that memory: the copy waits for it.
+        self.tensors = [torch.empty(shape, dtype=dtype, device=self.store.device) for shape, dtype in self.kinds]
+        home.wait_stream(torch.cuda.current_stream(self.store.device))
+        if self.left is not None:
+            home.wait_event(self.left)
+        with torch.cuda.stream(home):
+            for tensor, view in zip(self.tensors, _views(self.block.memory, self.tensors), strict=True):
+                tensor.copy_(view, non_blocking=True)
+            self.back = torch.cuda.Event()
+            self.back.record()
+
+    def get(self) -> list[Tensor]:
+        self.prefetch()
+        assert self.tensors is not None, "a ticket is good for one get"
+        if self.back is not None:
+            torch.cuda.current_stream(self.store.device).wait_event(self.back)
+        tensors = self.tensors
+        self.drop()
+        return tensors
+
+    def __del__(self) -> None:
+        # A graph that is thrown away before its backward gives its host memory back.
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the host block back; what it held is gone."""
+        self.tensors = None
+        if self.block is not None:
+            self.block.free_after = self.back or self.left
+            self.store.free.append(self.block)
+            self.block = None
+
+
+def _round(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _views(memory: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The block's bytes as tensors of these shapes, one after another."""
+    starts = [0, *accumulate(_round(x.nbytes) for x in like)]
+    return [memory[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in zip(starts, like, strict=False)]
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

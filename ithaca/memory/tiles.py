@@ -1,0 +1,113 @@
+"""Token-wise work, a tile of tokens at a time.
+
+A `Unit` is a function of `x_BLC` that treats every token alone: an MLP with the norms around it, an expert block, a
+norm. Called, it runs tile by tile over L and saves `x` only; backward runs each tile again with gradients, so what
+lives at once is one tile of the widest activation. Weight gradients of low-precision weights are summed over tiles
+in fp32. Frozen inputs, frozen weights and adapters work alike: every parameter that wants a gradient is an input of
+the autograd function. Outputs keep their structure, a tensor or a tuple, of `[B, L, ...]` or `[B * L, ...]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """`run` on at most `tile` tokens at a time. `parameters` is asked at every call: FSDP2 swaps them."""
+
+    run: Callable[[Tensor], Any]
+    parameters: Callable[[], list[nn.Parameter]]
+    tile: int
+    outputs: int | None = None
+
+    def __call__(self, x_BLC: Tensor, *, value: bool = True) -> Any:
+        """The outputs; with `value=False` only gradients are wanted and nothing is computed before backward."""
+        wanted = [p for p in self.parameters() if p.requires_grad]
+        if torch.is_grad_enabled() and (x_BLC.requires_grad or wanted):
+            given = _Tiled.apply(x_BLC, self, value, *wanted)
+        else:
+            given = self.forward(x_BLC)
+        assert self.outputs is not None
+        return given if self.outputs > 1 else given[0]
+
+    def forward(self, x_BLC: Tensor) -> tuple[Tensor, ...]:
+        """All outputs over all tokens, without a graph."""
+        whole: list[Tensor] = []
+        for span in self.spans(x_BLC):
+            pieces = self.pieces(x_BLC[:, span])
+            if not whole:
+                whole = [piece.new_empty(*x_BLC.shape[:2], *piece.shape[2:]) for piece in pieces]
+            for target, piece in zip(whole, pieces, strict=True):
+                target[:, span].copy_(piece)
+        return tuple(whole)
+
+    def pieces(self, x_BtC: Tensor) -> list[Tensor]:
+        """One tile's outputs, each as `[B, t, ...]`."""
+        given = self.run(x_BtC)
+        outputs = list(given) if isinstance(given, tuple) else [given]
+        self.outputs = len(outputs)
+        tokens = x_BtC.shape[:2]
+        return [out if out.shape[:2] == tokens else out.unflatten(0, tuple(tokens)) for out in outputs]
+
+    def spans(self, x_BLC: Tensor) -> list[slice]:
+        length = x_BLC.shape[1]
+        return [slice(start, min(start + self.tile, length)) for start in range(0, length, self.tile)]
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BLC: Tensor, unit: Unit, value: bool, *wanted: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.save_for_backward(x_BLC, *wanted)
+        if value or unit.outputs is None:
+            return unit.forward(x_BLC)
+        # Only the first output joins the residual; the others (router scores) are not looked at in a replay.
+        return (torch.zeros_like(x_BLC), *(x_BLC.new_zeros(x_BLC.shape[:2]) for _ in range(unit.outputs - 1)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        x_BLC, *wanted = ctx.saved_tensors
+        dx_BLC = torch.empty_like(x_BLC) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor | None] = [None] * len(wanted)
+        spans = ctx.unit.spans(x_BLC)
+        for span in spans:
+            grads = _tile_gradients(ctx.unit, x_BLC, span, dout, wanted, inward=dx_BLC is not None)
+            if dx_BLC is not None:
+                dx = grads.pop(0)
+                dx_BLC[:, span] = 0 if dx is None else dx
+            _add(sums, grads, only=len(spans) == 1)
+        totals = [None if total is None else total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)]
+        return (dx_BLC, None, None, *totals)
+
+
+def _tile_gradients(
+    unit: Unit, x_BLC: Tensor, span: slice, dout: tuple[Tensor | None, ...], wanted: list[Tensor], *, inward: bool
+) -> list[Tensor | None]:
+    """Gradients of one tile, its input's first if `inward`."""
+    with torch.enable_grad():
+        x_BtC = x_BLC[:, span].detach().requires_grad_(inward)
+        outputs = unit.pieces(x_BtC)
+    pairs = [(o, d[:, span]) for o, d in zip(outputs, dout, strict=True) if o.requires_grad and d is not None]
+    inputs = [*([x_BtC] if inward else []), *wanted]
+    ends, seeds = [o for o, _ in pairs], [d for _, d in pairs]
+    return list(torch.autograd.grad(ends, inputs, seeds, allow_unused=True))
+
+
+def _add(sums: list[Tensor | None], grads: list[Tensor | None], *, only: bool) -> None:
+    """Add a tile's weight gradients, in fp32 where there is more than one tile."""
+    for index, grad in enumerate(grads):
+        if grad is None:
+            continue
+        total = sums[index]
+        if total is not None:
+            total += grad
+        else:
+            sums[index] = grad if only else grad.to(torch.promote_types(grad.dtype, torch.float32))
