@@ -22,3 +22,7 @@ class UnsupportedError(IthacaError, NotImplementedError):
 
 class PeerError(IthacaError, RuntimeError):
     """Another rank refused its input; its own message says why."""
+
+
+class MemoryPlanError(IthacaError, MemoryError):
+    """No plan fits the memory there is; the message names the largest term and what would fit."""

@@ -16,7 +16,9 @@ from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.binding import bind
+from ithaca.models.layers import install_memory
 from ithaca.models.support import base_model, check_model, decoder_layers
+from ithaca.planning.plan import MemoryPlan
 from ithaca.state.weights import Weights, place_weights
 
 M = TypeVar("M", bound=nn.Module)
@@ -28,6 +30,7 @@ def parallelize(
     *,
     weights: Weights = "shard",
     kernel: str = "auto",
+    memory: MemoryPlan | None = None,
     compute_dtype: torch.dtype | None = None,
     allow_untested: bool = False,
 ) -> M:
@@ -35,7 +38,8 @@ def parallelize(
 
     `weights`: "shard" (FSDP2 over all ranks), "replicate", or "none" (your own DDP, FSDP or DeepSpeed, which averages
     gradients over all ranks). `kernel`: "auto" or a name from `ithaca.KERNELS`. `compute_dtype`: what FSDP2 casts
-    weights to for computing, for example bf16 over fp32 weights. `allow_untested` lets an architecture through that
+    weights to for computing, for example bf16 over fp32 weights. `memory`: how activations are kept, layer by layer;
+    None leaves that to autograd. `allow_untested` lets an architecture through that
     no parity run has covered.
     """
     if weights not in get_args(Weights):
@@ -48,9 +52,14 @@ def parallelize(
     check_heads(*_heads(base), mesh)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
-    bind(base, mesh, kernel=kernel)
+    binding = bind(base, mesh, kernel=kernel)
 
-    # 3. Weights: FSDP2 over all ranks; gradients summed in fp32.
+    # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
+    if memory is not None:
+        model.to(mesh.device)
+        install_memory(binding, decoder_layers(base), memory)
+
+    # 4. Weights: FSDP2 over all ranks; gradients summed in fp32.
     place_weights(model, decoder_layers(base), mesh, weights, compute_dtype=compute_dtype)
     return model
 

@@ -174,6 +174,9 @@ class Kept:
                 outcome = kept.call.run(kept.inputs, kept.anchors, value=True)
             if isinstance(module, FSDPModule):
                 module.reshard()
+            if kept.anchors is None:
+                # It attended again just now; its own backward need not.
+                kept.anchors = outcome.anchors
             after.inputs[0] = tree_flatten(outcome.output)[0][0]
             after.hidden = True
 

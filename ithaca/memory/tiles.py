@@ -25,7 +25,7 @@ class Unit:
     run: Callable[[Tensor], Any]
     parameters: Callable[[], list[nn.Parameter]]
     tile: int
-    outputs: int | None = None
+    tails: list[tuple[torch.Size, torch.dtype]] | None = None
 
     def __call__(self, x_BLC: Tensor, *, value: bool = True) -> Any:
         """The outputs; with `value=False` only gradients are wanted and nothing is computed before backward."""
@@ -34,8 +34,7 @@ class Unit:
             given = _Tiled.apply(x_BLC, self, value, *wanted)
         else:
             given = self.forward(x_BLC)
-        assert self.outputs is not None
-        return given if self.outputs > 1 else given[0]
+        return given if len(given) > 1 else given[0]
 
     def forward(self, x_BLC: Tensor) -> tuple[Tensor, ...]:
         """All outputs over all tokens, without a graph."""
@@ -52,9 +51,10 @@ class Unit:
         """One tile's outputs, each as `[B, t, ...]`."""
         given = self.run(x_BtC)
         outputs = list(given) if isinstance(given, tuple) else [given]
-        self.outputs = len(outputs)
         tokens = x_BtC.shape[:2]
-        return [out if out.shape[:2] == tokens else out.unflatten(0, tuple(tokens)) for out in outputs]
+        pieces = [out if out.shape[:2] == tokens else out.unflatten(0, tuple(tokens)) for out in outputs]
+        self.tails = [(piece.shape[2:], piece.dtype) for piece in pieces]
+        return pieces
 
     def spans(self, x_BLC: Tensor) -> list[slice]:
         length = x_BLC.shape[1]
@@ -66,10 +66,9 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, x_BLC: Tensor, unit: Unit, value: bool, *wanted: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.save_for_backward(x_BLC, *wanted)
-        if value or unit.outputs is None:
+        if value or unit.tails is None:
             return unit.forward(x_BLC)
-        # Only the first output joins the residual; the others (router scores) are not looked at in a replay.
-        return (torch.zeros_like(x_BLC), *(x_BLC.new_zeros(x_BLC.shape[:2]) for _ in range(unit.outputs - 1)))
+        return tuple(x_BLC.new_zeros((*x_BLC.shape[:2], *tail), dtype=dtype) for tail, dtype in unit.tails)
 
     @staticmethod
     @once_differentiable

@@ -17,19 +17,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ithaca.attention.anchored import AttentionCall
 from ithaca.attention.heads import split_heads
 from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.rope import pin_length
-from ithaca.sequence.layout import SequenceLayout
 
 NAME = "ithaca"
 LAYOUT = "sequence_layout"
@@ -45,6 +45,16 @@ _HARMLESS = {
 logger = logging.getLogger("ithaca")
 
 
+class Installed(Protocol):
+    """What else is installed on a bound model; see layers.py."""
+
+    tiles_head: bool
+
+    def begin(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
 @dataclass(eq=False)
 class Binding:
     """What is installed on one model, and what its forward pass in flight needs."""
@@ -54,7 +64,10 @@ class Binding:
     kernel: str
     layers: int
     configs: dict[Any, Any]
-    layout: SequenceLayout | None = None
+    call: AttentionCall | None = None
+    groups: int = 1
+    memory: Installed | None = None
+    router_logits: list[Tensor] = field(default_factory=list)
     calls: int = 0
     sharded: bool = True
     takes_kwargs: bool = True
@@ -96,7 +109,7 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
     binding.handles += [
         model.register_forward_pre_hook(_enter, with_kwargs=True),
         model.register_forward_hook(_leave, always_call=True),
-        *pin_length(model, lambda: binding.layout),
+        *pin_length(model, lambda: binding.call.layout if binding.call is not None else None),
     ]
     model.__dict__["generate"] = _Unsharded(binding, model.generate)
     return binding
@@ -105,6 +118,8 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
 def unbind(model: nn.Module) -> None:
     """Take off what `bind` put on; the model is again what it was."""
     binding = binding_of(model)
+    if binding.memory is not None:
+        binding.memory.remove()
     for handle in binding.handles:
         handle.remove()
     for module, config in binding.configs.items():
@@ -170,10 +185,12 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
             "`with ithaca.unsharded(model):`"
         )
     _refuse_arguments(kwargs)
-    if not binding.takes_kwargs:
-        kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
-    binding.layout, binding.calls = layout, 0
-    return args, kwargs | {"use_cache": False}
+    if binding.memory is not None:
+        _refuse_checkpointing(model)
+        binding.memory.begin()
+    binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
+    kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
+    return args, kwargs | {"use_cache": False} | ({LAYOUT: binding.call} if binding.takes_kwargs else {})
 
 
 def _refuse_arguments(kwargs: dict[str, Any]) -> None:
@@ -188,10 +205,21 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
             raise UnsupportedError(f"{key} was passed to a sharded forward: {reason}")
 
 
+def _refuse_checkpointing(model: nn.Module) -> None:
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise UnsupportedError(
+            "transformers' gradient checkpointing is on beside Ithaca's memory modes, which replace it: call "
+            "model.gradient_checkpointing_disable(), or parallelize(..., memory=None)"
+        )
+
+
 def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     binding = binding_of(model)
-    reached, ran = binding.calls, binding.layout is not None
-    binding.layout = None
+    reached, ran = binding.calls, binding.call is not None
+    binding.call = None
+    if binding.memory is not None:
+        # The graph holds what backward needs; the links between layers are not to keep it alive beyond that.
+        binding.memory.begin()
     # `output` is None only when the forward raised; that error must not be hidden by ours.
     if ran and output is not None and reached < binding.layers:
         raise UnsupportedError(
@@ -217,8 +245,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls; `[B, H, L, D]` in, `[B, L, H, E]` out."""
     binding: Binding = module.__dict__[_BINDING]
-    layout: SequenceLayout | None = kwargs.pop(LAYOUT, None) or binding.layout
-    if layout is None:
+    call: AttentionCall | None = kwargs.pop(LAYOUT, None) or binding.call
+    if call is None:
         raise UnsupportedError(
             f"{type(module).__name__} ran outside a sharded forward pass (transformers' gradient checkpointing re-runs "
             "layers in backward, and this architecture passes no layout down): switch gradient checkpointing off"
@@ -233,7 +261,19 @@ def _attention(
     )
     binding.calls += 1
     binding.announce(q_BLHD, k_BLKD, v_BLKE, spec)
-    return attend_sharded(q_BLHD, k_BLKD, v_BLKE, binding.mesh, layout, spec, s_aux, binding.kernel), None
+    out_BLHE = attend_sharded(
+        q_BLHD,
+        k_BLKD,
+        v_BLKE,
+        binding.mesh,
+        call.layout,
+        spec,
+        s_aux,
+        binding.kernel,
+        groups=binding.groups,
+        tape=call.tape,
+    )
+    return out_BLHE, None
 
 
 def _check_call(

@@ -8,7 +8,7 @@ they carry no gradient, so one all-reduce of counts makes every rank's remaining
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,12 @@ def wants_auxiliary_loss(model: PreTrainedModel, flag: bool | None) -> bool:
     return asked and _coefficient(model) is not None
 
 
-def auxiliary_loss(model: PreTrainedModel, outputs: Any, real_BL: Tensor, mesh: Mesh) -> Tensor:
+def auxiliary_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], real_BL: Tensor, mesh: Mesh) -> Tensor:
     """This rank's term of coefficient * loss; the terms of all ranks add up to that of the whole batch."""
     coefficient = _coefficient(model)
     assert coefficient is not None
     top_k = int(model.config.get_text_config().num_experts_per_tok)
-    logits: tuple[Tensor, ...] = tuple(x for x in outputs.router_logits if x is not None)
+    logits = [x for x in router_logits if x is not None]
     if not logits:
         raise UnsupportedError(f"{type(model).__name__} gave no router logits: its auxiliary loss cannot be computed")
     experts = logits[0].shape[-1]

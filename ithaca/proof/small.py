@@ -71,9 +71,10 @@ def small_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     if "num_attention_heads" in overrides and "hidden_size" not in overrides:
         # Architectures without a head_dim of their own divide the hidden size by the heads.
         settings["hidden_size"] = settings["num_attention_heads"] * settings["head_dim"]
-    if "num_hidden_layers" in overrides and "layer_types" in settings and "layer_types" not in overrides:
-        kinds = settings["layer_types"]
-        settings["layer_types"] = [kinds[i % len(kinds)] for i in range(settings["num_hidden_layers"])]
+    for key in ("layer_types", "no_rope_layers"):
+        if key in settings and key not in overrides:
+            kinds = settings[key]
+            settings[key] = [kinds[i % len(kinds)] for i in range(settings["num_hidden_layers"])]
     return AutoConfig.for_model(kind, **settings)
 
 

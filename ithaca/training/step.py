@@ -8,7 +8,7 @@ averages over ranks (`weights="none"` under DDP, FSDP or DeepSpeed) the parts ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ithaca.errors import BatchError, PeerError
 from ithaca.memory.loss import token_loss
 from ithaca.mesh import Mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.binding import Binding, binding_of
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
+from ithaca.models.head import TARGETS
 from ithaca.sequence.batch import Shard, count_targets, shard_batch
 from ithaca.state.weights import averages_gradients
 from ithaca.training.agree import agree
@@ -39,16 +40,26 @@ def causal_loss(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, *, count
     own = agree(mesh, batch, shard, error).count
     assert shard is not None
     divisor = max(own if count is None else count, 1)
-    flag = shard.inputs.get("output_router_logits")
-    outputs = model(**shard.inputs)
-    total, _ = token_loss(outputs.logits, shard.targets)
+    total, router_logits = _run(model, binding, shard)
     part = total / divisor
-    if wants_auxiliary_loss(binding.model, flag):
+    if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
         # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.
-        part = part + auxiliary_loss(binding.model, outputs, shard.real, mesh) * (own / divisor)
+        part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * (own / divisor)
     scale = mesh.world if averages_gradients(model) else 1
     shown: Tensor = _Shown.apply(part, mesh.world_group, scale)
     return shown
+
+
+def _run(model: nn.Module, binding: Binding, shard: Shard) -> tuple[Tensor, Sequence[Tensor]]:
+    """The summed loss of this rank's targets, and its router logits."""
+    if binding.memory is None:
+        outputs = model(**shard.inputs)
+        return token_loss(outputs.logits, shard.targets)[0], getattr(outputs, "router_logits", None) or ()
+    # The layers hand their router logits on themselves: what transformers records of a replayed layer has no graph.
+    inputs = {key: value for key, value in shard.inputs.items() if key != "output_router_logits"}
+    if binding.memory.tiles_head:
+        return model(**inputs, **{TARGETS: shard.targets}).total, binding.router_logits
+    return token_loss(model(**inputs).logits, shard.targets)[0], binding.router_logits
 
 
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:

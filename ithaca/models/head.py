@@ -1,0 +1,74 @@
+"""The head and the loss in one, inside the model's own forward.
+
+A call with `loss_targets` runs the decoder, then head and cross-entropy tile by tile, and gives `LossOutput`; any other
+call is the model's own. It has to happen inside the model's forward, where FSDP2 has gathered the head's weight. What
+an architecture does to its logits (a scale, a softcap) is read off its config and then tried against its own logits on
+a few tokens: an architecture that does something else keeps its whole logits, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ithaca.memory.loss import LossSpec, head_loss
+
+TARGETS = "loss_targets"
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """The summed loss of this rank's targets, and how many they are."""
+
+    total: Tensor
+    count: Tensor
+
+
+@dataclass(eq=False)
+class HeadForward:
+    """In place of the model's forward."""
+
+    model: PreTrainedModel
+    forward: Callable[..., Any]
+    tile: int
+    spec: LossSpec
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        targets_BL = kwargs.pop(TARGETS, None)
+        if targets_BL is None:
+            return self.forward(*args, **kwargs)
+        hidden_BLC = self.model.base_model(*args, **kwargs).last_hidden_state
+        head: Any = self.model.get_output_embeddings()
+        total, count = head_loss(hidden_BLC, head.weight, getattr(head, "bias", None), targets_BL, self.tile, self.spec)
+        return LossOutput(total, count)
+
+
+def logits_spec(model: PreTrainedModel) -> LossSpec:
+    """What this architecture does to its logits, by its config."""
+    config: Any = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+    return LossSpec(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether hidden states, head and `logits_spec` give the model's own logits, tried on a few tokens."""
+    head: Any = model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        return False
+    ids = torch.arange(1, 5, device=head.weight.device)[None]
+    spec = logits_spec(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = F.linear(hidden, head.weight, getattr(head, "bias", None)).float() * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    room = 0.02 * float(expected.abs().max()) + 1e-6
+    return logits.shape == expected.shape and bool((logits - expected).abs().max() < room)

@@ -1,0 +1,221 @@
+"""What is put on decoder layers: tiled units in place of their token-wise children, and a replay around each layer.
+
+Only `forward` attributes of module instances are set, so everything comes off again and FSDP2's hooks, which sit on
+`__call__`, stay around it: weights are gathered when a layer is replayed, because its backward gathered them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaca.attention.anchored import Anchor, AttentionCall, Tape
+from ithaca.errors import UnsupportedError
+from ithaca.memory.anchors import Chain, Layer, Outcome
+from ithaca.memory.offload import HostStore
+from ithaca.memory.tiles import Unit
+from ithaca.models.binding import LAYOUT, Binding, unsharded
+from ithaca.models.head import HeadForward, head_is_plain, logits_spec
+from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, signature
+from ithaca.planning.plan import MemoryPlan
+
+
+@dataclass(eq=False)
+class LayerRunner:
+    """Runs one decoder layer through its own forward, with a tape for its attention."""
+
+    binding: Binding
+    forward: Callable[..., Any]
+    value: bool = True
+    aside: list[Tensor] = field(default_factory=list)
+
+    def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> Outcome:
+        own = kwargs.get(LAYOUT) or self.binding.call
+        if own is None:
+            return Outcome(self.forward(*args, **kwargs), [], [])
+        tape = Tape([Anchor.of(anchors)], replaying=True) if anchors else Tape()
+        call = AttentionCall(own.layout, tape)
+        if LAYOUT in kwargs:
+            kwargs = {**kwargs, LAYOUT: call}
+        before, self.binding.call = self.binding.call, call
+        self.value, self.aside = value, []
+        try:
+            output = self.forward(*args, **kwargs)
+        finally:
+            self.binding.call, self.value = before, True
+        if len(tape.anchors) > 1:
+            raise UnsupportedError(
+                f"a layer attends {len(tape.anchors)} times: use memory='keep' for this architecture"
+            )
+        aside, self.aside = self.aside, []
+        return Outcome(output, aside, [t for anchor in tape.anchors for t in anchor.tensors])
+
+    def say_aside(self, tensors: list[Tensor]) -> None:
+        self.binding.router_logits += tensors
+
+
+@dataclass(eq=False)
+class TiledChild:
+    """A unit's forward, in place of its main child's; the unit's norms hand through."""
+
+    runner: LayerRunner
+    unit: Unit
+    silent: bool
+    routers: bool
+
+    def __call__(self, x_BLC: Tensor) -> Any:
+        given = self.unit(x_BLC, value=self.runner.value or not self.silent)
+        if not self.routers:
+            return given
+        *outputs, logits = given
+        self.runner.aside.append(logits.flatten(0, 1))
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _hand_through(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(eq=False)
+class _UnitForward:
+    """The unit's children one after another on a tile, with the router's logits last where there is a router."""
+
+    forwards: list[Callable[[Tensor], Any]]
+    router: nn.Module | None
+    index: int
+
+    def __call__(self, x_BtC: Tensor) -> Any:
+        logits: list[Tensor] = []
+        handle = None
+        if self.router is not None:
+            handle = self.router.register_forward_hook(lambda module, args, output: logits.append(output[self.index]))
+        try:
+            given: Any = x_BtC
+            for forward in self.forwards:
+                given = forward(given)
+        finally:
+            if handle is not None:
+                handle.remove()
+        return (*(given if isinstance(given, tuple) else (given,)), *logits)
+
+
+@dataclass(eq=False)
+class Installed:
+    """What was put on the layers of one model; `remove` takes it off."""
+
+    chain: Chain
+    layers: list[Layer]
+    store: HostStore | None
+    tiles_head: bool = False
+    replaced: list[nn.Module] = field(default_factory=list)
+
+    def put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.__dict__["forward"] = forward
+        self.replaced.append(module)
+
+    def begin(self) -> None:
+        """A new forward pass: its layers are linked anew."""
+        self.chain.last = None
+
+    def remove(self) -> None:
+        for module in reversed(self.replaced):
+            del module.__dict__["forward"]
+        self.replaced.clear()
+        if self.store is not None:
+            self.store.close()
+
+
+def install_memory(binding: Binding, layers: list[nn.Module], plan: MemoryPlan) -> Installed:
+    """Tile the token-wise units of every layer and the head, and put each layer under its mode."""
+    _check_plan(binding, layers, plan)
+    with unsharded(binding.model):
+        roles = roles_of(binding, layers)
+        plain = head_is_plain(binding.model)
+    store = HostStore(binding.mesh.device) if any(plan.offload) else None
+    installed = Installed(Chain(), [], store, tiles_head=plain)
+    for layer, mode, away in zip(layers, plan.layers, plan.offload, strict=True):
+        runner = LayerRunner(binding, layer.forward)
+        for role in roles[signature(layer)]:
+            _install_unit(installed, runner, layer, role, plan.mlp_tile, binding)
+        installed.layers.append(Layer(layer, runner, installed.chain, mode, store if away else None))
+        installed.put(layer, installed.layers[-1])
+    if plain:
+        model = binding.model
+        installed.put(model, HeadForward(model, model.forward, plan.loss_tile, logits_spec(model)))
+    binding.memory, binding.groups = installed, plan.head_groups
+    return installed
+
+
+def _check_plan(binding: Binding, layers: list[nn.Module], plan: MemoryPlan) -> None:
+    if len(plan.layers) != len(layers):
+        raise UnsupportedError(
+            f"the memory plan has {len(plan.layers)} layers, the model {len(layers)}: give one mode a layer"
+        )
+    if "rebuild" in plan.layers and any(_router(binding, layer)[0] is not None for layer in layers):
+        # Sums over experts are not repeatable bit by bit, so a rebuilt input could choose other experts.
+        raise UnsupportedError("inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead")
+
+
+def roles_of(binding: Binding, layers: list[nn.Module]) -> dict[tuple[Any, ...], list[UnitRole]]:
+    """The units of each kind of layer, each tried: which may stay silent in a replay."""
+    found: dict[tuple[Any, ...], list[UnitRole]] = {}
+    for index, (args, kwargs) in layer_arguments(binding.model, layers).items():
+        layer = layers[index]
+        found[signature(layer)] = [
+            _try_silence(binding, layer, role, args, kwargs) for role in find_units(layer, args, kwargs)
+        ]
+    return found
+
+
+def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, kwargs: Any) -> UnitRole:
+    """Whether zeroing the unit's value leaves every gradient as it is, bit by bit."""
+    if not role.wide:
+        return role
+    trial = Installed(Chain(), [], None)
+    runner = LayerRunner(binding, layer.forward)
+    silent = UnitRole(role.names, role.main, role.wide, silent=True)
+    _install_unit(trial, runner, layer, silent, 2, binding)
+    try:
+        with torch.no_grad():
+            output = layer(*args, **kwargs)
+        first = output[0] if isinstance(output, tuple) else output
+        weigh = torch.randn(first.shape, generator=torch.Generator().manual_seed(0)).to(first)
+        with_value = gradients(layer, args, kwargs, weigh)
+        runner.value = False
+        without = gradients(layer, args, kwargs, weigh)
+    finally:
+        trial.remove()
+        runner.aside.clear()
+    same = all(torch.equal(a, b) for a, b in zip(with_value, without, strict=True))
+    return silent if same else role
+
+
+def _install_unit(
+    installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, tile: int, binding: Binding
+) -> None:
+    children = [layer.get_submodule(name) for name in role.names]
+    main = layer.get_submodule(role.main)
+    router, index = _router(binding, main)
+    forward = _UnitForward([child.forward for child in children], router, index)
+
+    def parameters() -> list[nn.Parameter]:
+        return [p for child in children for p in child.parameters()]
+
+    child = TiledChild(runner, Unit(forward, parameters, tile), role.silent, router is not None)
+    for other in children:
+        installed.put(other, child if other is main else _hand_through)
+
+
+def _router(binding: Binding, main: nn.Module) -> tuple[nn.Module | None, int]:
+    """The module whose output transformers records as router logits, and where in that output they stand."""
+    recorded = getattr(binding.model.base_model, "_can_record_outputs", None) or {}
+    recorder = recorded.get("router_logits")
+    target = getattr(recorder, "target_class", recorder)
+    if not isinstance(target, type):
+        return None, 0
+    router = next((m for m in main.modules() if isinstance(m, target)), None)
+    return router, int(getattr(recorder, "index", 0))

@@ -1,0 +1,170 @@
+"""What the parts of a decoder layer do, found by watching one run rather than by class names.
+
+A direct child that takes one tensor and treats every token alone is token-wise: with matrices it is an MLP or an
+expert block, without it is a norm. A norm whose output only an MLP reads, and a norm that reads only an MLP's output,
+belong to that MLP: the three become one unit. A unit is silent if its value merely joins the residual stream, so that
+a replay need not compute it: that too is tried, by zeroing the value and comparing every gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from transformers import PreTrainedModel
+
+TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRole:
+    """Children, by name and in the order they run, that are one token-wise unit; `main` is where it is called."""
+
+    names: tuple[str, ...]
+    main: str
+    wide: bool
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One call of a child: what went in and what came out, by identity."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def first(self) -> Any:
+        return self.output[0] if isinstance(self.output, tuple) else self.output
+
+
+def signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Layers with equal signatures have equal roles."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return (type(layer).__name__, shapes)
+
+
+def layer_arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[int, tuple[Any, Any]]:
+    """What the model passes to the first layer of each signature, in a run of a few tokens that ends there."""
+    wanted = {signature(layer): index for index, layer in reversed(list(enumerate(layers)))}
+    found: dict[int, tuple[Any, Any]] = {}
+    handles = []
+
+    class Enough(Exception):
+        """All were seen; the rest of the model need not run."""
+
+    def watch(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found[index] = (args, kwargs)
+            if len(found) == len(wanted):
+                raise Enough
+
+        return hook
+
+    for index in wanted.values():
+        handles.append(layers[index].register_forward_pre_hook(watch(index), with_kwargs=True))
+    ids = torch.arange(1, TOKENS + 1, device=next(model.parameters()).device)[None]
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    except Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def find_units(layer: nn.Module, args: Any, kwargs: Any) -> list[UnitRole]:
+    """The token-wise units of a layer, from watching it run."""
+    seen = list(_watch(layer, args, kwargs))
+    tokenwise = [call for call in seen if _is_tokenwise(call)]
+    readers: dict[int, list[str]] = {}
+    for call in seen:
+        for x in tree_flatten((call.args, call.kwargs))[0]:
+            if isinstance(x, Tensor):
+                readers.setdefault(id(x), []).append(call.name)
+    units: list[UnitRole] = []
+    taken: set[str] = set()
+    for call in (c for c in tokenwise if _has_matrices(c.module)):
+        before = next((c for c in tokenwise if c.first is call.args[0] and not _has_matrices(c.module)), None)
+        after = next((c for c in tokenwise if c.args[0] is call.first and not _has_matrices(c.module)), None)
+        if before is not None and readers[id(before.first)] != [call.name]:
+            before = None
+        if after is not None and (readers[id(call.first)] != [after.name] or isinstance(call.output, tuple)):
+            after = None
+        names = tuple(c.name for c in (before, call, after) if c is not None)
+        units.append(UnitRole(names, call.name, wide=True))
+        taken |= set(names)
+    units += [UnitRole((c.name,), c.name, wide=False) for c in tokenwise if c.name not in taken]
+    return units
+
+
+@contextmanager
+def _hooks(layer: nn.Module, calls: list[_Seen]) -> Iterator[None]:
+    handles = []
+    for name, child in layer.named_children():
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            calls.append(_Seen(name, module, args, kwargs, output))
+
+        handles.append(child.register_forward_hook(note, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(layer: nn.Module, args: Any, kwargs: Any) -> list[_Seen]:
+    calls: list[_Seen] = []
+    with torch.no_grad(), _hooks(layer, calls):
+        layer(*args, **kwargs)
+    names = [call.name for call in calls]
+    # A child that runs twice in a layer is nobody's unit.
+    return [call for call in calls if names.count(call.name) == 1]
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(p.dim() > 1 for p in module.parameters())
+
+
+def _is_tokenwise(call: _Seen) -> bool:
+    """One floating `[B, t, C]` in, and half the tokens alone give half the result."""
+    alone = len(call.args) == 1 and all(value is None for value in call.kwargs.values())
+    x = call.args[0] if call.args else None
+    if not alone or not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(call.first, Tensor):
+        return False
+    if call.first.shape != x.shape:
+        return False
+    half = x.shape[1] // 2
+    with torch.no_grad():
+        given = call.module(x[:, :half])
+    part = given[0] if isinstance(given, tuple) else given
+    return torch.allclose(
+        part.float(), call.first[:, :half].float(), rtol=0.05, atol=1e-3 * float(call.first.abs().max())
+    )
+
+
+def gradients(layer: nn.Module, args: Any, kwargs: Any, weigh: Tensor) -> list[Tensor]:
+    """Gradients of the layer's inputs and parameters for a fixed gradient of its output."""
+    own = [p for p in layer.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        args, kwargs = tree_map(_leaf, (args, kwargs))
+        leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
+        output = layer(*args, **kwargs)
+        first = output[0] if isinstance(output, tuple) else output
+        grads = torch.autograd.grad(first, [*leaves, *own], weigh, allow_unused=True)
+    return [torch.zeros(()) if g is None else g for g in grads]
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x

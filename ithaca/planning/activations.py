@@ -1,0 +1,193 @@
+"""The bytes of activations on one rank: what a layer saves, and what lives while it is worked on.
+
+A `Flow` holds the tensors' sizes once: B*L tokens of a shard, B*S of the whole sequence, heads of a rank and of a
+head group. Everything else is a sum of them, given as `Piece(name, bytes, formula)`; formulas use the design's
+letters, `X` the residual stream `B*L*hidden*c`, `c` the bytes of a computed value, `g` of a head group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ithaca.errors import MeshError
+from ithaca.planning.layers import LayerSizes
+from ithaca.planning.plan import Job, LayerMode
+from ithaca.planning.sizes import ModelSizes
+
+FP32 = 4
+
+
+class Piece(NamedTuple):
+    """One named share of memory."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes of one rank's tensors. `q`, `kv`, `out`: all heads, its tokens. `*_g`: one head group, all tokens."""
+
+    tokens: int
+    hidden: int
+    c: int
+    x: int
+    q: int
+    kv: int
+    out: int
+    lse: int
+    q_g: int
+    kv_g: int
+    out_g: int
+    largest_g: int
+    workspace_g: int
+    groups: int
+    alone: bool
+    shares_kv: bool
+
+    @classmethod
+    def of(cls, sizes: ModelSizes, job: Job, groups: int) -> Flow:
+        heads, kv_heads = rank_heads(sizes, job.sp)
+        key, value, c = sizes.key_size, sizes.value_size, job.compute_bytes
+        groups = min(groups, most_groups(sizes, job.sp))
+        kv_g = -(-kv_heads // groups)
+        h_g = min(heads, kv_g * (sizes.heads // sizes.kv_heads))
+        # cuDNN's backward adds dq up in fp32 and, where kv heads are shared, has dk and dv of every query head.
+        repeated = h_g * (key + value) * c if h_g > kv_g else 0
+        return cls(
+            tokens=job.tokens,
+            hidden=sizes.hidden,
+            c=c,
+            x=job.tokens * sizes.hidden * c,
+            q=job.tokens * sizes.heads * key * c,
+            kv=job.tokens * sizes.kv_heads * (key + value) * c,
+            out=job.tokens * sizes.heads * value * c,
+            lse=job.whole * heads * FP32,
+            q_g=job.whole * h_g * key * c,
+            kv_g=job.whole * kv_g * (key + value) * c,
+            out_g=job.whole * h_g * value * c,
+            largest_g=job.whole * h_g * max(key, value),
+            workspace_g=job.whole * (h_g * key * FP32 + repeated),
+            groups=groups,
+            alone=job.sp == 1,
+            shares_kv=kv_heads * job.sp > sizes.kv_heads,
+        )
+
+    @property
+    def anchor(self) -> int:
+        return self.out + self.lse
+
+
+def rank_heads(sizes: ModelSizes, sp: int) -> tuple[int, int]:
+    """The most query and key-value heads that a rank gets."""
+    if sp > sizes.heads:
+        raise MeshError(f"{sizes.heads} heads over sp={sp}: every rank needs a head, use sp={sizes.heads} or less")
+    heads = -(-sizes.heads // sp)
+    return heads, -(-heads * sizes.kv_heads // sizes.heads)
+
+
+def most_groups(sizes: ModelSizes, sp: int) -> int:
+    """A head group is whole kv heads with their query heads, so a rank has at most as many as kv heads."""
+    return max(1, sizes.kv_heads // sp)
+
+
+def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tuple[int, ...]:
+    """The tensors that a layer leaves for its backward, in bytes each."""
+    if mode == "save":
+        return flow.x, flow.out, flow.lse
+    if mode == "rebuild":
+        return flow.out, flow.lse
+    if mode == "recompute":
+        return (flow.x,)
+    attention = (flow.q + flow.kv, flow.out, flow.lse)
+    if tiled:
+        # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
+        return 3 * flow.x, *attention
+    # Each norm leaves its input in fp32, the normalised values and its output.
+    norms = 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
+    # Gate, up, activation and product; without a gate the activation and what goes in.
+    mlp = (4 if layer.gated else 2) * layer.width * flow.tokens * flow.c
+    return norms, *attention, mlp + _routed(flow, layer, flow.tokens, copies=2)
+
+
+def attention_work(flow: Flow, mode: LayerMode) -> list[Piece]:
+    """What lives beside the saved tensors while a layer's attention runs backward."""
+    streams = 2 if mode == "keep" else 4
+    pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_ATTENTION_STREAMS[mode == 'keep']}")]
+    if mode != "keep":
+        pieces.append(Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c"))
+    gradients = flow.out
+    formula = "B*L*H*E*c for the output's"
+    if not (flow.alone and flow.groups == 1):
+        # With one group on one rank the kernel's own results are these.
+        gradients += flow.q + flow.kv + (flow.kv * FP32 // flow.c if flow.shares_kv else 0)
+        formula += " + q, k, v (and fp32 of k, v where ranks share them)"
+    pieces.append(Piece("gradients of attention", gradients, formula))
+    pieces += _exchange(flow)
+    pieces.append(Piece("kernel's gradients", flow.q_g + flow.kv_g, "B*S*(h*D + k*(D+E))*c of a group"))
+    pieces.append(Piece("kernel workspace", flow.workspace_g, "B*S*h*(4*D + c*(D+E)) of a group (no dk, dv where h = k)"))
+    return pieces
+
+
+_ATTENTION_STREAMS = {
+    True: "the layer's gradient, that after attention",
+    False: "norm's output, the layer's output, its gradient, that after attention",
+}
+
+
+def _exchange(flow: Flow) -> list[Piece]:
+    """Copies of q, k, v, output and its gradient of a head group over the whole sequence."""
+    bundle = flow.q_g + flow.kv_g + 2 * flow.out_g
+    returning = flow.q_g + flow.kv_g
+    if flow.alone:
+        copies = 0 if flow.groups == 1 else 1
+        return [Piece("head group", bundle, "B*S*(h*(D+2*E) + k*(D+E))*c, dense copies")] if copies else []
+    if flow.groups == 1:
+        return [Piece("exchange", 2 * bundle, "2 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense copies")]
+    formula = "4 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense, the next group's two; 2 of dq, dk, dv returning"
+    return [Piece("exchange", 4 * bundle + 2 * returning, formula)]
+
+
+def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, trains: bool) -> list[Piece]:
+    """What lives beside the saved tensors while a layer's MLP runs backward, tile by tile."""
+    tokens = min(tile, flow.tokens)
+    tiled = tokens < flow.tokens
+    streams = 2 if mode == "keep" else 5
+    pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_MLP_STREAMS[mode == 'keep']}")]
+    if mode != "keep":
+        pieces.append(Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c"))
+    values = 3 if layer.gated else 2
+    # Forward values are already among the saved ones where the MLP of a kept layer is not tiled.
+    sides = 1 if mode == "keep" and not tiled else 2
+    wide = (sides * values * layer.width + 4 * flow.hidden) * flow.c
+    tile_bytes = tokens * wide + _routed(flow, layer, tokens, copies=2 * sides)
+    pieces.append(Piece("MLP tile", tile_bytes, f"{tokens} tokens * ({sides * values} * intermediate + 4 * hidden) * c"))
+    if trains:
+        each = flow.c + (FP32 if tiled else 0)
+        pieces.append(Piece("MLP weight gradients", layer.mlp * each, "a tile's, and their sum in fp32"))
+    return pieces
+
+
+_MLP_STREAMS = {
+    True: "the MLP's gradient, its input's",
+    False: "both norms' outputs or inputs, the layer's output, its gradient, the MLP's input gradient",
+}
+
+
+def _routed(flow: Flow, layer: LayerSizes, tokens: int, *, copies: int) -> int:
+    """Tokens copied once for each expert they visit, in and out."""
+    return copies * tokens * layer.experts_per_token * flow.hidden * flow.c
+
+
+def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:
+    """What lives while the head and the loss run, forward and backward, tile by tile."""
+    tokens = min(tile, flow.tokens)
+    pieces = [
+        Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
+        Piece("loss tile", tokens * sizes.vocabulary * (flow.c + 2 * FP32), f"{tokens} tokens * V * (c + 4 + 4)"),
+    ]
+    if trains:
+        pieces.append(Piece("head weight gradient", sizes.embedding * (flow.c + FP32), "V*hidden*(c + 4): a tile's, the sum"))
+    return pieces

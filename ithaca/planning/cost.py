@@ -1,0 +1,55 @@
+"""What a plan costs beyond the work that no plan saves: floating-point work done again, and copies that show.
+
+One number orders plans: FLOPs of one rank and step. Copies to the host are priced in the FLOPs that could have run
+meanwhile, and are free as long as the attention of a layer takes longer than its own tensors' way out.
+"""
+
+from __future__ import annotations
+
+from ithaca.planning.activations import Flow, rank_heads, saved
+from ithaca.planning.layers import LayerSizes
+from ithaca.planning.plan import Job, LayerMode, MemoryPlan
+from ithaca.planning.sizes import ModelSizes
+
+# An H200 does about 550 TFLOP/s of attention and copies 55 GB/s each way; an A100's ratio is much the same.
+FLOPS_PER_COPIED_BYTE = 10_000
+
+
+def token_flops(layer: LayerSizes, job: Job) -> int:
+    """One forward of a layer's token-wise work."""
+    return 2 * (layer.attention + layer.active) * job.tokens
+
+
+def attention_flops(sizes: ModelSizes, layer: LayerSizes, job: Job) -> int:
+    """One forward of a layer's attention: half of all pairs, or a window's."""
+    heads, _ = rank_heads(sizes, job.sp)
+    reach = job.length if layer.window is None else min(job.length, 2 * layer.window)
+    return job.whole * reach * heads * (sizes.key_size + sizes.value_size)
+
+
+def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+    """FLOPs of forward work that backward does once more under `mode`."""
+    if mode == "keep":
+        return 2 * layer.active * job.tokens if tiled else 0
+    if mode == "rebuild":
+        return 2 * token_flops(layer, job)
+    attention = attention_flops(sizes, layer, job) if mode == "recompute" else 0
+    return token_flops(layer, job) + attention
+
+
+def recompute_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
+    """FLOPs that one rank does again in a step."""
+    tiled = plan.mlp_tile < job.tokens
+    pairs = zip(sizes.layers, plan.layers, strict=True)
+    return sum(run_again(sizes, job, layer, mode, tiled=tiled) for layer, mode in pairs)
+
+
+def copy_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
+    """What the copies of offloaded layers cost where they outlast the attention they run beside."""
+    flow = Flow.of(sizes, job, plan.head_groups)
+    shown = 0
+    for layer, mode, away in zip(sizes.layers, plan.layers, plan.offload, strict=True):
+        if away:
+            moved = sum(saved(flow, layer, mode, tiled=plan.mlp_tile < job.tokens))
+            shown += max(0, moved * FLOPS_PER_COPIED_BYTE - attention_flops(sizes, layer, job))
+    return shown

@@ -1,0 +1,184 @@
+"""One decoder layer's parameters, counted from the config: attention, MLP or experts, norms.
+
+What tells families apart is a short list of facts (biases, norms of q and k, norms around the MLP, where the
+experts are); each is one line below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+# A linear map as (inputs, outputs).
+Edge = tuple[int, int]
+
+_QKV_BIAS_ALWAYS = ("qwen2",)
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
+_WHOLE_HEAD_NORMS = ("olmo2", "olmo3")
+_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3")
+_PLAIN_MLP = ("starcoder2",)
+_EXPERTS_OF_FULL_WIDTH = ("mixtral", "gpt_oss")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Parameters of one layer, and what a token meets there.
+
+    `width`: intermediate values of a token, over all experts it visits. `active`: MLP parameters it meets.
+    `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add.
+    """
+
+    attention: int
+    mlp: int
+    norms: int
+    width: int
+    active: int
+    gated: bool
+    experts: int
+    experts_per_token: int
+    window: int | None
+    linear_edges: int
+
+    @property
+    def parameters(self) -> int:
+        return self.attention + self.mlp + self.norms
+
+
+def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> LayerSizes:
+    """Layer `index` of the model that `config` describes."""
+    kind = str(config.get("model_type", ""))
+    hidden = int(config["hidden_size"])
+    edges, extras = _attention(config, key_size, value_size)
+    block = _experts(config) if _has_experts(config, index) else _dense(config, int(config["intermediate_size"]))
+    return LayerSizes(
+        attention=_weights(edges) + extras,
+        mlp=block.parameters,
+        norms=hidden * (4 if kind in _FOUR_NORMS or kind == "starcoder2" else 2),
+        width=block.width,
+        active=block.active,
+        gated=kind not in _PLAIN_MLP,
+        experts=block.experts,
+        experts_per_token=block.per_token,
+        window=window_of(config, index),
+        linear_edges=sum(map(sum, edges)) + sum(map(sum, block.edges)),
+    )
+
+
+def window_of(config: Config, index: int) -> int | None:
+    """The sliding window of layer `index`, None where it attends to everything before."""
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return None
+    types = config.get("layer_types")
+    kind = str(config.get("model_type", ""))
+    if types:
+        slides = types[index] == "sliding_attention"
+    elif kind.startswith("gemma3"):
+        slides = (index + 1) % int(config.get("sliding_window_pattern") or 6) != 0
+    elif kind == "gemma2":
+        slides = index % 2 == 0
+    else:
+        slides = not kind.startswith("qwen") or index >= int(config.get("max_window_layers") or 0)
+    return int(window) if slides else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    parameters: int
+    active: int
+    width: int
+    edges: tuple[Edge, ...]
+    experts: int = 0
+    per_token: int = 0
+
+
+def _weights(edges: tuple[Edge, ...]) -> int:
+    return sum(inputs * outputs for inputs, outputs in edges)
+
+
+def _attention(config: Config, key: int, value: int) -> tuple[tuple[Edge, ...], int]:
+    """The linear maps of attention, and its parameters beside them: biases, norms, sinks."""
+    kind = str(config.get("model_type", ""))
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    bias = bool(config.get("attention_bias", kind == "gpt_oss"))
+    if config.get("kv_lora_rank") is not None:
+        return _latent_attention(config, key, value, bias=bias)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    outputs = (heads * key, kv_heads * key, kv_heads * value)
+    edges = (*((hidden, out) for out in outputs), (heads * value, hidden))
+    if kind == "starcoder2":
+        bias = bool(config.get("use_bias", True))
+    qkv_bias = bias or kind in _QKV_BIAS_ALWAYS or bool(config.get("qkv_bias", kind == "qwen2_moe"))
+    extras = sum(outputs) * qkv_bias + hidden * bias
+    extras += 2 * key if kind in _HEAD_NORMS else 0
+    extras += outputs[0] + outputs[1] if kind in _WHOLE_HEAD_NORMS else 0
+    extras += heads if kind == "gpt_oss" else 0
+    return edges, extras
+
+
+def _latent_attention(config: Config, key: int, value: int, *, bias: bool) -> tuple[tuple[Edge, ...], int]:
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kv_rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+    q_rank = config.get("q_lora_rank")
+    queries: tuple[Edge, ...] = ((hidden, heads * key),)
+    if q_rank is not None:
+        queries = ((hidden, int(q_rank)), (int(q_rank), heads * key))
+    edges = (
+        *queries,
+        (hidden, kv_rank + rope),
+        (kv_rank, heads * (key - rope + value)),
+        (heads * value, hidden),
+    )
+    norms = kv_rank + int(q_rank or 0)
+    return edges, norms + bias * (int(q_rank or 0) + kv_rank + rope + hidden)
+
+
+def _dense(config: Config, width: int) -> _Block:
+    kind, hidden = str(config.get("model_type", "")), int(config["hidden_size"])
+    plain = kind in _PLAIN_MLP
+    edges: tuple[Edge, ...] = (*([(hidden, width)] * (1 if plain else 2)), (width, hidden))
+    bias = bool(config.get("use_bias", True)) if plain else bool(config.get("mlp_bias"))
+    count = _weights(edges) + bias * sum(outputs for _, outputs in edges)
+    return _Block(count, count, width, edges)
+
+
+def _has_experts(config: Config, index: int) -> bool:
+    if not _expert_count(config):
+        return False
+    if "first_k_dense_replace" in config:
+        return index >= int(config["first_k_dense_replace"])
+    if index in (config.get("mlp_only_layers") or ()):
+        return False
+    return (index + 1) % int(config.get("decoder_sparse_step") or 1) == 0
+
+
+def _expert_count(config: Config) -> int:
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    return int(next((config[key] for key in keys if config.get(key)), 0))
+
+
+def _experts(config: Config) -> _Block:
+    kind, hidden = str(config.get("model_type", "")), int(config["hidden_size"])
+    count = _expert_count(config)
+    per_token = int(config.get("num_experts_per_tok") or config.get("experts_per_token") or 1)
+    full = kind in _EXPERTS_OF_FULL_WIDTH or not config.get("moe_intermediate_size")
+    width = int(config["intermediate_size"] if full else config["moe_intermediate_size"])
+    expert = 3 * hidden * width + (2 * width + hidden if kind == "gpt_oss" else 0)
+    router = count * hidden + (count if kind == "gpt_oss" else 0)
+    shared_width = int(config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0))
+    edges: tuple[Edge, ...] = ()
+    if shared_width:
+        edges = ((hidden, shared_width), (hidden, shared_width), (shared_width, hidden))
+    if shared_width and config.get("shared_expert_intermediate_size"):
+        edges = (*edges, (hidden, 1))
+    always = router + _weights(edges)
+    return _Block(
+        parameters=count * expert + always,
+        active=per_token * expert + always,
+        width=per_token * width + shared_width,
+        edges=edges,
+        experts=count,
+        per_token=per_token,
+    )

@@ -1,0 +1,122 @@
+"""What a plan is made for and what it says: a `Job` and a `MemoryPlan`, both plain numbers.
+
+Per decoder layer one mode:
+
+    keep       nothing is run again, all that the autograd graph needs stays. Where the MLP runs in one tile
+               (`mlp_tile` is the whole shard) its activations stay too; otherwise each tile is run again.
+    save       the layer's input, the attention output and its lse are saved; token-wise work is run again
+    rebuild    attention output and lse are saved; the input is made again from the last layer that saved its own.
+               Such a chain is rebuilt in one go, its inputs held until their layers' backward; where its first
+               layer is "recompute", the attention run for the rebuilding serves that layer's backward too.
+    recompute  the layer's input is saved; attention runs twice
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from ithaca.errors import MemoryPlanError
+
+LayerMode = Literal["keep", "save", "rebuild", "recompute"]
+Optimizer = Literal["adamw", "adamw8bit", "bf16_sr", "none"]
+Weights = Literal["shard", "replicate", "none"]
+MODES: tuple[LayerMode, ...] = get_args(LayerMode)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's share of a step. `length` is the whole sequence, `batch` the rows of one sequence group.
+
+    `weights`: "shard" (FSDP2 over the world, or over world / `replicas`), "replicate", or "none" (the model's own
+    parameters, nothing gathered). `accumulate`: gradients of earlier micro-batches exist when a step begins.
+    """
+
+    length: int
+    batch: int = 1
+    sp: int = 1
+    dp: int = 1
+    weights: Weights = "shard"
+    replicas: int = 1
+    weight_bytes: int = 2
+    compute_bytes: int = 2
+    gradient_bytes: int = 2
+    optimizer: Optimizer = "adamw"
+    accumulate: bool = False
+    weights_on_host: bool = False
+    gradients_on_host: bool = False
+    optimizer_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch", "sp", "dp", "replicas"):
+            if getattr(self, name) < 1:
+                raise MemoryPlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
+        if self.world % self.replicas:
+            raise MemoryPlanError(f"replicas={self.replicas} over {self.world} ranks: a divisor of the world is needed")
+        for name, kinds in (("optimizer", Optimizer), ("weights", Weights)):
+            if getattr(self, name) not in get_args(kinds):
+                raise MemoryPlanError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(kinds))}")
+
+    @property
+    def world(self) -> int:
+        return self.sp * self.dp
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks one copy of the weights is spread."""
+        return self.world // self.replicas if self.weights == "shard" else 1
+
+    @property
+    def gathers(self) -> bool:
+        """FSDP2 copies a layer's weights to use them, even where one rank has them all."""
+        return self.weights != "none" or self.weights_on_host
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one rank's shard, all rows: B * L."""
+        return self.batch * -(-self.length // self.sp)
+
+    @property
+    def whole(self) -> int:
+        """Tokens of a sequence group, padding included: B * S."""
+        return self.tokens * self.sp
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What is saved where, layer by layer, and how large the pieces are that are worked on at once."""
+
+    layers: tuple[LayerMode, ...]
+    offload: tuple[bool, ...]
+    mlp_tile: int
+    loss_tile: int
+    head_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != len(self.offload):
+            raise MemoryPlanError(f"{len(self.layers)} layer modes, {len(self.offload)} offload flags: one each is needed")
+        if unknown := set(self.layers) - set(MODES):
+            raise MemoryPlanError(f"layer mode {sorted(unknown)[0]!r}: choose among {', '.join(MODES)}")
+        for name in ("mlp_tile", "loss_tile", "head_groups"):
+            if getattr(self, name) < 1:
+                raise MemoryPlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
+        for before, mode in pairwise(("keep", *self.layers)):
+            if mode == "rebuild" and before == "keep":
+                raise MemoryPlanError('a "rebuild" layer must follow a layer that is "save", "recompute" or "rebuild"')
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """How many layers each is behind the one its input is rebuilt from; 0 where the input itself is saved."""
+        places: list[int] = []
+        for mode in self.layers:
+            places.append(places[-1] + 1 if mode == "rebuild" else 0)
+        return tuple(places)
+
+    def summary(self) -> str:
+        """One line: '12 save, 20 recompute; 20 offloaded; MLP tile 2048, loss tile 2048, 1 head group'."""
+        counts = Counter(self.layers)
+        modes = ", ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])
+        groups = "1 head group" if self.head_groups == 1 else f"{self.head_groups} head groups"
+        return f"{modes}; {sum(self.offload)} offloaded; MLP tile {self.mlp_tile}, loss tile {self.loss_tile}, {groups}"

@@ -1,0 +1,106 @@
+"""How large a model is, from its config alone: widths, heads, and parameters layer by layer.
+
+`ModelSizes.from_config(config)` takes the dict of a `config.json`. Parameter counts are exact for the families
+named in `tests/planning/test_sizes.py`; others are counted as Llama would be, which is right to about a percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ithaca.errors import UnsupportedError
+from ithaca.planning.layers import LayerSizes, layer_sizes
+
+Config = Mapping[str, Any]
+_TIED_UNLESS_SAID = ("gemma", "cohere")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    vocabulary: int
+    tied: bool
+    layers: tuple[LayerSizes, ...]
+    final_norm: int
+    adapters: int = 0
+
+    @classmethod
+    def from_config(cls, config: Config) -> ModelSizes:
+        """Sizes of the model (or of the text model of a multi-modal one) that `config` describes."""
+        config = config.get("text_config") or config
+        needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        if missing := [key for key in needed if not config.get(key)]:
+            raise UnsupportedError(f"the config has no {', '.join(missing)}: a causal language model's config.json is needed")
+        kind = str(config.get("model_type", ""))
+        heads = int(config["num_attention_heads"])
+        key, value = _head_sizes(config)
+        latent = config.get("kv_lora_rank") is not None
+        tied = config.get("tie_word_embeddings")
+        return cls(
+            name=kind,
+            hidden=int(config["hidden_size"]),
+            heads=heads,
+            # Latent attention makes keys and values for every head.
+            kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
+            key_size=key,
+            value_size=value,
+            vocabulary=int(config["vocab_size"]),
+            tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
+            layers=tuple(layer_sizes(config, index, key, value) for index in range(int(config["num_hidden_layers"]))),
+            final_norm=int(config["hidden_size"]) * (2 if kind == "starcoder2" else 1),
+        )
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def head(self) -> int:
+        """The output head's own parameters: none where it is the embedding."""
+        return 0 if self.tied else self.embedding
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the decoder layers."""
+        return self.embedding + self.head + self.final_norm
+
+    @property
+    def total(self) -> int:
+        return self.root + sum(layer.parameters for layer in self.layers) + self.adapters
+
+    @property
+    def largest_layer(self) -> int:
+        return max(layer.parameters for layer in self.layers) + self.adapters // len(self.layers)
+
+    @property
+    def trainable(self) -> int:
+        return self.adapters or self.total
+
+    @property
+    def trainable_share(self) -> float:
+        return self.trainable / self.total
+
+    def layer_trainable(self, index: int) -> int:
+        return self.adapters // len(self.layers) if self.adapters else self.layers[index].parameters
+
+    def with_lora(self, rank: int) -> ModelSizes:
+        """Frozen but for adapters of `rank` on every linear module; fused experts are not linear modules."""
+        if rank < 1:
+            raise UnsupportedError(f"LoRA of rank {rank}: a rank of at least 1 is needed")
+        return replace(self, adapters=rank * sum(layer.linear_edges for layer in self.layers))
+
+
+def _head_sizes(config: Config) -> tuple[int, int]:
+    if config.get("kv_lora_rank") is not None:
+        return int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"]), int(config["v_head_dim"])
+    size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    return size, size
