@@ -14,10 +14,12 @@ Model FLOPs of a step, no credit for recompute:
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,11 +121,11 @@ def attention_seconds(shape: Shape, length: int, device: torch.device, dtype: to
         if kernel.refusal(q, v, spec) is not None:
             continue
         out, lse = kernel.forward(q, k, v, spec)
-        forward = seconds(lambda kernel=kernel: kernel.forward(q, k, v, spec), device)
-        backward = seconds(
-            lambda kernel=kernel, out=out, lse=lse: kernel.backward(dout, q, k, v, out, lse, spec), device
-        )
+        forward = seconds(partial(kernel.forward, q, k, v, spec), device)
+        backward = seconds(partial(kernel.backward, dout, q, k, v, out, lse, spec), device)
         found.append({"kernel": kernel.name, "forward_s": forward * parts, "backward_s": backward * parts})
+        if parts > 1:
+            break  # AUTO is fastest first, and a call now takes seconds
     best = min(found, key=lambda row: row["forward_s"] + row["backward_s"])
     return best | {"timed_heads": [heads, kv], "kernels": found}
 
@@ -148,7 +150,7 @@ def seconds(call: Callable[[], Any], device: torch.device, enough: float = ENOUG
     """The mean time of a call, over repeats that fill `enough` seconds, after a warm-up."""
     call()
     once = _timed(call, 1, device)
-    return _timed(call, max(2, min(200, round(enough / max(once, 1e-6)))), device)
+    return once if once > enough else _timed(call, min(200, math.ceil(enough / max(once, 1e-6))), device)
 
 
 def _timed(call: Callable[[], Any], repeats: int, device: torch.device) -> float:

@@ -100,9 +100,9 @@ def checkpointed_step(model: Any) -> Step:
 
 
 def apply_liger(model: nn.Module, *, swiglu: bool) -> None:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from liger_kernel.transformers import apply_liger_kernel_to_llama as apply
 
-    apply_liger_kernel_to_llama(swiglu=swiglu, model=model)
+    apply(swiglu=swiglu, model=model)
 
 
 def alst_step(model: Any, settings: Settings, backend: SDPBackend) -> Step:
@@ -187,7 +187,8 @@ class _OffloadedCheckpoint(torch.autograd.Function):
 
 def measure(cell: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
     """Run the cell; `keep` is called after every step, so that a cell stopped in the middle leaves what it had."""
-    device, length, shape = torch.device(cell["device"]), cell["length"], cell_shape(cell)
+    device, length, shape = torch.device(cell["device"]), cell["length"], SHAPES[cell["model"]]
+    shape = replace(shape, layers=cell["settings"].get("layers", shape.layers))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     result: dict[str, Any] = {"machine": about(device), "outcome": "not done"}
     try:
@@ -208,8 +209,8 @@ def run_steps(
 ) -> None:
     device = torch.device(cell["device"])
     ids = torch.randint(0, shape.vocab, (1, cell["length"]), generator=torch.Generator().manual_seed(1))
-    step = make_step(cell["system"], model, cell["settings"])
     before = host_gib("VmRSS")
+    step = make_step(cell["system"], model, cell["settings"])
     if cell["short"]:
         step(ids[:, : cell["short"]])
     steps: list[float] = []
@@ -230,25 +231,17 @@ def run_steps(
         result["model_tflops"] = step_flops(shape, cell["length"]) / min(steps) / 1e12
         result["host_growth_gib"] = host_gib("VmHWM") - before
         keep(result)
-    result["gradient_norm"] = norm_of(gradients(model))
+    norms = [float(torch.linalg.vector_norm(g, dtype=torch.float32)) for g in gradients(model).values()]
+    result["gradient_norm"] = math.hypot(*norms)
     if cell.get("gradients"):
         torch.save(gradients(model), cell["gradients"])
     result["outcome"] = "done"
-
-
-def cell_shape(cell: dict[str, Any]) -> Shape:
-    shape = SHAPES[cell["model"]]
-    return replace(shape, layers=cell["settings"].get("layers", shape.layers))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter's gradient, whole: in a world of one a DTensor's local part is all of it."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: getattr(g, "_local_tensor", g) for name, g in found.items()}
-
-
-def norm_of(grads: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float32)) ** 2 for g in grads.values()))
 
 
 def outcome_of(error: BaseException | None) -> str:
@@ -260,15 +253,15 @@ def outcome_of(error: BaseException | None) -> str:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peaks since the last reset: device, and pinned host memory as torch's allocator took it (powers of two)."""
+    """Peaks: device since the last reset, pinned host memory of the process as torch's allocator rounds it."""
     if device.type != "cuda":
         return {}
-    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    return {
-        "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        "pinned_gib": pinned / GIB,
+    peaks = {
+        "allocated_gib": torch.cuda.max_memory_allocated(),
+        "reserved_gib": torch.cuda.max_memory_reserved(),
+        "pinned_gib": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
     }
+    return {name: peak / GIB for name, peak in peaks.items()}
 
 
 def host_gib(name: str) -> float:

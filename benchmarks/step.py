@@ -29,7 +29,7 @@ from benchmarks.kernels import command_line
 from benchmarks.peers import ALST, SYSTEMS
 
 UNITS = {"K": 2**10, "M": 2**20}
-SETTLED = ("done", "out of memory", "over the limit")
+SETTLED = ("done", "out of memory", "over the limit", "killed")
 # Less is not worth starting a process and building a model for.
 LEAST_S = 20.0
 # Recommended by ALST; given to all alike.
@@ -127,7 +127,8 @@ def run_cell(cell: Cell, limit: float, packages: Path | None) -> dict[str, Any]:
         environment = os.environ | {"PYTORCH_ALLOC_CONF": ALLOCATOR}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
-            ended = "failed", f"exit status {done.returncode}: {done.stderr[-3000:]}"
+            # Killed from outside is what running out of host memory looks like.
+            ended = "killed" if done.returncode == -9 else "failed", f"status {done.returncode}: {done.stderr[-3000:]}"
         except subprocess.TimeoutExpired:
             ended = "over the limit", f"not done after {limit:.0f} s"
         got = json.loads(answer.read_text()) if answer.exists() else {"outcome": "not done"}

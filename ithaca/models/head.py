@@ -1,7 +1,8 @@
 """The head and the loss in one, inside the model's own forward.
 
-A call with `loss_targets` runs the decoder, then head and cross-entropy tile by tile, and gives `LossOutput`; any other
-call is the model's own. It has to happen inside the model's forward, where FSDP2 has gathered the head's weight. What
+A call with `loss_targets` runs the decoder, then head and cross-entropy tile by tile, and gives `(sum, count)`; any
+other call is the model's own. (A plain tuple: FSDP2 of torch 2.11 looks for tensors to hook in tuples, lists and dicts
+only, and without a hook the root's weights would not be gathered for backward.) It has to happen inside the model's forward, where FSDP2 has gathered the head's weight. What
 an architecture does to its logits (a scale, a softcap) is read off its config and then tried against its own logits on
 a few tokens: an architecture that does something else keeps its whole logits, and says so.
 """
@@ -13,21 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ithaca.memory.loss import LossSpec, head_loss
 
 TARGETS = "loss_targets"
-
-
-@dataclass(frozen=True, slots=True)
-class LossOutput:
-    """The summed loss of this rank's targets, and how many they are."""
-
-    total: Tensor
-    count: Tensor
 
 
 @dataclass(eq=False)
@@ -45,8 +37,7 @@ class HeadForward:
             return self.forward(*args, **kwargs)
         hidden_BLC = self.model.base_model(*args, **kwargs).last_hidden_state
         head: Any = self.model.get_output_embeddings()
-        total, count = head_loss(hidden_BLC, head.weight, getattr(head, "bias", None), targets_BL, self.tile, self.spec)
-        return LossOutput(total, count)
+        return head_loss(hidden_BLC, head.weight, getattr(head, "bias", None), targets_BL, self.tile, self.spec)
 
 
 def logits_spec(model: PreTrainedModel) -> LossSpec:

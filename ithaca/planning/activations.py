@@ -125,10 +125,12 @@ def attention_work(flow: Flow, mode: LayerMode) -> list[Piece]:
         gradients += flow.q + flow.kv + (flow.kv * FP32 // flow.c if flow.shares_kv else 0)
         formula += " + q, k, v (and fp32 of k, v where ranks share them)"
     pieces.append(Piece("gradients of attention", gradients, formula))
-    pieces += _exchange(flow)
-    pieces.append(Piece("kernel's gradients", flow.q_g + flow.kv_g, "B*S*(h*D + k*(D+E))*c of a group"))
-    pieces.append(Piece("kernel workspace", flow.workspace_g, "B*S*h*(4*D + c*(D+E)) of a group (no dk, dv where h = k)"))
-    return pieces
+    return [*pieces, *_group_work(flow)]
+
+
+def group_bytes(flow: Flow) -> int:
+    """What head groups cut: buffers over the whole sequence and the kernel's own."""
+    return sum(piece.bytes for piece in _group_work(flow))
 
 
 _ATTENTION_STREAMS = {
@@ -137,17 +139,23 @@ _ATTENTION_STREAMS = {
 }
 
 
-def _exchange(flow: Flow) -> list[Piece]:
-    """Copies of q, k, v, output and its gradient of a head group over the whole sequence."""
-    bundle = flow.q_g + flow.kv_g + 2 * flow.out_g
-    returning = flow.q_g + flow.kv_g
-    if flow.alone:
-        copies = 0 if flow.groups == 1 else 1
-        return [Piece("head group", bundle, "B*S*(h*(D+2*E) + k*(D+E))*c, dense copies")] if copies else []
-    if flow.groups == 1:
-        return [Piece("exchange", 2 * bundle, "2 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense copies")]
-    formula = "4 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense, the next group's two; 2 of dq, dk, dv returning"
-    return [Piece("exchange", 4 * bundle + 2 * returning, formula)]
+def _group_work(flow: Flow) -> list[Piece]:
+    """One head group in backward: q, k, v, output and its gradient over the whole sequence, and the kernel's results."""
+    bundle, results = flow.q_g + flow.kv_g + 2 * flow.out_g, flow.q_g + flow.kv_g
+    row = "B*S*(h*(D+2*E) + k*(D+E))*c"
+    if not flow.alone and flow.groups > 1:
+        formula = f"4 {row}: received, dense, the next group's two; 2 of dq, dk, dv returning"
+        copies = [Piece("exchange", 4 * bundle + 2 * results, formula)]
+    elif not flow.alone:
+        copies = [Piece("exchange", 2 * bundle, f"2 {row}: received, dense")]
+    else:
+        # One group on one rank: the kernel takes the tensors as they are.
+        copies = [Piece("head group", bundle, f"{row}: dense")] if flow.groups > 1 else []
+    return [
+        *copies,
+        Piece("kernel's gradients", results, "B*S*(h*D + k*(D+E))*c"),
+        Piece("kernel workspace", flow.workspace_g, "B*S*h*(4*D + c*(D+E)), where h = k only 4*D"),
+    ]
 
 
 def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, trains: bool) -> list[Piece]:
@@ -163,7 +171,9 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     sides = 1 if mode == "keep" and not tiled else 2
     wide = (sides * values * layer.width + 4 * flow.hidden) * flow.c
     tile_bytes = tokens * wide + _routed(flow, layer, tokens, copies=2 * sides)
-    pieces.append(Piece("MLP tile", tile_bytes, f"{tokens} tokens * ({sides * values} * intermediate + 4 * hidden) * c"))
+    pieces.append(
+        Piece("MLP tile", tile_bytes, f"{tokens} tokens * ({sides * values} * intermediate + 4 * hidden) * c")
+    )
     if trains:
         each = flow.c + (FP32 if tiled else 0)
         pieces.append(Piece("MLP weight gradients", layer.mlp * each, "a tile's, and their sum in fp32"))
@@ -186,8 +196,9 @@ def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list
     tokens = min(tile, flow.tokens)
     pieces = [
         Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
-        Piece("loss tile", tokens * sizes.vocabulary * (flow.c + 2 * FP32), f"{tokens} tokens * V * (c + 4 + 4)"),
+        # Logits, and in fp32 their log-softmax and the gradients of both steps of the loss.
+        Piece("loss tile", tokens * sizes.vocabulary * (flow.c + 3 * FP32), f"{tokens} tokens * V * (c + 3 * 4)"),
     ]
     if trains:
-        pieces.append(Piece("head weight gradient", sizes.embedding * (flow.c + FP32), "V*hidden*(c + 4): a tile's, the sum"))
+        pieces.append(Piece("head weight gradient", sizes.embedding * FP32, "V*hidden*4, summed over tiles"))
     return pieces

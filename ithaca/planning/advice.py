@@ -1,1 +1,122 @@
-"""Text about memory: a plan's terms as a table, and what to change when nothing fits."""
+"""Text about memory: a plan's terms as a table, and what to change when nothing fits.
+
+`refusal` does not guess: every change it names was tried on the same model of memory and fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ithaca.errors import MemoryPlanError
+from ithaca.planning.memory import GIB, Memory, Term
+from ithaca.planning.plan import Job
+from ithaca.planning.sizes import ModelSizes
+
+Fits = Callable[[Job, int, int], bool]
+BAR = 24
+# Lengths are proposed in steps of this many tokens; memory in steps of one GiB, up to the largest worth naming.
+STEP = 1024
+MOST_HOST, MOST_DEVICE = 4096 * GIB, 512 * GIB
+
+
+def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) -> str:
+    """Every term in GiB with a bar, device first; the bars' full width is the budget."""
+    device = [(term.name, term.device_bytes, term.formula) for term in terms if term.device_bytes]
+    host = [(term.name, term.host_bytes, term.formula) for term in terms if term.host_bytes]
+    lines = _table("device", device, budget)
+    if host:
+        lines += _table("host", host, host_budget)
+    return "\n".join(lines)
+
+
+def _table(place: str, rows: list[tuple[str, int, str]], budget: int | None) -> list[str]:
+    total = sum(size for _, size, _ in rows)
+    scale = max(budget or total, total, 1)
+    lines = [f"{name:<24}{size / GIB:>8.2f}  {_bar(size / scale)}  {formula}" for name, size, formula in rows]
+    of = f" of {budget / GIB:.1f}" if budget else ""
+    over = "" if not budget or total <= budget else f", {(total - budget) / GIB:.2f} too much"
+    return [*lines, f"{place + ', GiB':<24}{total / GIB:>8.2f}{of}{over}"]
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * BAR * 8)
+    full, part = divmod(eighths, 8)
+    return ("█" * full + " ▏▎▍▌▋▊▉"[part].strip()).ljust(BAR)
+
+
+def refusal(
+    sizes: ModelSizes, job: Job, smallest: Memory, device_budget: int, host_budget: int, *, fits: Fits
+) -> MemoryPlanError:
+    """The error for a job that no plan fits; `smallest` is the nearest miss."""
+    host_is_short = smallest.host_bytes > host_budget
+    blame = smallest.largest(host=host_is_short)
+    size = blame.host_bytes if host_is_short else blame.device_bytes
+    changes = list(_changes(sizes, job, device_budget, host_budget, fits))
+    advice = "any one of these fits: " + "; ".join(changes) if changes else "no single change that was tried fits"
+    return MemoryPlanError(
+        f"{job.length:,} tokens over sp={job.sp} do not fit: the smallest plan takes "
+        f"{smallest.device_bytes / GIB:.1f} of {device_budget / GIB:.1f} GiB on the device and "
+        f"{smallest.host_bytes / GIB:.1f} of {host_budget / GIB:.1f} GiB on the host, worst at the {smallest.moment}. "
+        f"The largest term is {blame.name!r}, {size / GIB:.1f} GiB ({blame.formula}); {advice}"
+    )
+
+
+def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits) -> Iterator[str]:
+    """Changes of one kind each that make the job fit, the cheapest first."""
+    away = replace(job, optimizer_on_host=True)
+    for name, changed in (
+        ("", job),
+        ("the optimizer state on the host", away),
+        ("optimizer state and gradients on the host", replace(away, gradients_on_host=True)),
+        (
+            "weights, gradients and optimizer state on the host",
+            replace(away, gradients_on_host=True, weights_on_host=True),
+        ),
+    ):
+        # What the host has may do; more of it is named with the amount.
+        needed = _smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
+        if needed is not None:
+            amount = f"{needed} GiB of host memory"
+            yield name if needed <= host // GIB else f"{name}, with {amount}" if name else amount
+            break
+    sp = next((sp for sp in _degrees(job.sp, sizes.heads) if fits(replace(job, sp=sp), device, host)), None)
+    if sp:
+        yield f"sp={sp}"
+    steps = _largest(job.length // STEP, lambda step: fits(replace(job, length=step * STEP), device, host))
+    if steps:
+        yield f"length={steps * STEP:,}"
+    larger = _smallest(device // GIB + 1, MOST_DEVICE // GIB, lambda gib: fits(job, gib * GIB, host))
+    if larger:
+        yield f"{larger} GiB of device memory"
+
+
+def _fits_host(fits: Fits, job: Job, device: int, gib: int) -> bool:
+    return fits(job, device, gib * GIB)
+
+
+def _degrees(sp: int, heads: int) -> Iterator[int]:
+    while (sp := 2 * sp) <= heads:
+        yield sp
+
+
+def _smallest(low: int, high: int, works: Callable[[int], bool]) -> int | None:
+    """The smallest value from `low` to `high` that works, where more always works better."""
+    if low > high or not works(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(middle) else (middle + 1, high)
+    return low
+
+
+def _largest(high: int, works: Callable[[int], bool]) -> int | None:
+    """The largest value from 1 to `high` that works, where less always works better."""
+    if high < 1 or not works(1):
+        return None
+    low = 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if works(middle) else (low, middle - 1)
+    return low

@@ -7,10 +7,13 @@ tens of GiB to spare a percent of a step is a bad trade. Of the candidates that 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
 
-from ithaca.planning.activations import Flow, attention_work, most_groups
+from ithaca.planning.activations import Flow, group_bytes, most_groups
 from ithaca.planning.advice import refusal
 from ithaca.planning.cost import attention_flops, copy_cost, recompute_cost
 from ithaca.planning.memory import Memory, memory_of
@@ -51,7 +54,7 @@ def choose_plan(
     loss_tile: int | None = None,
     head_groups: int | None = None,
 ) -> MemoryPlan:
-    """The cheapest plan within both budgets, in bytes; what is given is kept as given.
+    """The cheapest plan within both budgets, in bytes of one rank (its share of the host's); what is given stays.
 
     Raises `MemoryPlanError` when nothing fits, with the largest term and the changes that would do.
     """
@@ -65,24 +68,19 @@ def choose_plan(
     )
     plan = cheapest(sizes, job, device_budget, host_budget, fixed)
     if plan is None:
-        smallest = min(_least(sizes, job, fixed), key=lambda m: _excess(m, device_budget, host_budget))
-        raise refusal(
-            sizes,
-            job,
-            smallest,
-            device_budget,
-            host_budget,
-            fits=lambda job, device, host: cheapest(sizes, job, device, host, fixed) is not None,
-        )
+        miss = nearest_miss(sizes, job, host_budget, fixed)
+        raise refusal(sizes, job, miss, device_budget, host_budget, fits=partial(feasible, sizes, fixed))
     return plan
 
 
 def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) -> MemoryPlan | None:
     """The plan of least cost that fits; smaller pieces are tried only when no plan fits with the usual ones."""
+    if not feasible(sizes, fixed, job, device, host):
+        return None
     for pieces in (_usual(sizes, job, device, fixed), _small(sizes, job, fixed)):
         best: tuple[int, MemoryPlan] | None = None
-        plans = [plan for plan in _candidates(sizes, job, pieces, fixed) if plan is not None]
-        for cost, plan in sorted(((recompute_cost(sizes, job, plan), plan) for plan in plans), key=lambda pair: pair[0]):
+        plans = [(recompute_cost(sizes, job, plan), plan) for plan in _candidates(sizes, job, pieces, fixed)]
+        for cost, plan in sorted(plans, key=lambda pair: pair[0]):
             if best is not None and cost >= best[0]:
                 break
             fitted = _fit(sizes, job, plan, device, host, fixed)
@@ -107,14 +105,10 @@ def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
 
 def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
     """The fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
-    most = most_groups(sizes, job.sp)
-    for groups in range(1, most + 1):
-        flow = Flow.of(sizes, job, groups)
-        names = ("head group", "exchange", "kernel's gradients", "kernel workspace")
-        work = sum(piece.bytes for piece in attention_work(flow, "save") if piece.name in names)
-        if work <= GROUP_SHARE * device and flow.largest_g < INDEX_LIMIT:
-            return groups
-    return most
+    flows = [Flow.of(sizes, job, groups) for groups in range(1, most_groups(sizes, job.sp) + 1)]
+    small = [flow for flow in flows if flow.largest_g < INDEX_LIMIT] or flows[-1:]
+    modest = (flow for flow in small if group_bytes(flow) <= GROUP_SHARE * device)
+    return next(modest, min(small, key=group_bytes)).groups
 
 
 def _tile(tokens: int, least: int, whole: int) -> int:
@@ -124,7 +118,7 @@ def _tile(tokens: int, least: int, whole: int) -> int:
 
 def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Fixed) -> MemoryPlan:
     return MemoryPlan(
-        ("save",) * len(sizes.layers),
+        _uniform("save", len(sizes.layers)),
         (False,) * len(sizes.layers),
         mlp_tile=fixed.mlp_tile or mlp_tile_for(sizes, job),
         loss_tile=fixed.loss_tile or loss_tile_for(sizes, job),
@@ -142,17 +136,17 @@ def _small(sizes: ModelSizes, job: Job, fixed: Fixed) -> MemoryPlan:
 
 
 def _candidates(sizes: ModelSizes, job: Job, pieces: MemoryPlan, fixed: Fixed) -> Iterator[MemoryPlan]:
-    """Plans with nothing offloaded yet."""
+    """Plans with nothing offloaded yet. Kept layers are tried with a whole MLP too, which spares running it again."""
+    tiles = (pieces.mlp_tile,) if fixed.mlp_tile else (pieces.mlp_tile, job.tokens)
     if fixed.layers is not None:
-        yield replace(pieces, layers=fixed.layers)
+        yield from (replace(pieces, layers=fixed.layers, mlp_tile=tile) for tile in tiles)
         return
     count = len(sizes.layers)
-    tiles = {pieces.mlp_tile} if fixed.mlp_tile else {pieces.mlp_tile, job.tokens}
     for kept in range(1, count + 1):
         for tile in tiles:
-            yield replace(pieces, layers=_last(kept, "keep", count), mlp_tile=tile)
+            yield replace(pieces, layers=_uniform("save", count - kept) + _uniform("keep", kept), mlp_tile=tile)
     yield pieces
-    for modes in _rebuilding(count):
+    for modes in dict.fromkeys(_rebuilding(count)) if _rebuilds(sizes) else ():
         yield replace(pieces, layers=modes)
     # Attention over a window costs little to run again: such layers come first.
     order = sorted(range(count), key=lambda index: attention_flops(sizes, sizes.layers[index], job))
@@ -161,35 +155,84 @@ def _candidates(sizes: ModelSizes, job: Job, pieces: MemoryPlan, fixed: Fixed) -
         yield replace(pieces, layers=tuple("recompute" if i in chosen else "save" for i in range(count)))
 
 
-def _last(number: int, mode: LayerMode, count: int) -> tuple[LayerMode, ...]:
-    rest: tuple[LayerMode, ...] = ("save",) * (count - number)
-    return (*rest, *(mode,) * number)
+def _uniform(mode: LayerMode, count: int) -> tuple[LayerMode, ...]:
+    return (mode,) * count
+
+
+def _rebuilds(sizes: ModelSizes) -> bool:
+    """Not through experts: a rebuilt input differs in its last bits and could choose others."""
+    return not any(layer.experts for layer in sizes.layers)
 
 
 def _rebuilding(count: int) -> Iterator[tuple[LayerMode, ...]]:
-    """The first layers in chains of 2 or 4, the others saved; then all in chains, of which some begin with recompute."""
+    """The first layers in chains, the others saved; then all in chains, of which the first begin with recompute.
+
+    A longer chain holds more inputs and anchors while it is worked on. The first layers come last in backward, when
+    all gradients are there, so they have the shorter chains where two lengths are used.
+    """
     for k in CHAINS:
         for chained in range(k, count + 1, k):
             yield tuple("rebuild" if i < chained and i % k else "save" for i in range(count))
-        for again in range(k, count + 1, k):
-            yield tuple("rebuild" if i % k else "recompute" if i < again else "save" for i in range(count))
+    for short, long in combinations((1, *CHAINS), 2):
+        for turn in range(0, count + long, long):
+            roots = [i for i in range(count) if not i % (short if i < turn else long)]
+            for again in range(1, len(roots) + 1):
+                first, kept = set(roots[:again]), set(roots[again:])
+                yield tuple("recompute" if i in first else "save" if i in kept else "rebuild" for i in range(count))
 
 
 def _fit(sizes: ModelSizes, job: Job, plan: MemoryPlan, device: int, host: int, fixed: Fixed) -> MemoryPlan | None:
-    """`plan` with as few of its first layers offloaded as fit, None where none or all of them do not."""
+    """`plan` with as few of its first layers offloaded as fit; None where that is too much for the host."""
+    counts: Sequence[int] = range(len(plan.layers) + 1)
+    if fixed.offload is not None:
+        plan, counts = replace(plan, offload=fixed.offload), (0,)
+    elif "keep" in plan.layers and fixed.layers is None:
+        counts = (0,)
 
     def fits(number: int) -> bool:
         return memory_of(sizes, job, _offloaded(plan, number)).device_bytes <= device
 
-    if fixed.offload is not None:
-        plan = replace(plan, offload=fixed.offload)
-        number = 0
-    elif fits(0):
-        number = 0
-    elif "keep" in plan.layers and fixed.layers is None:
+    # More layers away, fewer bytes here: the first count that fits is found by halving.
+    if not fits(counts[-1]):
         return None
-    else:
-        number = _fewest(len(plan.layers), fits)
-    plan = _offloaded(plan, number) if number else plan
-    memory = memory_of(sizes, job, plan)
-    return plan if memory.device_bytes <= device and memory.host_bytes <= host else None
+    index = bisect_left(counts, True, key=fits)
+    fitted = _offloaded(plan, counts[index])
+    return fitted if memory_of(sizes, job, fitted).host_bytes <= host else None
+
+
+def _offloaded(plan: MemoryPlan, number: int) -> MemoryPlan:
+    """`number` layers more away, the first ones; 0 leaves the plan as it is."""
+    if not number:
+        return plan
+    return replace(plan, offload=tuple(i < number and mode != "keep" for i, mode in enumerate(plan.layers)))
+
+
+def _smallest(sizes: ModelSizes, job: Job, fixed: Fixed) -> Iterator[MemoryPlan]:
+    """The plans that can be smallest: one tensor a layer saved, or, for few layers or tokens, least work at once."""
+    pieces, count = _small(sizes, job, fixed), len(sizes.layers)
+    if fixed.layers is not None:
+        yield replace(pieces, layers=fixed.layers)
+        return
+    modes: tuple[LayerMode, ...] = ("recompute", "save", "keep")
+    for mode in modes:
+        yield replace(pieces, layers=_uniform(mode, count))
+    for k in CHAINS if _rebuilds(sizes) else ():
+        yield replace(pieces, layers=tuple("rebuild" if i % k else "recompute" for i in range(count)))
+
+
+def feasible(sizes: ModelSizes, fixed: Fixed, job: Job, device: int, host: int) -> bool:
+    """Whether any plan fits, without looking for the best."""
+    return any(_fit(sizes, job, plan, device, host, fixed) is not None for plan in _smallest(sizes, job, fixed))
+
+
+def nearest_miss(sizes: ModelSizes, job: Job, host: int, fixed: Fixed) -> Memory:
+    """The least device memory that can be had, with as many layers away as the host takes."""
+    misses: list[Memory] = []
+    for plan in _smallest(sizes, job, fixed):
+        if fixed.offload is not None:
+            misses.append(memory_of(sizes, job, replace(plan, offload=fixed.offload)))
+            continue
+        counts = range(len(plan.layers) + 1)
+        each = [memory_of(sizes, job, _offloaded(plan, number)) for number in counts]
+        misses.append(next((memory for memory in reversed(each) if memory.host_bytes <= host), each[0]))
+    return min(misses, key=lambda memory: memory.device_bytes)

@@ -58,7 +58,9 @@ class Link:
 
 
 def _sheet(name: str, words: str, gib: float, peak: float, host_copy: float, link: str) -> Device:
-    speeds = tuple(AttentionSpeed(size, peak * forward, peak * backward) for size, forward, backward in ATTENTION_SHARES)
+    speeds = tuple(
+        AttentionSpeed(size, peak * forward, peak * backward) for size, forward, backward in ATTENTION_SHARES
+    )
     memory = int(gib * GIB)
     return Device(name, frozenset(words.split()), memory, peak, peak * MATMUL_SHARE, speeds, host_copy, link, False)
 
@@ -121,7 +123,9 @@ def find_link(name: str) -> Link:
     plain = {_plain(link.name): link for link in LINKS}
     if _plain(name) not in plain:
         near = get_close_matches(_plain(name), plain, n=3, cutoff=0.3) or list(plain)
-        raise UnsupportedError(f"no link {name!r} in the table: nearest are {', '.join(plain[key].name for key in near)}")
+        raise UnsupportedError(
+            f"no link {name!r} in the table: nearest are {', '.join(plain[key].name for key in near)}"
+        )
     return plain[_plain(name)]
 
 

@@ -167,7 +167,9 @@ def _experts(config: Config) -> _Block:
     width = int(config["intermediate_size"] if full else config["moe_intermediate_size"])
     expert = 3 * hidden * width + (2 * width + hidden if kind == "gpt_oss" else 0)
     router = count * hidden + (count if kind == "gpt_oss" else 0)
-    shared_width = int(config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0))
+    shared_width = int(
+        config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0)
+    )
     edges: tuple[Edge, ...] = ()
     if shared_width:
         edges = ((hidden, shared_width), (hidden, shared_width), (shared_width, hidden))

@@ -25,6 +25,7 @@ STAGED = 2
 PAGE = 2 * 2**20
 # Bytes a parameter: two fp32 moments; two 8-bit ones with an fp32 scale for each 256 values; two bf16 ones.
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "bf16_sr": 4.0, "none": 0.0}
+POSITIONS = "B*L*(2*D*c + 3*8)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,44 +79,56 @@ class _Step:
         ]
         self.here = [0 if away else sum(parts) for parts, away in zip(self.saved, plan.offload, strict=True)]
         self.away = [sum(parts) if away else 0 for parts, away in zip(self.saved, plan.offload, strict=True)]
-        self._work: dict[tuple[LayerMode, int, int], tuple[str, list[Piece]]] = {}
+        self.total, self.trainable = sizes.total, sizes.trainable
+        self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8)
+        self._work: dict[tuple[LayerMode, int, int], tuple[str, list[Piece], int]] = {}
 
     def memory(self) -> Memory:
         """The terms of the moment with the largest total."""
-        standing = self.standing()
-        moments: list[tuple[str, list[Piece], list[Piece]]] = [("optimizer step", self._gradients(made=self.sizes.trainable), [])]
-        moments.append(("loss", self._gradients(made=0), self._at_loss()))
-        made = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding
-        resident = sum(self.here)
-        for index in reversed(range(len(self.saved))):
-            part, pieces = self._at_layer(index, resident)
-            gradients = self._gradients(made=made) + self._layer_gradients(index)
-            moments.append((f"{part} of layer {index}, backward", gradients, pieces))
-            resident -= self.here[index]
-            made += self.sizes.layer_trainable(index)
+        moments = [("optimizer step", self._gradients(self.trainable), list[Piece]())]
+        moments.append(("loss", self._gradients(0), self._at_loss()))
+        index, resident, made = self._worst_layer()
+        part, work, _ = self._layer_work(index)
+        unreduced = Piece("unreduced gradients", self._unreduced_bytes(index), "a layer * (c + 4) + head * c")
+        gradients = [*self._gradients(made), unreduced]
+        moments.append((f"{part} of layer {index}, backward", gradients, self._at_layer(index, resident) + work))
         moment, gradients, pieces = max(moments, key=lambda m: _total(m[1]) + (1 + SLACK) * _total(m[2]))
         slack = Piece("allocator slack", int(SLACK * _total(pieces)), f"{SLACK:.0%} of activations")
         device = [Term(p.name, p.bytes, 0, p.formula) for p in (*gradients, *pieces, slack) if p.bytes]
-        return Memory(moment, (*standing, *device, *self.host_terms()))
+        return Memory(moment, (*self.standing(), *device, *self.host_terms()))
+
+    def _worst_layer(self) -> tuple[int, int, int]:
+        """The layer whose backward takes most, what is saved on the device up to it, and gradients made before it."""
+        made = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding
+        resident = sum(self.here)
+        worst, largest = (0, 0, 0), -1.0
+        for index in reversed(range(len(self.saved))):
+            activations = sum(self._held(index, resident)) + self._layer_work(index)[2]
+            total = (1 + SLACK) * activations + self._gradient_bytes(made) + self._unreduced_bytes(index)
+            if total > largest:
+                worst, largest = (index, resident, made), total
+            resident -= self.here[index]
+            made += self.sizes.layer_trainable(index)
+        return worst
 
     def standing(self) -> list[Term]:
         """What is there all the time: weights and optimizer state, on the device or on the host."""
         sizes, job = self.sizes, self.job
-        weights = sizes.total * job.weight_bytes // job.shards
-        state = int(sizes.trainable * OPTIMIZER_BYTES[job.optimizer]) // job.shards
+        weights = self.total * job.weight_bytes // job.shards
+        state = int(self.trainable * OPTIMIZER_BYTES[job.optimizer]) // job.shards
         over = f" / {job.shards} ranks" if job.shards > 1 else ""
-        terms = [_placed("weights", weights, f"{sizes.total:,} * {job.weight_bytes}{over}", job.weights_on_host)]
+        terms = [_placed("weights", weights, f"{self.total:,} * {job.weight_bytes}{over}", job.weights_on_host)]
         if job.gathers:
             layers = GATHERED_REBUILDING if "rebuild" in self.plan.layers else GATHERED
             gathered = (layers * sizes.largest_layer + sizes.root) * job.compute_bytes
             terms.append(Term("gathered weights", gathered, 0, f"({layers} layers + embedding + head) * c"))
-        formula = f"{sizes.trainable:,} * {OPTIMIZER_BYTES[job.optimizer]:.4g}{over}"
+        formula = f"{self.trainable:,} * {OPTIMIZER_BYTES[job.optimizer]:.4g}{over}"
         terms.append(_placed("optimizer state", state, formula, job.optimizer_on_host))
         return [term for term in terms if term.device_bytes or term.host_bytes]
 
     def host_terms(self) -> list[Term]:
         """What waits in pinned memory; gradients there are counted whole."""
-        sizes, job = self.sizes, self.job
+        job = self.job
         pinned = sum(
             -(-part // PAGE) * PAGE
             for parts, away in zip(self.saved, self.plan.offload, strict=True)
@@ -123,65 +136,62 @@ class _Step:
         )
         terms = [Term("saved tensors, pinned", 0, pinned, "each saved tensor of an offloaded layer, to 2 MiB")]
         if job.gradients_on_host:
-            gradients = sizes.trainable * job.gradient_bytes // job.shards
-            terms.append(Term("gradients", 0, gradients, f"{sizes.trainable:,} * {job.gradient_bytes}"))
+            gradients = self.trainable * job.gradient_bytes // job.shards
+            terms.append(Term("gradients", 0, gradients, f"{self.trainable:,} * {job.gradient_bytes}"))
         return [term for term in terms if term.host_bytes]
 
-    def _gradients(self, made: int) -> list[Piece]:
+    def _gradient_bytes(self, made: int) -> int:
         """Gradients of the parameters behind us; all of them where earlier micro-batches left theirs."""
-        job = self.job
-        if job.gradients_on_host:
-            return []
-        count = self.sizes.trainable if job.accumulate else made
-        return [Piece("gradients", count * job.gradient_bytes // job.shards, f"{count:,} made so far * {job.gradient_bytes}")]
+        count = self.trainable if self.job.accumulate else made
+        return 0 if self.job.gradients_on_host else count * self.job.gradient_bytes // self.job.shards
 
-    def _layer_gradients(self, index: int) -> list[Piece]:
+    def _gradients(self, made: int) -> list[Piece]:
+        formula = "every" if self.job.accumulate else f"{made:,} made so far"
+        return [Piece("gradients", self._gradient_bytes(made), f"{formula} * {self.job.gradient_bytes}")]
+
+    def _unreduced_bytes(self, index: int) -> int:
         """FSDP2's: a layer's own before they are reduced, the fp32 copy that is, and the root's until the end."""
         if not self.job.gathers:
-            return []
-        sizes, c = self.sizes, self.job.compute_bytes
-        root = 0 if sizes.adapters else sizes.embedding
-        layer = sizes.layer_trainable(index)
-        return [Piece("unreduced gradients", layer * (c + 4) + root * c, "a layer * (c + 4) + head * c")]
+            return 0
+        c = self.job.compute_bytes
+        return self.sizes.layer_trainable(index) * (c + 4) + (0 if self.sizes.adapters else self.sizes.embedding * c)
 
     def _at_loss(self) -> list[Piece]:
-        last = sum(self.away[-STAGED:])
         return [
-            *self._saved_pieces(sum(self.here), last, "of the last layers, on their way out"),
+            Piece("saved on the device", sum(self.here), "layers not offloaded"),
+            Piece("staged for the host", sum(self.away[-STAGED:]), "of the last layers, on their way out"),
             *loss_work(self.flow, self.sizes, self.plan.loss_tile, trains=not self.sizes.adapters),
-            self._positions(),
+            Piece("positions and ids", self.positions, POSITIONS),
         ]
 
-    def _at_layer(self, index: int, resident: int) -> tuple[str, list[Piece]]:
-        """Everything a layer's backward finds and makes; `resident` is saved on the device up to this layer."""
-        staged = self.away[index] + (self.away[index - 1] if index else 0)
-        part, work = self._layer_work(index)
-        pieces = self._saved_pieces(resident, staged, "of this layer and of the next one, prefetched")
+    def _held(self, index: int, resident: int) -> tuple[int, int, int, int, int]:
+        """Bytes that a layer's backward finds: `resident` up to this layer, staged, rebuilt, attended again, positions."""
         place = self.chain[index]
-        if place:
-            pieces.append(Piece("rebuilt inputs", place * self.flow.x, f"{place} X"))
-        if self.plan.layers[index - place] == "recompute":
-            pieces.append(Piece("attention run again", self.flow.anchor, "B*L*H*E*c + B*S*h*4"))
-        return part, [*pieces, *work, self._positions()]
+        # A chain's tensors all came back for its rebuilding; the layer before it is being prefetched.
+        staged = sum(self.away[max(index - place - 1, 0) : index + 1])
+        again = self.flow.anchor if self.plan.layers[index - place] == "recompute" else 0
+        return resident, staged, place * self.flow.x, again, self.positions
 
-    def _layer_work(self, index: int) -> tuple[str, list[Piece]]:
+    def _at_layer(self, index: int, resident: int) -> list[Piece]:
+        resident, staged, rebuilt, again, positions = self._held(index, resident)
+        return [
+            Piece("saved on the device", resident, "layers not offloaded, those still to come in backward"),
+            Piece("staged for the host", staged, "of this layer (and its chain) and of the next one, prefetched"),
+            Piece("rebuilt inputs", rebuilt, f"{self.chain[index]} X"),
+            Piece("attention run again", again, "B*L*H*E*c + B*S*h*4"),
+            Piece("positions and ids", positions, POSITIONS),
+        ]
+
+    def _layer_work(self, index: int) -> tuple[str, list[Piece], int]:
+        """The larger of the two halves of a layer's backward, its pieces, and their total."""
         mode, layer = self.plan.layers[index], self.sizes.layers[index]
         key = (mode, layer.width, layer.mlp)
         if key not in self._work:
             attention = attention_work(self.flow, mode)
             mlp = mlp_work(self.flow, layer, mode, self.plan.mlp_tile, trains=not self.sizes.adapters)
-            self._work[key] = max(("attention", attention), ("MLP", mlp), key=lambda work: _total(work[1]))
+            halves = [(name, work, _total(work)) for name, work in (("attention", attention), ("MLP", mlp))]
+            self._work[key] = max(halves, key=lambda half: half[2])
         return self._work[key]
-
-    def _saved_pieces(self, resident: int, staged: int, which: str) -> list[Piece]:
-        return [
-            Piece("saved on the device", resident, "layers not offloaded, those still to come in backward"),
-            Piece("staged for the host", staged, which),
-        ]
-
-    def _positions(self) -> Piece:
-        size = self.flow.tokens * (2 * self.sizes.key_size * self.job.compute_bytes + 3 * 8)
-        return Piece("positions and ids", size, "B*L*(2*D*c + 3*8)")
 
 
 def _placed(name: str, size: int, formula: str, on_host: bool) -> Term:

@@ -96,7 +96,9 @@ class MemoryPlan:
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.offload):
-            raise MemoryPlanError(f"{len(self.layers)} layer modes, {len(self.offload)} offload flags: one each is needed")
+            raise MemoryPlanError(
+                f"{len(self.layers)} layer modes, {len(self.offload)} offload flags: one each is needed"
+            )
         if unknown := set(self.layers) - set(MODES):
             raise MemoryPlanError(f"layer mode {sorted(unknown)[0]!r}: choose among {', '.join(MODES)}")
         for name in ("mlp_tile", "loss_tile", "head_groups"):

@@ -39,7 +39,9 @@ class ModelSizes:
         config = config.get("text_config") or config
         needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         if missing := [key for key in needed if not config.get(key)]:
-            raise UnsupportedError(f"the config has no {', '.join(missing)}: a causal language model's config.json is needed")
+            raise UnsupportedError(
+                f"the config has no {', '.join(missing)}: a causal language model's config.json is needed"
+            )
         kind = str(config.get("model_type", ""))
         heads = int(config["num_attention_heads"])
         key, value = _head_sizes(config)

@@ -52,7 +52,7 @@ def explain(seen: Look, measured: Measured, world: int) -> tuple[str, str]:
     where, number = _largest(measured)
     shown = f"measured: {measured.failure or f'{where} off by {number:.0e} at sp={world}'}"
     cause, what = _cause(seen, measured)
-    reason = sentence(cause, what=what or shown)
+    reason = sentence(cause, what or shown)
     return cause, reason if measured.failure or shown in reason else f"{reason} ({shown})"
 
 

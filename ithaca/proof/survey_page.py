@@ -12,12 +12,12 @@ _OPENING = """\
 
 <!-- Generated from ithaca/models/verdicts.json by `python -m ithaca.proof.survey --write`: do not edit. -->
 
-Every causal language model type of transformers {transformers}, measured with torch {torch}: {exact} exact, {refused}
-refused. *Exact* means that a small model of that type, in fp64, gives the loss, the logits and every gradient of one
-process with transformers' eager attention to within {tolerance:g}, with its sequence split over 2 and over 4 ranks: on a
-plain batch of odd length, on right-padded and left-padded batches, on a packed row (against its documents one by one),
-and with the router's auxiliary loss where there is one. Windows are shorter than the rows, caps and sinks are on.
-What is not exact is refused by name before anything runs.
+Every causal language model type of transformers {transformers} (and the text parts of those that have several parts),
+measured with torch {torch}: {exact} exact, {refused} refused. *Exact* means that a small model of that type, in fp64,
+gives the loss, the logits and every gradient of one process with transformers' eager attention to within {tolerance:g},
+with its sequence split over 2 and over 4 ranks: on a plain batch of odd length, on right-padded and left-padded batches,
+on a packed row (against its documents one by one), and with the router's auxiliary loss where there is one. Windows are
+shorter than the rows, caps and sinks are on. What is not exact is refused by name before anything runs.
 """
 
 
@@ -46,8 +46,10 @@ def _features(row: dict[str, Any]) -> str:
 
 
 def _refused(rows: dict[str, dict[str, Any]]) -> str:
-    cells = ((f"`{kind}`", row["classes"], _reason(row)) for kind, row in rows.items())
-    return _table(("Type", "Class", "Why"), cells)
+    together: dict[str, list[str]] = {}
+    for kind, row in rows.items():
+        together.setdefault(_reason(row), []).append(f"`{kind}`")
+    return _table(("Types", "Why"), ((", ".join(those), reason) for reason, those in together.items()))
 
 
 def _reason(row: dict[str, Any]) -> str:

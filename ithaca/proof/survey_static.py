@@ -43,7 +43,8 @@ class Cause:
 CAUSES = {
     "other inputs": Cause(
         "It reads more than text",
-        "{cls} takes images, audio or the states of another model beside its tokens, which cannot be cut like them",
+        "it takes images, audio or the states of another model beside its tokens, which cannot be cut like them; where "
+        "its text part has a model type of its own, that one may be exact",
     ),
     "state": Cause(
         "A state runs along the sequence",
@@ -158,12 +159,12 @@ def look(kind: str) -> Look:
 def static_cause(seen: Look) -> tuple[str, str] | None:
     """The cause that the source alone shows, and its sentence; None where only a run can tell."""
     cause, what = _find(seen)
-    return (cause, sentence(cause, cls=seen.cls, what=what)) if cause else None
+    return (cause, sentence(cause, what)) if cause else None
 
 
-def sentence(cause: str, *, cls: str = "", what: str = "") -> str:
-    """The cause in words, about one architecture."""
-    return CAUSES[cause].sentence.format(cls=cls, what=what)
+def sentence(cause: str, what: str) -> str:
+    """The cause in words; `what` is the part of the architecture that is to blame."""
+    return CAUSES[cause].sentence.format(what=what)
 
 
 def _class(kind: str) -> Any:

@@ -58,7 +58,7 @@ def _run(model: nn.Module, binding: Binding, shard: Shard) -> tuple[Tensor, Sequ
     # The layers hand their router logits on themselves: what transformers records of a replayed layer has no graph.
     inputs = {key: value for key, value in shard.inputs.items() if key != "output_router_logits"}
     if binding.memory.tiles_head:
-        return model(**inputs, **{TARGETS: shard.targets}).total, binding.router_logits
+        return model(**inputs, **{TARGETS: shard.targets})[0], binding.router_logits
     return token_loss(model(**inputs).logits, shard.targets)[0], binding.router_logits
 
 

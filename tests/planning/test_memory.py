@@ -1,0 +1,225 @@
+"""Memory terms against numbers worked out by hand, and the directions in which they must move.
+
+Llama-3 8B at 128K tokens: a residual stream is 131072 * 4096 * 2 bytes, 1 GiB; q as much, k and v 0.25 GiB each;
+lse 131072 * 32 * 4 bytes, 1/64 GiB.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from ithaca.errors import MemoryPlanError, MeshError
+from ithaca.planning.activations import Flow, rank_heads, saved
+from ithaca.planning.advice import explain
+from ithaca.planning.memory import GIB, Memory, memory_of
+from ithaca.planning.plan import Job, LayerMode, MemoryPlan
+from tests.planning.models import B1, B8, K
+
+BARE = Job(128 * K, weights="none", optimizer="none")
+
+
+def plan(mode: LayerMode = "save", *, offload: bool = True, layers: int = 32, groups: int = 1) -> MemoryPlan:
+    return MemoryPlan((mode,) * layers, (offload,) * layers, mlp_tile=2048, loss_tile=2048, head_groups=groups)
+
+
+def device_terms(memory: Memory) -> dict[str, float]:
+    return {term.name: term.device_bytes / GIB for term in memory.terms if term.device_bytes}
+
+
+def host_terms(memory: Memory) -> dict[str, float]:
+    return {term.name: term.host_bytes / GIB for term in memory.terms if term.host_bytes}
+
+
+@pytest.mark.parametrize(
+    ("mode", "gib"),
+    [
+        ("save", 2 + 1 / 64),
+        ("rebuild", 1 + 1 / 64),
+        ("recompute", 1),
+        # Inputs of both norms and the first one's output, q, k, v, output, lse.
+        ("keep", 3 + 1.5 + 1 + 1 / 64),
+    ],
+)
+def test_what_a_layer_saves(mode: LayerMode, gib: float) -> None:
+    flow = Flow.of(B8, BARE, 1)
+    assert sum(saved(flow, B8.layers[0], mode, tiled=True)) == gib * GIB
+    eighth = Flow.of(B8, replace(BARE, sp=8), 1)
+    assert sum(saved(eighth, B8.layers[0], mode, tiled=True)) == gib * GIB / 8
+
+
+def test_a_kept_layer_that_is_not_tiled_has_its_mlp_too() -> None:
+    # Two norms of (2 + 1 + 1) GiB, attention, gate, up, activation and product of 3.5 GiB each.
+    whole = saved(Flow.of(B8, BARE, 1), B8.layers[0], "keep", tiled=False)
+    assert sum(whole) == (8 + 1.5 + 1 + 1 / 64 + 14) * GIB
+
+
+def test_8b_at_128k_on_one_rank() -> None:
+    memory = memory_of(B8, BARE, plan())
+    # Late in backward: nearly all gradients are there, the last two layers' tensors are back.
+    assert memory.moment == "attention of layer 1, backward"
+    weights = 8_030_261_248 * 2 / GIB
+    layers = 30 * B8.layers[0].parameters * 2 / GIB
+    work = 2 * (2 + 1 / 64) + 4 + 1.5 + 1 + 1.5 + 4 + 131072 * (2 * 128 * 2 + 24) / GIB
+    assert device_terms(memory) == pytest.approx(
+        {
+            "weights": weights,
+            "gradients": 128256 * 4096 * 2 / GIB + layers,
+            "staged for the host": 2 * (2 + 1 / 64),
+            "residual stream": 4,
+            "q, k, v": 1.5,
+            "gradients of attention": 1,
+            "kernel's gradients": 1.5,
+            # dq in fp32, dk and dv of every query head: 16 GiB for 4 GiB of q were measured.
+            "kernel workspace": 4,
+            "positions and ids": 131072 * (2 * 128 * 2 + 24) / GIB,
+            "allocator slack": 0.04 * work,
+        }
+    )
+    assert host_terms(memory) == {"saved tensors, pinned": 32 * (2 + 1 / 64)}
+
+
+def test_8b_at_128k_over_eight_ranks() -> None:
+    memory = memory_of(B8, Job(128 * K, sp=8), plan())
+    terms = device_terms(memory)
+    layer = B8.layers[0].parameters
+    assert terms["weights"] == pytest.approx(8_030_261_248 * 2 / 8 / GIB)
+    assert terms["optimizer state"] == pytest.approx(8_030_261_248 / GIB)
+    assert terms["gathered weights"] == pytest.approx((2 * layer + 2 * 128256 * 4096 + 4096) * 2 / GIB)
+    assert terms["unreduced gradients"] == pytest.approx((layer * 6 + 128256 * 4096 * 2) / GIB)
+    # A rank has 4 query heads and 1 kv head: an eighth of everything.
+    assert terms["residual stream"] == 4 / 8
+    assert terms["exchange"] == 2 * 3.5 / 8
+    assert terms["kernel workspace"] == 4 / 8
+    assert terms["gradients of attention"] == 2.5 / 8
+    assert host_terms(memory) == {"saved tensors, pinned": 32 * (2 + 1 / 64) / 8}
+
+
+def test_kv_heads_that_ranks_share_are_counted_on_each() -> None:
+    assert rank_heads(B8, 16) == (2, 1)
+    flow = Flow.of(B8, replace(BARE, sp=16), 1)
+    assert flow.kv_g == 131072 * 2 * 128 * 2
+    assert flow.shares_kv
+    assert not Flow.of(B8, replace(BARE, sp=8), 1).shares_kv
+
+
+def test_head_groups_cut_the_workspace() -> None:
+    terms = device_terms(memory_of(B8, BARE, plan(groups=8)))
+    assert terms["kernel workspace"] == 4 / 8
+    assert terms["head group"] == 3.5 / 8
+    # More groups than kv heads are as many as kv heads.
+    assert memory_of(B8, BARE, plan(groups=64)) == memory_of(B8, BARE, plan(groups=8))
+
+
+def test_a_chain_holds_the_inputs_it_rebuilt() -> None:
+    modes: tuple[LayerMode, ...] = ("recompute", "rebuild", "rebuild", "rebuild") * 8
+    chained = MemoryPlan(modes, (True,) * 32, mlp_tile=2048, loss_tile=2048, head_groups=8)
+    assert chained.chain[:6] == (0, 1, 2, 3, 0, 1)
+    memory = memory_of(B8, BARE, chained)
+    assert memory.moment == "attention of layer 3, backward"
+    terms = device_terms(memory)
+    assert terms["rebuilt inputs"] == 3
+    # One tensor of each of the chain's layers: its first one's input, three anchors.
+    assert terms["staged for the host"] == 1 + 3 * (1 + 1 / 64)
+    assert terms["attention run again"] == 1 + 1 / 64
+
+
+def test_gradients_of_earlier_micro_batches_are_there_from_the_start() -> None:
+    once, again = BARE, replace(BARE, accumulate=True)
+    resident = plan(offload=False)
+    difference = memory_of(B8, again, resident).device_bytes - memory_of(B8, once, resident).device_bytes
+    assert difference == pytest.approx((8_030_261_248 - 128256 * 4096) * 2, rel=1e-3)
+
+
+def test_a_short_step_is_worst_at_its_end() -> None:
+    job = Job(128, weights="none", optimizer="adamw")
+    memory = memory_of(B8, job, plan(offload=False))
+    assert memory.moment == "optimizer step"
+    assert memory.device_bytes == 8_030_261_248 * (2 + 2 + 8)
+
+
+def test_lora_has_gradients_and_state_for_its_adapters() -> None:
+    terms = device_terms(memory_of(B8.with_lora(16), replace(BARE, optimizer="adamw"), plan()))
+    assert terms["optimizer state"] == pytest.approx(41_943_040 * 8 / GIB)
+    assert terms["gradients"] < 0.1
+
+
+def test_more_tokens_take_more() -> None:
+    totals = [
+        memory_of(B8, replace(BARE, length=length * K), plan()).device_bytes for length in (32, 64, 128, 256, 512)
+    ]
+    assert totals == sorted(set(totals))
+    rows = memory_of(B8, replace(BARE, length=64 * K, batch=2), plan())
+    assert rows.device_bytes == memory_of(B8, BARE, plan()).device_bytes
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_more_ranks_take_less(groups: int) -> None:
+    jobs = [Job(128 * K, sp=sp) for sp in (1, 2, 4, 8, 16, 32)]
+    totals = [memory_of(B8, job, plan(groups=groups)).device_bytes for job in jobs]
+    assert totals == sorted(totals, reverse=True)
+    copies = [memory_of(B8, Job(128 * K, sp=4, dp=dp), plan()).device_bytes for dp in (1, 2, 4)]
+    assert copies == sorted(copies, reverse=True)
+
+
+def test_offloading_moves_bytes_to_the_host() -> None:
+    before = memory_of(B8, BARE, plan(offload=False))
+    for number in range(1, 33):
+        offload = tuple(index < number for index in range(32))
+        memory = memory_of(B8, BARE, replace(plan(), offload=offload))
+        assert memory.device_bytes <= before.device_bytes
+        assert memory.host_bytes > before.host_bytes
+        before = memory
+
+
+@pytest.mark.parametrize("name", ["weights", "gradients", "optimizer"])
+def test_state_on_the_host(name: str) -> None:
+    job = Job(32 * K, sp=4)
+    here, there = (memory_of(B8, j, plan()) for j in (job, replace(job, **{f"{name}_on_host": True})))
+    assert there.device_bytes < here.device_bytes
+    assert there.host_bytes > here.host_bytes
+
+
+def test_sharding() -> None:
+    jobs = [
+        Job(32 * K, sp=8),
+        Job(32 * K, sp=8, replicas=4),
+        Job(32 * K, sp=8, weights="replicate"),
+    ]
+    weights = [device_terms(memory_of(B8, job, plan()))["weights"] for job in jobs]
+    assert weights[1] == pytest.approx(4 * weights[0])
+    assert weights[2] == pytest.approx(8 * weights[0])
+
+
+def test_the_table_adds_up() -> None:
+    memory = memory_of(B1, Job(256 * K), plan(layers=16))
+    text = explain(memory.terms, 24 * GIB, 125 * GIB)
+    lines = text.splitlines()
+    rows = [float(line[24:32]) for line in lines if not line.startswith(("device", "host"))]
+    assert sum(rows) * GIB == pytest.approx(memory.device_bytes + memory.host_bytes, rel=0.01)
+    assert "device, GiB" in text
+    assert "of 24.0" in text
+    assert "too much" in explain(memory.terms, GIB)
+    assert max(map(len, lines)) < 160
+
+
+def test_what_is_wrong_is_refused() -> None:
+    with pytest.raises(MemoryPlanError, match="a plan of 16 layers for a model of 32"):
+        memory_of(B8, BARE, plan(layers=16))
+    with pytest.raises(MemoryPlanError, match="must follow"):
+        MemoryPlan(("rebuild", "save"), (False, False), 1, 1)
+    with pytest.raises(MemoryPlanError, match="must follow"):
+        MemoryPlan(("keep", "rebuild"), (False, False), 1, 1)
+    with pytest.raises(MemoryPlanError, match="'discard'"):
+        MemoryPlan(("discard",), (False,), 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(MemoryPlanError, match="1 layer modes, 2 offload flags"):
+        MemoryPlan(("save",), (False, False), 1, 1)
+    with pytest.raises(MemoryPlanError, match="mlp_tile=0"):
+        MemoryPlan(("save",), (False,), 0, 1)
+    with pytest.raises(MemoryPlanError, match="length=0"):
+        Job(0)
+    with pytest.raises(MemoryPlanError, match="'sgd': choose one of adamw"):
+        Job(1, optimizer="sgd")  # type: ignore[arg-type]
+    with pytest.raises(MemoryPlanError, match="replicas=3 over 8 ranks"):
+        Job(1, sp=8, replicas=3)
+    with pytest.raises(MeshError, match="use sp=32"):
+        memory_of(B8, Job(K, sp=64), plan())

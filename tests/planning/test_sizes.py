@@ -1,0 +1,180 @@
+"""Parameter counts: exact against transformers' own modules, and against published totals."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ithaca.errors import UnsupportedError
+from ithaca.planning.sizes import ModelSizes
+from tests.planning.models import B1, B8, LLAMA_8B
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("mistral", {}),
+    ("qwen2", {"head_dim": 4}),
+    ("qwen3", {}),
+    ("gemma2", {}),
+    ("gemma3_text", {}),
+    ("phi3", {"head_dim": 4}),
+    ("olmo2", {"head_dim": 4}),
+    ("starcoder2", {"head_dim": 4}),
+    ("mixtral", EXPERTS),
+    ("qwen2_moe", {**EXPERTS, "head_dim": 4, "shared_expert_intermediate_size": 24, "num_experts": 4}),
+    ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    ("gpt_oss", EXPERTS),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": 12, "first_k_dense_replace": 1, "n_shared_experts": 2}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), CASES, ids=[f"{i}-{kind}" for i, (kind, _) in enumerate(CASES)])
+def test_counts_are_those_of_the_modules(kind: str, more: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(kind, **{**SMALL, **more})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = ModelSizes.from_config(config.to_dict())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    assert [layer.parameters for layer in sizes.layers] == layers
+    assert sizes.total == sum(p.numel() for p in model.parameters())
+    assert sizes.heads == 8
+
+
+PUBLISHED: list[tuple[dict[str, Any], int]] = [
+    (LLAMA_8B, 8_030_261_248),
+    (
+        {**LLAMA_8B, "model_type": "mistral", "vocab_size": 32000},
+        7_241_732_096,
+    ),
+    (
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+        30_532_122_624,
+    ),
+    (
+        {
+            "model_type": "gemma2",
+            "hidden_size": 2304,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "intermediate_size": 9216,
+            "vocab_size": 256000,
+        },
+        2_614_341_888,
+    ),
+    (
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "experts_per_token": 4,
+            "vocab_size": 201088,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        20_914_757_184,
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "total"), PUBLISHED, ids=[str(config["model_type"]) for config, _ in PUBLISHED])
+def test_published_totals(config: dict[str, Any], total: int) -> None:
+    assert ModelSizes.from_config(config).total == total
+
+
+def test_what_a_token_meets() -> None:
+    sizes = ModelSizes.from_config(PUBLISHED[2][0])
+    layer = sizes.layers[0]
+    assert (layer.experts, layer.experts_per_token, layer.width) == (128, 8, 8 * 768)
+    active = sizes.total - sum(layer.mlp - layer.active for layer in sizes.layers)
+    assert active == pytest.approx(3.35e9, rel=0.01)
+
+
+def test_the_embedding_is_counted_once_where_it_is_the_head() -> None:
+    assert B1.total == 1_235_814_400
+    assert (B1.head, B1.tied) == (0, True)
+    assert B8.root == 2 * 128256 * 4096 + 4096
+
+
+def test_latent_attention_has_keys_and_values_for_every_head() -> None:
+    config = {**SMALL, **LATENT, "model_type": "deepseek_v3", "num_key_value_heads": 8}
+    sizes = ModelSizes.from_config(config)
+    assert (sizes.kv_heads, sizes.key_size, sizes.value_size) == (8, 10, 5)
+
+
+def test_windows() -> None:
+    windowed = {**SMALL, "sliding_window": 16}
+
+    def windows(**more: Any) -> list[int | None]:
+        return [layer.window for layer in ModelSizes.from_config({**windowed, **more}).layers]
+
+    assert windows(model_type="mistral") == [16] * 4
+    assert windows(model_type="mistral", sliding_window=None) == [None] * 4
+    assert windows(model_type="gemma2") == [16, None, 16, None]
+    assert windows(model_type="qwen2", use_sliding_window=False) == [None] * 4
+    assert windows(model_type="qwen2", use_sliding_window=True, max_window_layers=3) == [None, None, None, 16]
+    types = ["full_attention", "sliding_attention"] * 2
+    assert windows(model_type="gpt_oss", layer_types=types) == [None, 16, None, 16]
+
+
+def test_lora_trains_the_adapters_alone() -> None:
+    sizes = B8.with_lora(16)
+    assert sizes.trainable == 41_943_040
+    assert sizes.total == B8.total + 41_943_040
+    assert sizes.trainable_share == pytest.approx(0.0052, abs=1e-4)
+    assert B8.trainable_share == 1
+
+
+def test_a_text_model_inside_another() -> None:
+    assert ModelSizes.from_config({"model_type": "gemma3", "text_config": LLAMA_8B}) == B8
+
+
+def test_what_is_no_config_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="hidden_size, num_hidden_layers"):
+        ModelSizes.from_config({"vocab_size": 3})
+    with pytest.raises(UnsupportedError, match="rank 0"):
+        B8.with_lora(0)
