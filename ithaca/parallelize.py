@@ -16,6 +16,7 @@ from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.binding import bind
+from ithaca.models.experts import has_experts
 from ithaca.models.layers import install_memory
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import MemoryPlan
@@ -31,16 +32,17 @@ def parallelize(
     weights: Weights = "shard",
     kernel: str = "auto",
     memory: MemoryPlan | None = None,
+    fuse: bool = False,
     compute_dtype: torch.dtype | None = None,
     allow_untested: bool = False,
 ) -> M:
     """Make `model` run on shards of sequences over `mesh`, exactly; changes it in place and returns it.
 
     `weights`: "shard" (FSDP2 over all ranks), "replicate", or "none" (your own DDP, FSDP or DeepSpeed, which averages
-    gradients over all ranks). `kernel`: "auto" or a name from `ithaca.KERNELS`. `compute_dtype`: what FSDP2 casts
-    weights to for computing, for example bf16 over fp32 weights. `memory`: how activations are kept, layer by layer;
-    None leaves that to autograd. `allow_untested` lets an architecture through that
-    no parity run has covered.
+    gradients over all ranks). `kernel`: "auto" or a name from `ithaca.KERNELS`. `memory`: how activations are kept,
+    layer by layer; None leaves that to autograd. `fuse`: torch.compile norms, activations and rotary embeddings (with
+    `memory`). `compute_dtype`: what FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
+    `allow_untested` lets an architecture through that no parity run has covered.
     """
     if weights not in get_args(Weights):
         raise UnsupportedError(f"weights={weights!r}: choose one of {', '.join(get_args(Weights))}")
@@ -57,10 +59,10 @@ def parallelize(
     # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
     if memory is not None:
         model.to(mesh.device)
-        install_memory(binding, decoder_layers(base), memory)
+        install_memory(binding, decoder_layers(base), memory, fuse=fuse)
 
     # 4. Weights: FSDP2 over all ranks; gradients summed in fp32.
-    place_weights(model, decoder_layers(base), mesh, weights, compute_dtype=compute_dtype)
+    place_weights(model, decoder_layers(base), mesh, weights, compute_dtype=compute_dtype, uneven=has_experts(base))
     return model
 
 

@@ -175,12 +175,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: Group
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, anchor: Anchor, plan: GroupPlan
 ) -> tuple[Tensor | None, ...]:
-    # Where several ranks had a kv head their gradients meet in fp32; elsewhere each is written once.
-    shared = plan.split.kv_copies > plan.split.kv_heads
-    wide = torch.promote_types(k.dtype, torch.float32) if shared else k.dtype
-    blank = torch.zeros if shared else torch.empty
-    grads = [torch.empty_like(q), *(blank(x.shape, dtype=wide, device=x.device) for x in (k, v))]
     dsinks = None if sinks_H is None else torch.zeros_like(sinks_H)
+    grads: list[Tensor] = []
     returning: Pending | None = None
     travelling = [q, k, v, dout, anchor.out_BLHE]
     for (part, (q_g, k_g, v_g, dout_g, out_g)), lse_g in zip(_ahead(plan, travelling), anchor.lse_BhS, strict=True):
@@ -191,9 +187,18 @@ def _attend_backward(
         pieces = list(local.attend_backward(dout_g, q_g, k_g, v_g, out_g, lse_g))
         if plan.alone and plan.groups == 1:
             return (*pieces, dsinks)
+        grads = grads or _blank_gradients(q, k, v, plan)
         if returning is not None:
             returning.wait()
         returning = plan.scatter(pieces, [part.q, part.kv, part.kv], grads)
     if returning is not None:
         returning.wait()
     return (grads[0], grads[1].to(k.dtype), grads[2].to(v.dtype), dsinks)
+
+
+def _blank_gradients(q: Tensor, k: Tensor, v: Tensor, plan: GroupPlan) -> list[Tensor]:
+    """Where several ranks had a kv head their gradients meet in fp32; elsewhere each is written once."""
+    shared = plan.split.kv_copies > plan.split.kv_heads
+    wide = torch.promote_types(k.dtype, torch.float32) if shared else k.dtype
+    blank = torch.zeros if shared else torch.empty
+    return [torch.empty_like(q), *(blank(x.shape, dtype=wide, device=x.device) for x in (k, v))]

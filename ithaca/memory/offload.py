@@ -29,7 +29,7 @@ class HostMemoryError(IthacaError, MemoryError):
     """The host has not the memory that was asked to be pinned."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Block:
     """Pinned bytes, and the event after which they may be written again."""
 
@@ -37,7 +37,7 @@ class _Block:
     free_after: torch.cuda.Event | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HostStore:
     """The pinned blocks of one model on one device."""
 
@@ -116,7 +116,7 @@ class HostStore:
         return memory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """Tensors that are away. `prefetch` starts bringing them back; `get` gives them, once."""
 

@@ -38,7 +38,7 @@ _BINDING = "_ithaca_binding"
 # are in the layout; the router and cache flags are for other modules.
 _HARMLESS = {
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
-    "return_dict", "num_items_in_batch", "logits_to_keep", "past_key_values", "position_embeddings", "token_type_ids",
+    "return_dict", "num_items_in_batch", "logits_to_keep", "past_key_values", "position_embeddings",
     "labels", "deterministic", "layer_idx", "input_ids",
 }  # fmt: skip
 

@@ -23,14 +23,27 @@ def wants_auxiliary_loss(model: PreTrainedModel, flag: bool | None) -> bool:
     """Whether this architecture adds a load-balancing loss, and the call or the config asks for it."""
     config = model.config.get_text_config()
     asked = flag if flag is not None else bool(getattr(config, "output_router_logits", False))
-    return asked and _coefficient(model) is not None
+    if not asked or not _has_loss(model):
+        return False
+    if _coefficient(model) is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has a router loss but no coefficient this knows: set output_router_logits=False"
+        )
+    return True
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether tokens choose among experts, so that a rank may leave some of its weights unused."""
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(config, name, 0) or 0) > 1 for name in names)
 
 
 def auxiliary_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], real_BL: Tensor, mesh: Mesh) -> Tensor:
     """This rank's term of coefficient * loss; the terms of all ranks add up to that of the whole batch."""
     coefficient = _coefficient(model)
     assert coefficient is not None
-    top_k = int(model.config.get_text_config().num_experts_per_tok)
+    top_k = int(getattr(model, "num_experts_per_tok", None) or model.config.get_text_config().num_experts_per_tok)
     logits = [x for x in router_logits if x is not None]
     if not logits:
         raise UnsupportedError(f"{type(model).__name__} gave no router logits: its auxiliary loss cannot be computed")
@@ -50,10 +63,12 @@ def auxiliary_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], real
     return coefficient * experts * (share * probability).sum() / rows.to(probability.dtype)
 
 
+def _has_loss(model: nn.Module) -> bool:
+    """Whether transformers adds a load-balancing loss to this architecture's."""
+    return any(hasattr(sys.modules.get(base.__module__), "load_balancing_loss_func") for base in type(model).__mro__)
+
+
 def _coefficient(model: nn.Module) -> float | None:
-    """The weight of the auxiliary loss, or None where the architecture has none."""
-    has_loss = any(
-        hasattr(sys.modules.get(base.__module__), "load_balancing_loss_func") for base in type(model).__mro__
-    )
-    value = getattr(model, "router_aux_loss_coef", None)
-    return float(value) if has_loss and value is not None else None
+    """The weight of the auxiliary loss, where the model keeps one."""
+    values = (getattr(model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    return next((float(value) for value in values if isinstance(value, int | float)), None)

@@ -1,10 +1,10 @@
 """The head and the loss in one, inside the model's own forward.
 
 A call with `loss_targets` runs the decoder, then head and cross-entropy tile by tile, and gives `(sum, count)`; any
-other call is the model's own. (A plain tuple: FSDP2 of torch 2.11 looks for tensors to hook in tuples, lists and dicts
-only, and without a hook the root's weights would not be gathered for backward.) It has to happen inside the model's forward, where FSDP2 has gathered the head's weight. What
-an architecture does to its logits (a scale, a softcap) is read off its config and then tried against its own logits on
-a few tokens: an architecture that does something else keeps its whole logits, and says so.
+other call is the model's own. It has to happen inside the model's forward, where FSDP2 has gathered the head's weight,
+and give a plain tuple: FSDP2 of torch 2.11 hooks tensors in tuples, lists and dicts only, and without a hook the root's
+weights would not be gathered for backward. What an architecture does to its logits (a scale, a softcap) is read off its
+config and then tried against its own logits on a few tokens; one that does something else keeps its whole logits.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, Layer, Outcome
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
-from ithaca.models.binding import LAYOUT, Binding, unsharded
+from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
+from ithaca.models.fuse import Chain as CompiledChain
+from ithaca.models.fuse import can_fuse, compiled_chain, fused_rotary, weights_of
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, signature
 from ithaca.planning.plan import MemoryPlan
@@ -66,8 +68,12 @@ class TiledChild:
     unit: Unit
     silent: bool
     routers: bool
+    keeps: bool = False
 
     def __call__(self, x_BLC: Tensor) -> Any:
+        if self.keeps and not self.routers and x_BLC.shape[1] <= self.unit.tile:
+            # One tile, and nothing of this layer is to be run again: autograd keeps what it needs.
+            return _single(self.unit.run(x_BLC))
         given = self.unit(x_BLC, value=self.runner.value or not self.silent)
         if not self.routers:
             return given
@@ -80,15 +86,31 @@ def _hand_through(x: Tensor) -> Tensor:
     return x
 
 
+def _single(given: Any) -> Any:
+    return given[0] if isinstance(given, tuple) and len(given) == 1 else given
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A unit's compiled chain, for tiles of this many tokens."""
+
+    chain: CompiledChain
+    tile: int
+
+
 @dataclass(eq=False)
 class _UnitForward:
     """The unit's children one after another on a tile, with the router's logits last where there is a router."""
 
+    children: list[nn.Module]
     forwards: list[Callable[[Tensor], Any]]
     router: nn.Module | None
     index: int
+    fused: Fused | None = None
 
     def __call__(self, x_BtC: Tensor) -> Any:
+        if self.fused is not None and x_BtC.shape[1] == self.fused.tile:
+            return self.fused.chain(weights_of(self.children), x_BtC)
         logits: list[Tensor] = []
         handle = None
         if self.router is not None:
@@ -129,7 +151,7 @@ class Installed:
             self.store.close()
 
 
-def install_memory(binding: Binding, layers: list[nn.Module], plan: MemoryPlan) -> Installed:
+def install_memory(binding: Binding, layers: list[nn.Module], plan: MemoryPlan, *, fuse: bool = False) -> Installed:
     """Tile the token-wise units of every layer and the head, and put each layer under its mode."""
     _check_plan(binding, layers, plan)
     with unsharded(binding.model):
@@ -137,17 +159,43 @@ def install_memory(binding: Binding, layers: list[nn.Module], plan: MemoryPlan) 
         plain = head_is_plain(binding.model)
     store = HostStore(binding.mesh.device) if any(plan.offload) else None
     installed = Installed(Chain(), [], store, tiles_head=plain)
+    compiled: dict[Any, Any] = {}
     for layer, mode, away in zip(layers, plan.layers, plan.offload, strict=True):
         runner = LayerRunner(binding, layer.forward)
         for role in roles[signature(layer)]:
-            _install_unit(installed, runner, layer, role, plan.mlp_tile, binding)
+            chain = _fused(layer, role, plan.mlp_tile, compiled) if fuse else None
+            _install_unit(installed, runner, layer, role, plan.mlp_tile, binding, chain, keeps=mode == "keep")
+        if fuse:
+            _fuse_rotary(installed, layer, compiled)
         installed.layers.append(Layer(layer, runner, installed.chain, mode, store if away else None))
         installed.put(layer, installed.layers[-1])
+    if not plain and binding.mesh.rank == 0:
+        logger.warning(
+            "%s does something of its own to its logits: they are computed whole", type(binding.model).__name__
+        )
     if plain:
         model = binding.model
         installed.put(model, HeadForward(model, model.forward, plan.loss_tile, logits_spec(model)))
     binding.memory, binding.groups = installed, plan.head_groups
     return installed
+
+
+def _fused(layer: nn.Module, role: UnitRole, tile: int, compiled: dict[Any, Any]) -> Fused | None:
+    """The unit's compiled chain, shared by all layers of the same shape."""
+    children = [layer.get_submodule(name) for name in role.names]
+    if not can_fuse(children) or any("forward" in child.__dict__ for child in children):
+        return None
+    key = (signature(layer), role.names)
+    if key not in compiled:
+        compiled[key] = compiled_chain(children)
+    return Fused(compiled[key], tile)
+
+
+def _fuse_rotary(installed: Installed, layer: nn.Module, compiled: dict[Any, Any]) -> None:
+    for child in layer.children():
+        forward = fused_rotary(child, compiled)
+        if forward is not None:
+            installed.put(child, forward)
 
 
 def _check_plan(binding: Binding, layers: list[nn.Module], plan: MemoryPlan) -> None:
@@ -195,17 +243,25 @@ def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, 
 
 
 def _install_unit(
-    installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, tile: int, binding: Binding
+    installed: Installed,
+    runner: LayerRunner,
+    layer: nn.Module,
+    role: UnitRole,
+    tile: int,
+    binding: Binding,
+    fused: Fused | None = None,
+    *,
+    keeps: bool = False,
 ) -> None:
     children = [layer.get_submodule(name) for name in role.names]
     main = layer.get_submodule(role.main)
     router, index = _router(binding, main)
-    forward = _UnitForward([child.forward for child in children], router, index)
+    forward = _UnitForward(children, [c.forward for c in children], router, index, fused if router is None else None)
 
     def parameters() -> list[nn.Parameter]:
         return [p for child in children for p in child.parameters()]
 
-    child = TiledChild(runner, Unit(forward, parameters, tile), role.silent, router is not None)
+    child = TiledChild(runner, Unit(forward, parameters, tile), role.silent, router is not None, keeps)
     for other in children:
         installed.put(other, child if other is main else _hand_through)
 

@@ -10,7 +10,7 @@ import difflib
 import json
 from functools import cache
 from importlib.resources import files
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -34,6 +34,8 @@ class Verdict(TypedDict):
 
     verdict: str
     reason: str
+    classes: str
+    exact_without: NotRequired[str]
 
 
 @cache
@@ -71,7 +73,8 @@ def check_model(model: nn.Module, base: PreTrainedModel, *, allow_untested: bool
 def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, found by the class names transformers itself never splits over devices."""
     names = set(base._no_split_modules or ())
-    return [module for module in base.modules() if type(module).__name__ in names]
+    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+    return [layer for blocks in lists for layer in blocks if type(layer).__name__ in names]
 
 
 def _check_wrapping(model: nn.Module, base: PreTrainedModel) -> None:
@@ -107,12 +110,20 @@ def _check_architecture(base: PreTrainedModel, allow_untested: bool) -> None:
                 f"the architecture {kind!r} has no parity run behind it{hint}. allow_untested=True lets it through: "
                 "compare its loss with one process first"
             )
-    elif row["verdict"] != "exact":
+    elif row["verdict"] != "exact" and not _exact_as_set(base, row):
         raise UnsupportedError(f"the architecture {kind!r} is refused: {row['reason']}")
-    elif not type(base).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+    elif all(each.__name__ != row["classes"] for each in type(base).__mro__):
         raise UnsupportedError(
             f"{type(base).__name__} is no causal language model: pass the {kind} model with its head"
         )
+
+
+def _exact_as_set(base: PreTrainedModel, row: Verdict) -> bool:
+    """Whether what makes the architecture inexact is switched off in this config."""
+    config: Any = base.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    windowed = bool(getattr(config, "sliding_window", None)) and (kinds is None or "sliding_attention" in kinds)
+    return row.get("exact_without") == "window" and not windowed
 
 
 def _check_settings(base: PreTrainedModel) -> None:
@@ -129,6 +140,10 @@ def _check_settings(base: PreTrainedModel) -> None:
         raise UnsupportedError("ALiBi biases do not reach the attention function, so they would be dropped")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedError("cross-attention is not sharded: only decoders that attend to themselves are exact")
+    if getattr(config, "use_bidirectional_attention", None) == "all":
+        raise UnsupportedError(
+            "config.use_bidirectional_attention='all' does not reach the attention function: refused"
+        )
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if strange:
         raise UnsupportedError(

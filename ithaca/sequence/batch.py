@@ -64,7 +64,7 @@ def cut_batch(
     layout = SequenceLayout.packed(documents_BS, shards, int(positions_BS.max()))
     cut = _Cut(layout, rank, device)
     name = next(key for key in _TOKENS if batch.get(key) is not None)
-    inputs = {name: cut(batch[name], 0), "position_ids": cut(positions_BS, 0), "sequence_layout": layout}
+    inputs = {name: cut(batch[name], None), "position_ids": cut(positions_BS, 0), "sequence_layout": layout}
     inputs |= {key: batch[key] for key in _FLAGS if batch.get(key) is not None}
     count = int((targets_BS != IGNORE).sum())
     return Shard(inputs, cut(targets_BS, IGNORE), cut(documents_BS, -1) >= 0, layout, count)
@@ -84,10 +84,14 @@ class _Cut:
     rank: int
     device: torch.device
 
-    def __call__(self, whole: Tensor, fill: int) -> Tensor:
+    def __call__(self, whole: Tensor, fill: int | None) -> Tensor:
+        """`fill` is what padding holds; None repeats the row's last token."""
         piece = whole[:, self.layout.shard(self.rank)]
         missing = self.layout.shard_length - piece.shape[1]
-        if missing:
+        if missing and fill is None:
+            # A real token, not id 0: an embedding may make that one special (a zero row has no finite gradient of std).
+            piece = torch.cat([piece, whole[:, -1:].expand(-1, missing, *whole.shape[2:])], dim=1)
+        elif missing:
             piece = F.pad(piece, (0, 0) * (piece.dim() - 2) + (0, missing), value=fill)
         return piece.to(self.device, non_blocking=True).contiguous()
 

@@ -22,12 +22,25 @@ _SUMS = "_ithaca_sums_gradients"
 
 
 def place_weights(
-    model: nn.Module, layers: list[nn.Module], mesh: Mesh, weights: Weights, *, compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    layers: list[nn.Module],
+    mesh: Mesh,
+    weights: Weights,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    uneven: bool = False,
 ) -> None:
-    """Apply FSDP2 to `layers` and to the whole of `model`, in place."""
+    """Apply FSDP2 to `layers` and to the whole of `model`, in place.
+
+    `uneven`: a rank may leave weights unused that others use (experts no token of its shard chose).
+    """
     if weights == "none":
         return
     model.to(mesh.device)
+    model.__dict__[_SUMS] = True
+    if mesh.world == 1 and compute_dtype is None:
+        # Nothing to shard and nothing to sum; FSDP2 would still copy every layer's weights to use them.
+        return
     box = mesh.weights
     if weights == "replicate":
         box = init_device_mesh(mesh.device.type, (mesh.world, 1), mesh_dim_names=("replicate", "shard"))
@@ -43,7 +56,9 @@ def place_weights(
             module.set_gradient_divide_factor(1.0)
             # A plain sum on every backend: gloo has no scaled sum, and a factor of 1 needs none.
             module.set_force_sum_reduction_for_comms(True)
-    model.__dict__[_SUMS] = True
+            if uneven and hasattr(module, "set_reduce_scatter_unused_params"):
+                # Ranks must reduce the same weights; torch 2.11 cannot be told so and ends with a size mismatch.
+                module.set_reduce_scatter_unused_params(True)
 
 
 def averages_gradients(model: nn.Module) -> bool:
