@@ -119,6 +119,7 @@ class Kept:
     before: Kept | None
     hidden: bool
     ticket: Ticket | None = None
+    input_away: bool = False
     used: bool = False
 
     @classmethod
@@ -139,7 +140,7 @@ class Kept:
 
     def _send_away(self, store: HostStore) -> None:
         tensors = [*(self.inputs[:1] if self.hidden else []), *(self.anchors or [])]
-        self.ticket = store.put(tensors)
+        self.ticket, self.input_away = store.put(tensors), self.hidden
         if self.hidden:
             self.inputs[0] = torch.empty(0)
         self.anchors = None if self.anchors is None else []
@@ -148,7 +149,7 @@ class Kept:
         """After this the tensors are here, and those of the layer before have set out."""
         if self.ticket is not None:
             tensors, self.ticket = self.ticket.get(), None
-            if self.hidden:
+            if self.input_away:
                 self.inputs[0] = tensors.pop(0)
             if self.anchors is not None:
                 self.anchors = tensors

@@ -1,0 +1,290 @@
+"""Memory modes change nothing but memory: loss and every gradient equal one process's in fp64, in every mode.
+
+Tiles are odd and short of the shard, heads go in groups, anchors travel through the store. The tests also count: how
+often attention and token-wise work run, how many collectives a replay costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ithaca.attention.local import LocalAttention
+from ithaca.mesh import init_mesh
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.proof.parity import compare, gradient_errors, reference
+from ithaca.proof.promote import promoted
+from ithaca.proof.small import LISTED, WITH_EXPERTS, small_batch, small_model
+from ithaca.training.step import causal_loss, count_tokens
+from tests.batches import micro_batches
+from tests.ranks import expect_refusal, run_ranks
+from tests.tolerances import FP64
+
+LAYERS = 4
+PLANS: dict[str, tuple[LayerMode, ...]] = {
+    "keep": ("keep",) * 4,
+    "save": ("save",) * 4,
+    "recompute": ("recompute",) * 4,
+    "every second": ("save", "rebuild", "save", "rebuild"),
+    "every fourth": ("save", "rebuild", "rebuild", "rebuild"),
+    "mixed": ("keep", "recompute", "rebuild", "save"),
+}
+KINDS = ["plain", "packed", "left_padded", "learned_at_the_end"]
+
+
+def plan(name: str, *, groups: int = 2, tile: int = 5) -> MemoryPlan:
+    modes = PLANS[name]
+    return MemoryPlan(modes, tuple(mode != "keep" for mode in modes), tile, 4, groups)
+
+
+def _parity(kind: str, degrees: tuple[int, int], name: str, kinds: list[str], settings: dict[str, Any]) -> float:
+    mesh = init_mesh(dp=degrees[0], sp=degrees[1])
+    batches = micro_batches(degrees[0], 2, kinds, experts=settings.pop("experts", False))
+    model = small_model(kind, num_hidden_layers=LAYERS)
+    return compare(model, batches, mesh, memory=plan(name, **settings)).worst
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("degrees", [(1, 1), (1, 2), (2, 2)], ids=str)
+def test_every_mode(name: str, degrees: tuple[int, int]) -> None:
+    assert max(run_ranks(degrees[0] * degrees[1], _parity, "llama", degrees, name, KINDS, {})) < FP64
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LISTED if kind != "llama"])
+def test_every_architecture(kind: str) -> None:
+    name = "save" if kind in WITH_EXPERTS else "mixed"
+    assert max(run_ranks(2, _parity, kind, (1, 2), name, KINDS, {})) < FP64
+
+
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+@pytest.mark.parametrize("name", ["keep", "save", "recompute"])
+def test_experts_with_their_router_loss(kind: str, name: str) -> None:
+    unpacked = [each for each in KINDS if each != "packed"]
+    assert max(run_ranks(2, _parity, kind, (1, 2), name, unpacked, {"experts": True})) < FP64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "settings", [{"groups": 1, "tile": 1000}, {"groups": 4, "tile": 1}, {"groups": 3, "tile": 6}], ids=str
+)
+@pytest.mark.parametrize("degrees", [(1, 2), (1, 3), (1, 4)], ids=str)
+def test_other_tiles_and_groups(name: str, settings: dict[str, int], degrees: tuple[int, int]) -> None:
+    assert max(run_ranks(degrees[1], _parity, "llama", degrees, name, KINDS, dict(settings))) < FP64
+
+
+def _lora(name: str) -> float:
+    from peft import LoraConfig, get_peft_model
+
+    mesh = init_mesh(sp=2)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(small_model("llama", num_hidden_layers=LAYERS), config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    result = compare(model, micro_batches(1, 2, ["plain", "packed"]), mesh, memory=plan(name))
+    assert len(result.gradients) == 6 * LAYERS, "every adapter of every layer, the first among them"
+    return result.worst
+
+
+@pytest.mark.parametrize("name", ["keep", "save", "mixed"])
+def test_lora_with_frozen_embeddings(name: str) -> None:
+    assert max(run_ranks(2, _lora, name)) < FP64
+
+
+def _counted(name: str) -> dict[str, int]:
+    """Attention forwards, collectives by phase, and runs of every layer's MLP, in one step."""
+    mesh = init_mesh(sp=2)
+    parallel = parallelize(small_model("llama", num_hidden_layers=LAYERS), mesh, memory=plan(name, groups=1, tile=1000))
+    counts: Counter[str] = Counter()
+    phase = "forward"
+    attend, exchange = LocalAttention.attend, dist.all_to_all_single
+
+    def counting_attend(self: LocalAttention, *args: Any) -> Any:
+        counts["attention forwards"] += 1
+        return attend(self, *args)
+
+    def counting_exchange(*args: Any, **kwargs: Any) -> Any:
+        counts[f"{phase} exchanges"] += 1
+        return exchange(*args, **kwargs)
+
+    for layer in parallel.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda *_: counts.update(["token-wise forwards"]))
+        layer.mlp.gate_proj.register_forward_hook(lambda *_: counts.update(["mlp forwards"]))
+    with (
+        patch.object(LocalAttention, "attend", counting_attend),
+        patch.object(dist, "all_to_all_single", counting_exchange),
+    ):
+        loss = causal_loss(parallel, small_batch(1, 24), mesh)
+        phase = "backward"
+        loss.backward()
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "tokenwise", "backward"),
+    # Per layer and step. Token-wise: 1 to keep, 2 to save or recompute, 3 - 1/k to rebuild every k. Backward exchanges:
+    # keeping has q, k, v already exchanged only without a tape, so here they travel with the gradient: two in all.
+    [
+        ("keep", 4, 4, 8),
+        ("save", 4, 8, 8),
+        ("recompute", 8, 8, 16),
+        ("every second", 4, 10, 8),
+        ("every fourth", 4, 11, 8),
+    ],
+)
+def test_work_is_done_as_often_as_promised(name: str, attention: int, tokenwise: int, backward: int) -> None:
+    for counts in run_ranks(2, _counted, name):
+        assert counts["attention forwards"] == attention
+        assert counts["token-wise forwards"] == tokenwise
+        assert counts["forward exchanges"] == 2 * LAYERS
+        assert counts["backward exchanges"] == backward
+
+
+def test_a_silent_value_is_not_computed_in_a_replay() -> None:
+    """Saved layers run their MLP in forward and once, tile by tile, in backward: not a third time for its value."""
+    for counts in run_ranks(2, _counted, "save"):
+        assert counts["mlp forwards"] == 2 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("llama", 2), ("gemma2", 3), ("olmo2", 2), ("glm4", 3), ("cohere2", 1), ("gpt_oss", 2)]
+)
+def test_units_are_found_by_role(kind: str, size: int) -> None:
+    """An MLP with the norms that only serve it; a norm after the MLP is inside the unit, so its value may stay silent."""
+    [roles] = run_ranks(1, _roles, kind)
+    wide = [role for role in roles if role[1]]
+    assert [len(names) for names, _, _ in wide] == [size] * len(wide)
+    assert all(silent for _, _, silent in wide)
+
+
+def _roles(kind: str) -> list[tuple[tuple[str, ...], bool, bool]]:
+    from ithaca.models.binding import bind, unsharded
+    from ithaca.models.layers import roles_of
+    from ithaca.models.support import decoder_layers
+
+    model = small_model(kind)
+    binding = bind(model, init_mesh(sp=1))
+    with unsharded(model):
+        found = roles_of(binding, decoder_layers(model))
+    return [(role.names, role.wide, role.silent) for roles in found.values() for role in roles]
+
+
+def _from_a_thread() -> float:
+    mesh = init_mesh(sp=2)
+    model = small_model("llama", num_hidden_layers=LAYERS)
+    batches = micro_batches(1, 2, ["plain"])
+    with promoted():
+        expected = reference(copy.deepcopy(model), batches)
+        parallel = parallelize(model, mesh, memory=plan("mixed"))
+        loss = causal_loss(parallel, batches[0][0], mesh)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    return max(gradient_errors(parallel, expected.gradients).values())
+
+
+def test_backward_from_a_fresh_thread() -> None:
+    assert max(run_ranks(2, _from_a_thread)) < FP64
+
+
+def _two_graphs_at_once() -> float:
+    """Both forwards before the first backward: nothing of one pass may leak into the other."""
+    mesh = init_mesh(sp=2)
+    model = small_model("llama", num_hidden_layers=LAYERS)
+    batches = micro_batches(1, 1, ["plain", "packed"])
+    with promoted():
+        expected = reference(copy.deepcopy(model), batches)
+        parallel = parallelize(model, mesh, memory=plan("every second"))
+        count = count_tokens(batches[0], mesh)
+        for loss in [causal_loss(parallel, batch, mesh, count=count) for batch in batches[0]]:
+            loss.backward()
+    return max(gradient_errors(parallel, expected.gradients).values())
+
+
+def test_two_graphs_alive() -> None:
+    assert max(run_ranks(2, _two_graphs_at_once)) < FP64
+
+
+def _dropout() -> tuple[float, float]:
+    """A layer with dropout replays the numbers it drew: gradients equal those of keeping everything."""
+    mesh = init_mesh(sp=1)
+    grads = []
+    for name in ("keep", "save"):
+        model = small_model("llama", num_hidden_layers=LAYERS)
+        for layer in model.model.layers:
+            layer.post_attention_layernorm = nn.Sequential(layer.post_attention_layernorm, nn.Dropout(0.3))
+        parallel = parallelize(model, mesh, memory=plan(name, tile=1000))
+        torch.manual_seed(7)
+        causal_loss(parallel, small_batch(1, 24), mesh).backward()
+        grads.append([p.grad.clone() for p in parallel.parameters()])
+    other = parallelize(small_model("llama", num_hidden_layers=LAYERS), mesh, memory=plan("keep"))
+    causal_loss(other, small_batch(1, 24), mesh).backward()
+    return (
+        max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True)),
+        max(float((a - p.grad).abs().max()) for a, p in zip(grads[0], other.parameters(), strict=True)),
+    )
+
+
+def test_dropout_is_replayed() -> None:
+    [(same, without)] = run_ranks(1, _dropout)
+    assert same < 1e-6
+    assert without > 1e-3, "the dropout must have done something"
+
+
+def _retained() -> None:
+    mesh = init_mesh(sp=1)
+    parallel = parallelize(small_model("llama"), mesh, memory=MemoryPlan(("save",) * 2, (False,) * 2, 8, 8))
+    loss = causal_loss(parallel, small_batch(1, 12), mesh)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_a_second_backward_is_refused() -> None:
+    expect_refusal(1, _retained, error="UnsupportedError", match="retain_graph=True needs")
+
+
+def _checkpointing() -> None:
+    mesh = init_mesh(sp=1)
+    parallel = parallelize(small_model("llama"), mesh, memory=MemoryPlan(("save",) * 2, (False,) * 2, 8, 8))
+    parallel.gradient_checkpointing_enable()
+    causal_loss(parallel, small_batch(1, 12), mesh)
+
+
+def test_gradient_checkpointing_beside_it_is_refused() -> None:
+    expect_refusal(1, _checkpointing, error="UnsupportedError", match="gradient_checkpointing_disable")
+
+
+def _rebuilt_experts() -> None:
+    plan = MemoryPlan(("save", "rebuild"), (False,) * 2, 8, 8)
+    parallelize(small_model("mixtral"), init_mesh(sp=1), memory=plan)
+
+
+def test_rebuilding_through_experts_is_refused() -> None:
+    expect_refusal(1, _rebuilt_experts, error="UnsupportedError", match="expert layers: use 'save' or 'recompute'")
+
+
+def _taken_off() -> float:
+    from ithaca.models.binding import unbind
+
+    model = small_model("llama")
+    batch = small_batch(1, 16)
+    before = model(**batch).loss
+    parallelize(model, init_mesh(sp=1), weights="none", memory=MemoryPlan(("save",) * 2, (False,) * 2, 8, 8))
+    unbind(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+    return float((model(**batch).loss - before).abs().detach())
+
+
+def test_unbinding_takes_it_all_off() -> None:
+    assert run_ranks(1, _taken_off) == [0.0]
