@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ithaca.models.binding import unbind as unbind
     from ithaca.models.binding import unsharded as unsharded
     from ithaca.parallelize import parallelize as parallelize
+    from ithaca.planning.plan import MemoryPlan as MemoryPlan
     from ithaca.sequence.batch import Shard as Shard
     from ithaca.sequence.batch import shard_batch as shard_batch
     from ithaca.sequence.collate import SequenceCollator as SequenceCollator
@@ -45,6 +46,7 @@ _HOMES = {
     "init_mesh": "ithaca.mesh",
     "unbind": "ithaca.models.binding",
     "unsharded": "ithaca.models.binding",
+    "MemoryPlan": "ithaca.planning.plan",
     "Shard": "ithaca.sequence.batch",
     "shard_batch": "ithaca.sequence.batch",
     "SequenceCollator": "ithaca.sequence.collate",

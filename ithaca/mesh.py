@@ -88,6 +88,11 @@ class Mesh:
         return self.degrees.ring * self.degrees.sp
 
     @property
+    def local_ranks(self) -> int:
+        """How many ranks share this host, as the launcher says."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world)))
+
+    @property
     def sp_group(self) -> dist.ProcessGroup:
         return self.device_mesh.get_group("sp")
 

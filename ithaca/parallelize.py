@@ -6,7 +6,7 @@ back, ready for `causal_loss`. Everything that could be wrong is refused before 
 
 from __future__ import annotations
 
-from typing import TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -15,9 +15,10 @@ from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
+from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import bind
 from ithaca.models.experts import has_experts
-from ithaca.models.layers import install_memory
+from ithaca.models.layers import check_plan, install_memory
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import MemoryPlan
 from ithaca.state.weights import Weights, place_weights
@@ -31,7 +32,8 @@ def parallelize(
     *,
     weights: Weights = "shard",
     kernel: str = "auto",
-    memory: MemoryPlan | None = None,
+    memory: MemoryPlan | Literal["auto"] | None = None,
+    memory_budget: int | None = None,
     fuse: bool = False,
     compute_dtype: torch.dtype | None = None,
     allow_untested: bool = False,
@@ -40,18 +42,23 @@ def parallelize(
 
     `weights`: "shard" (FSDP2 over all ranks), "replicate", or "none" (your own DDP, FSDP or DeepSpeed, which averages
     gradients over all ranks). `kernel`: "auto" or a name from `ithaca.KERNELS`. `memory`: how activations are kept,
-    layer by layer; None leaves that to autograd. `fuse`: torch.compile norms, activations and rotary embeddings (with
+    layer by layer: a plan, "auto" for the least recompute that fits `memory_budget` bytes (three quarters of the
+    device), or None to leave it to autograd. `fuse`: torch.compile norms, activations and rotary embeddings (with
     `memory`). `compute_dtype`: what FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
     `allow_untested` lets an architecture through that no parity run has covered.
     """
     if weights not in get_args(Weights):
         raise UnsupportedError(f"weights={weights!r}: choose one of {', '.join(get_args(Weights))}")
     check_name(kernel)
+    if not (memory is None or memory == "auto" or isinstance(memory, MemoryPlan)):
+        raise UnsupportedError(f"memory={memory!r}: pass 'auto', None, or an ithaca.MemoryPlan")
     base = base_model(model)
 
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
     check_heads(*_heads(base), mesh)
+    if isinstance(memory, MemoryPlan):
+        check_plan(base, decoder_layers(base), memory)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)
@@ -59,7 +66,8 @@ def parallelize(
     # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
     if memory is not None:
         model.to(mesh.device)
-        install_memory(binding, decoder_layers(base), memory, fuse=fuse)
+        chosen = AutoMemory.of(model, base, mesh, weights, memory_budget) if memory == "auto" else memory
+        install_memory(binding, decoder_layers(base), chosen, fuse=fuse)
 
     # 4. Weights: FSDP2 over all ranks; gradients summed in fp32.
     place_weights(model, decoder_layers(base), mesh, weights, compute_dtype=compute_dtype, uneven=has_experts(base))

@@ -128,7 +128,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "no head": (
         without_head,
-        {"verdicts": {"llama": {"verdict": "exact", "reason": ""}}},
+        {"verdicts": {"llama": {"verdict": "exact", "reason": "", "classes": "LlamaForCausalLM"}}},
         r"LlamaModel is no causal language model: pass the llama model with its head",
     ),
 }
@@ -166,7 +166,8 @@ def test_a_model_loaded_with_a_tensor_parallel_plan_is_refused(tmp_path: Path) -
 
 
 def accepted(verdict: str) -> str:
-    with patch.object(support, "verdicts", lambda: {"llama": {"verdict": verdict, "reason": "none"}}):
+    row = {"verdict": verdict, "reason": "none", "classes": "LlamaForCausalLM"}
+    with patch.object(support, "verdicts", lambda: {"llama": row}):
         return said(lambda: parallelize(llama(), init_mesh(sp=2)))
 
 

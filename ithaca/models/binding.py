@@ -30,6 +30,7 @@ from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.rope import pin_length
+from ithaca.sequence.layout import SequenceLayout
 
 NAME = "ithaca"
 LAYOUT = "sequence_layout"
@@ -48,9 +49,10 @@ logger = logging.getLogger("ithaca")
 class Installed(Protocol):
     """What else is installed on a bound model; see layers.py."""
 
-    tiles_head: bool
+    @property
+    def tiles_head(self) -> bool: ...
 
-    def begin(self) -> None: ...
+    def begin(self, layout: SequenceLayout | None = None) -> None: ...
 
     def remove(self) -> None: ...
 
@@ -187,7 +189,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     _refuse_arguments(kwargs)
     if binding.memory is not None:
         _refuse_checkpointing(model)
-        binding.memory.begin()
+        binding.memory.begin(layout)
     binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
     kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
     return args, kwargs | {"use_cache": False} | ({LAYOUT: binding.call} if binding.takes_kwargs else {})

@@ -12,18 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ithaca.attention.anchored import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, Layer, Outcome
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
+from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import Chain as CompiledChain
 from ithaca.models.fuse import can_fuse, compiled_chain, fused_rotary, weights_of
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, signature
 from ithaca.planning.plan import MemoryPlan
+from ithaca.sequence.layout import SequenceLayout
 
 
 @dataclass(eq=False)
@@ -32,6 +35,7 @@ class LayerRunner:
 
     binding: Binding
     forward: Callable[..., Any]
+    keeps: bool = False
     value: bool = True
     aside: list[Tensor] = field(default_factory=list)
 
@@ -39,7 +43,7 @@ class LayerRunner:
         own = kwargs.get(LAYOUT) or self.binding.call
         if own is None:
             return Outcome(self.forward(*args, **kwargs), [], [])
-        tape = Tape([Anchor.of(anchors)], replaying=True) if anchors else Tape()
+        tape = Tape([Anchor.of(anchors)], replaying=True) if anchors else None if self.keeps else Tape()
         call = AttentionCall(own.layout, tape)
         if LAYOUT in kwargs:
             kwargs = {**kwargs, LAYOUT: call}
@@ -49,12 +53,11 @@ class LayerRunner:
             output = self.forward(*args, **kwargs)
         finally:
             self.binding.call, self.value = before, True
-        if len(tape.anchors) > 1:
-            raise UnsupportedError(
-                f"a layer attends {len(tape.anchors)} times: use memory='keep' for this architecture"
-            )
+        left = [] if tape is None else tape.anchors
+        if len(left) > 1:
+            raise UnsupportedError(f"a layer attends {len(left)} times: only 'keep' is exact for this architecture")
         aside, self.aside = self.aside, []
-        return Outcome(output, aside, [t for anchor in tape.anchors for t in anchor.tensors])
+        return Outcome(output, aside, [t for anchor in left for t in anchor.tensors])
 
     def say_aside(self, tensors: list[Tensor]) -> None:
         self.binding.router_logits += tensors
@@ -68,10 +71,9 @@ class TiledChild:
     unit: Unit
     silent: bool
     routers: bool
-    keeps: bool = False
 
     def __call__(self, x_BLC: Tensor) -> Any:
-        if self.keeps and not self.routers and x_BLC.shape[1] <= self.unit.tile:
+        if self.runner.keeps and not self.routers and x_BLC.shape[1] <= self.unit.tile:
             # One tile, and nothing of this layer is to be run again: autograd keeps what it needs.
             return _single(self.unit.run(x_BLC))
         given = self.unit(x_BLC, value=self.runner.value or not self.silent)
@@ -90,14 +92,6 @@ def _single(given: Any) -> Any:
     return given[0] if isinstance(given, tuple) and len(given) == 1 else given
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """A unit's compiled chain, for tiles of this many tokens."""
-
-    chain: CompiledChain
-    tile: int
-
-
 @dataclass(eq=False)
 class _UnitForward:
     """The unit's children one after another on a tile, with the router's logits last where there is a router."""
@@ -106,11 +100,12 @@ class _UnitForward:
     forwards: list[Callable[[Tensor], Any]]
     router: nn.Module | None
     index: int
-    fused: Fused | None = None
+    tile: int
+    fused: CompiledChain | None = None
 
     def __call__(self, x_BtC: Tensor) -> Any:
-        if self.fused is not None and x_BtC.shape[1] == self.fused.tile:
-            return self.fused.chain(weights_of(self.children), x_BtC)
+        if self.fused is not None and x_BtC.shape[1] == self.tile:
+            return self.fused(weights_of(self.children), x_BtC)
         logits: list[Tensor] = []
         handle = None
         if self.router is not None:
@@ -129,19 +124,44 @@ class _UnitForward:
 class Installed:
     """What was put on the layers of one model; `remove` takes it off."""
 
-    chain: Chain
-    layers: list[Layer]
-    store: HostStore | None
-    tiles_head: bool = False
+    binding: Binding
+    chain: Chain = field(default_factory=Chain)
+    layers: list[Layer] = field(default_factory=list)
+    runners: list[LayerRunner] = field(default_factory=list)
+    units: list[tuple[Unit, _UnitForward]] = field(default_factory=list)
+    head: HeadForward | None = None
+    store: HostStore | None = None
+    auto: AutoMemory | None = None
     replaced: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def tiles_head(self) -> bool:
+        return self.head is not None
+
+    def apply(self, plan: MemoryPlan) -> None:
+        """Put every layer under its mode; between two passes this may change as it likes."""
+        check_plan(self.binding.model, [layer.module for layer in self.layers], plan)
+        if any(plan.offload) and self.store is None:
+            self.store = HostStore(self.binding.mesh.device)
+        for layer, runner, mode, away in zip(self.layers, self.runners, plan.layers, plan.offload, strict=True):
+            layer.mode, layer.store, runner.keeps = mode, self.store if away else None, mode == "keep"
+        for unit, forward in self.units:
+            unit.tile = forward.tile = plan.mlp_tile
+        if self.head is not None:
+            self.head.tile = plan.loss_tile
+        self.binding.groups = plan.head_groups
 
     def put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.__dict__["forward"] = forward
         self.replaced.append(module)
 
-    def begin(self) -> None:
-        """A new forward pass: its layers are linked anew."""
+    def begin(self, layout: SequenceLayout | None = None) -> None:
+        """A new forward pass: its layers are linked anew, and a plan is made for it where that is left to us."""
         self.chain.last = None
+        if self.auto is not None and layout is not None:
+            plan = self.auto.plan_for(layout)
+            if plan is not None:
+                self.apply(plan)
 
     def remove(self) -> None:
         for module in reversed(self.replaced):
@@ -151,36 +171,43 @@ class Installed:
             self.store.close()
 
 
-def install_memory(binding: Binding, layers: list[nn.Module], plan: MemoryPlan, *, fuse: bool = False) -> Installed:
+def install_memory(
+    binding: Binding, layers: list[nn.Module], memory: MemoryPlan | AutoMemory, *, fuse: bool = False
+) -> Installed:
     """Tile the token-wise units of every layer and the head, and put each layer under its mode."""
-    _check_plan(binding, layers, plan)
     with unsharded(binding.model):
         roles = roles_of(binding, layers)
         plain = head_is_plain(binding.model)
-    store = HostStore(binding.mesh.device) if any(plan.offload) else None
-    installed = Installed(Chain(), [], store, tiles_head=plain)
+    installed = Installed(binding)
     compiled: dict[Any, Any] = {}
-    for layer, mode, away in zip(layers, plan.layers, plan.offload, strict=True):
+    for layer in layers:
         runner = LayerRunner(binding, layer.forward)
         for role in roles[signature(layer)]:
-            chain = _fused(layer, role, plan.mlp_tile, compiled) if fuse else None
-            _install_unit(installed, runner, layer, role, plan.mlp_tile, binding, chain, keeps=mode == "keep")
+            _install_unit(installed, runner, layer, role, _fused(layer, role, compiled) if fuse else None)
         if fuse:
             _fuse_rotary(installed, layer, compiled)
-        installed.layers.append(Layer(layer, runner, installed.chain, mode, store if away else None))
+        installed.runners.append(runner)
+        installed.layers.append(Layer(layer, runner, installed.chain, "keep"))
         installed.put(layer, installed.layers[-1])
-    if not plain and binding.mesh.rank == 0:
-        logger.warning(
-            "%s does something of its own to its logits: they are computed whole", type(binding.model).__name__
-        )
-    if plain:
-        model = binding.model
-        installed.put(model, HeadForward(model, model.forward, plan.loss_tile, logits_spec(model)))
-    binding.memory, binding.groups = installed, plan.head_groups
+    _install_head(installed, plain)
+    if isinstance(memory, MemoryPlan):
+        installed.apply(memory)
+    else:
+        installed.auto = memory
+    binding.memory = installed
     return installed
 
 
-def _fused(layer: nn.Module, role: UnitRole, tile: int, compiled: dict[Any, Any]) -> Fused | None:
+def _install_head(installed: Installed, plain: bool) -> None:
+    model = installed.binding.model
+    if plain:
+        installed.head = HeadForward(model, model.forward, 1024, logits_spec(model))
+        installed.put(model, installed.head)
+    elif installed.binding.mesh.rank == 0:
+        logger.warning("%s does something of its own to its logits: they are computed whole", type(model).__name__)
+
+
+def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> CompiledChain | None:
     """The unit's compiled chain, shared by all layers of the same shape."""
     children = [layer.get_submodule(name) for name in role.names]
     if not can_fuse(children) or any("forward" in child.__dict__ for child in children):
@@ -188,7 +215,8 @@ def _fused(layer: nn.Module, role: UnitRole, tile: int, compiled: dict[Any, Any]
     key = (signature(layer), role.names)
     if key not in compiled:
         compiled[key] = compiled_chain(children)
-    return Fused(compiled[key], tile)
+    chain: CompiledChain = compiled[key]
+    return chain
 
 
 def _fuse_rotary(installed: Installed, layer: nn.Module, compiled: dict[Any, Any]) -> None:
@@ -198,12 +226,13 @@ def _fuse_rotary(installed: Installed, layer: nn.Module, compiled: dict[Any, Any
             installed.put(child, forward)
 
 
-def _check_plan(binding: Binding, layers: list[nn.Module], plan: MemoryPlan) -> None:
+def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:
+    """Refuse a plan that is not for this model."""
     if len(plan.layers) != len(layers):
         raise UnsupportedError(
             f"the memory plan has {len(plan.layers)} layers, the model {len(layers)}: give one mode a layer"
         )
-    if "rebuild" in plan.layers and any(_router(binding, layer)[0] is not None for layer in layers):
+    if "rebuild" in plan.layers and any(_router(model, layer)[0] is not None for layer in layers):
         # Sums over experts are not repeatable bit by bit, so a rebuilt input could choose other experts.
         raise UnsupportedError("inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead")
 
@@ -223,10 +252,10 @@ def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, 
     """Whether zeroing the unit's value leaves every gradient as it is, bit by bit."""
     if not role.wide:
         return role
-    trial = Installed(Chain(), [], None)
+    trial = Installed(binding)
     runner = LayerRunner(binding, layer.forward)
     silent = UnitRole(role.names, role.main, role.wide, silent=True)
-    _install_unit(trial, runner, layer, silent, 2, binding)
+    _install_unit(trial, runner, layer, silent)
     try:
         with torch.no_grad():
             output = layer(*args, **kwargs)
@@ -243,32 +272,27 @@ def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, 
 
 
 def _install_unit(
-    installed: Installed,
-    runner: LayerRunner,
-    layer: nn.Module,
-    role: UnitRole,
-    tile: int,
-    binding: Binding,
-    fused: Fused | None = None,
-    *,
-    keeps: bool = False,
+    installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, fused: CompiledChain | None = None
 ) -> None:
     children = [layer.get_submodule(name) for name in role.names]
     main = layer.get_submodule(role.main)
-    router, index = _router(binding, main)
-    forward = _UnitForward(children, [c.forward for c in children], router, index, fused if router is None else None)
+    router, index = _router(installed.binding.model, main)
+    tile = 2
+    forward = _UnitForward(children, [c.forward for c in children], router, index, tile, None if router else fused)
 
     def parameters() -> list[nn.Parameter]:
         return [p for child in children for p in child.parameters()]
 
-    child = TiledChild(runner, Unit(forward, parameters, tile), role.silent, router is not None, keeps)
+    unit = Unit(forward, parameters, tile)
+    installed.units.append((unit, forward))
+    child = TiledChild(runner, unit, role.silent, router is not None)
     for other in children:
         installed.put(other, child if other is main else _hand_through)
 
 
-def _router(binding: Binding, main: nn.Module) -> tuple[nn.Module | None, int]:
+def _router(model: PreTrainedModel, main: nn.Module) -> tuple[nn.Module | None, int]:
     """The module whose output transformers records as router logits, and where in that output they stand."""
-    recorded = getattr(binding.model.base_model, "_can_record_outputs", None) or {}
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorder = recorded.get("router_logits")
     target = getattr(recorder, "target_class", recorder)
     if not isinstance(target, type):
