@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ithaca.sequence.collate import SequenceCollator as SequenceCollator
     from ithaca.sequence.layout import SequenceLayout as SequenceLayout
     from ithaca.state.safetensors import save_pretrained as save_pretrained
+    from ithaca.state.weights import recover as recover
     from ithaca.training.step import causal_loss as causal_loss
     from ithaca.training.step import count_tokens as count_tokens
 
@@ -52,6 +53,7 @@ _HOMES = {
     "SequenceCollator": "ithaca.sequence.collate",
     "SequenceLayout": "ithaca.sequence.layout",
     "save_pretrained": "ithaca.state.safetensors",
+    "recover": "ithaca.state.weights",
     "causal_loss": "ithaca.training.step",
     "count_tokens": "ithaca.training.step",
 }

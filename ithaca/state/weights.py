@@ -8,13 +8,14 @@ has already been divided by the global token count), in fp32 where the weights a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 
 Weights = Literal["shard", "replicate", "none"]
@@ -59,6 +60,31 @@ def place_weights(
             if uneven and hasattr(module, "set_reduce_scatter_unused_params"):
                 # Ranks must reduce the same weights; torch 2.11 cannot be told so and ends with a size mismatch.
                 module.set_reduce_scatter_unused_params(True)
+
+
+def recover(model: nn.Module) -> None:
+    """Make a model usable again after an exception ended a step in its middle, on all ranks; gradients are dropped."""
+    if isinstance(model, FSDPModule):
+        if not hasattr(model, "reset_iter_state"):
+            raise UnsupportedError(
+                f"torch {torch.__version__} cannot clear FSDP2's state after an exception: build the model anew, or "
+                "use torch 2.13 or newer"
+            )
+        model.reset_iter_state()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                _drop_gathered_gradients(module)
+    model.zero_grad(set_to_none=True)
+
+
+def _drop_gathered_gradients(module: Any) -> None:
+    """Gradients of gathered weights that were never reduced: the reset leaves them, and the next step would add to
+    them. There is no public way to them."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def averages_gradients(model: nn.Module) -> bool:
