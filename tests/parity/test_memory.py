@@ -57,7 +57,7 @@ def _parity(kind: str, degrees: tuple[int, int], name: str, kinds: list[str], se
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("degrees", [(1, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("degrees", [(1, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_every_mode(name: str, degrees: tuple[int, int]) -> None:
     assert max(run_ranks(degrees[0] * degrees[1], _parity, "llama", degrees, name, KINDS, {})) < FP64
 
