@@ -101,14 +101,20 @@ class GroupPlan:
         lanes = [Lane(r, x.shape[2], x.shape[3]) for x, r in zip(tensors_BLHD, ranges, strict=True)]
         return start_to_heads(tensors_BLHD, lanes, self.group)
 
+    @property
+    def shares_kv(self) -> bool:
+        """Whether some kv head is used by several ranks, so that its gradients meet."""
+        return self.split.kv_copies > self.split.kv_heads
+
     def scatter(self, tensors_BShD: list[Tensor], ranges: list[Any], into: list[Tensor]) -> Pending | None:
-        """Back to the tokens' owners; `into` are whole `[B, L, H, D]` tensors."""
+        """Back to the tokens' owners; `into` are whole `[B, L, H, D]` tensors, q's first."""
         if self.alone:
             for x, r, target in zip(tensors_BShD, ranges, into, strict=True):
                 target[:, :, r[0][0] : r[0][1]].copy_(x)
             return None
         lanes = [Lane(r, x.shape[2], x.shape[3]) for x, r in zip(into, ranges, strict=True)]
-        return start_to_tokens(tensors_BShD, lanes, self.group, into)
+        shared = [False] + [self.shares_kv] * (len(into) - 1)
+        return start_to_tokens(tensors_BShD, lanes, self.group, into, shared)
 
 
 def grouped_attention(
@@ -198,7 +204,6 @@ def _attend_backward(
 
 def _blank_gradients(q: Tensor, k: Tensor, v: Tensor, plan: GroupPlan) -> list[Tensor]:
     """Where several ranks had a kv head their gradients meet in fp32; elsewhere each is written once."""
-    shared = plan.split.kv_copies > plan.split.kv_heads
-    wide = torch.promote_types(k.dtype, torch.float32) if shared else k.dtype
-    blank = torch.zeros if shared else torch.empty
+    wide = torch.promote_types(k.dtype, torch.float32) if plan.shares_kv else k.dtype
+    blank = torch.zeros if plan.shares_kv else torch.empty
     return [torch.empty_like(q), *(blank(x.shape, dtype=wide, device=x.device) for x in (k, v))]

@@ -8,7 +8,7 @@ what arrived. Where a kv head went to several ranks, `to_tokens` sums what comes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,9 +76,13 @@ def to_tokens(tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.Process
 
 
 def start_to_tokens(
-    tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup, into: list[Tensor] | None = None
+    tensors_BShD: list[Tensor],
+    lanes: list[Lane],
+    group: dist.ProcessGroup,
+    into: list[Tensor] | None = None,
+    shared: Sequence[bool] = (),
 ) -> Pending:
-    """`to_tokens`, left on the wire. `into`: where a part of the heads goes; fp32 tensors among them are added to."""
+    """`to_tokens`, left on the wire. `into`: where a part of the heads goes; a `shared` one is added to, not written."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, total = tensors_BShD[0].shape[:2]
     length = total // ranks
@@ -89,7 +93,7 @@ def start_to_tokens(
     work = _send(received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group)
     if into is None:
         return Pending(work, lambda: _unpack(received, lanes, rows, batch, length))
-    return Pending(work, lambda: _unpack_into(received, lanes, rows, into))
+    return Pending(work, lambda: _unpack_into(received, lanes, rows, into, list(shared)))
 
 
 def _send(
@@ -136,17 +140,19 @@ def _unpack(received: Tensor, lanes: list[Lane], rows: list[int], batch: int, le
     return outputs
 
 
-def _unpack_into(received: Tensor, lanes: list[Lane], rows: list[int], into: list[Tensor]) -> list[Tensor]:
+def _unpack_into(
+    received: Tensor, lanes: list[Lane], rows: list[int], into: list[Tensor], shared: list[bool]
+) -> list[Tensor]:
     batch, length = into[0].shape[:2]
     column = [0] * len(rows)
-    for target_BLHD, lane in zip(into, lanes, strict=True):
+    for target_BLHD, lane, add in zip(into, lanes, shared, strict=True):
         for rank, block_LBR in enumerate(_blocks(received, rows, batch, length)):
             start, end = lane.ranges[rank]
             part_BLhD = _part(block_LBR, lane, rank, column[rank]).transpose(0, 1)
-            if target_BLHD.dtype == received.dtype:
-                _copy(target_BLHD[:, :, start:end], part_BLhD)
-            else:
+            if add:
                 target_BLHD[:, :, start:end] += part_BLhD
+            else:
+                _copy(target_BLHD[:, :, start:end], part_BLhD)
         column = [at + lane.width(rank) for rank, at in enumerate(column)]
     return into
 

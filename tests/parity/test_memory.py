@@ -62,6 +62,11 @@ def test_every_mode(name: str, degrees: tuple[int, int]) -> None:
     assert max(run_ranks(degrees[0] * degrees[1], _parity, "llama", degrees, name, KINDS, {})) < FP64
 
 
+def test_kv_heads_shared_by_ranks() -> None:
+    """8/2 heads over 4 ranks: a kv head's gradients come from two ranks and are added, in any precision."""
+    assert max(run_ranks(4, _parity, "llama", (1, 4), "save", ["plain", "packed"], {})) < FP64
+
+
 @pytest.mark.parametrize("kind", [kind for kind in LISTED if kind != "llama"])
 def test_every_architecture(kind: str) -> None:
     name = "save" if kind in WITH_EXPERTS else "mixed"
