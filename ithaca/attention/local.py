@@ -123,10 +123,6 @@ class LocalAttention:
         # Padding has zero output, so its delta is zero whatever its weight.
         return -(weight_BhS * delta_BhS).sum((0, 2))
 
-    def kernel_name(self, q_BShD: Tensor, v_BSkE: Tensor) -> str:
-        """The kernels this layer runs on, for the announcement."""
-        return " + ".join(dict.fromkeys(kernel.name for kernel, _, _ in self._parts(q_BShD, v_BSkE)))
-
     def _parts(self, q_BShD: Tensor, v_BSkE: Tensor) -> Iterator[tuple[Kernel, Call, HeadRun]]:
         dense = choose(self.kernel, q_BShD, v_BSkE, self.spec)
         several = any(len(row) > 1 for row in self.layout.documents)

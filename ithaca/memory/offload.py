@@ -75,12 +75,6 @@ class HostStore:
             self._streams = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
         return self._streams
 
-    def settle(self) -> None:
-        """Let go of device tensors that are still being copied out, after their copies."""
-        while self.staged:
-            event, _ = self.staged.popleft()
-            torch.cuda.current_stream(self.device).wait_event(event)
-
     def close(self) -> None:
         """Unpin and give back all host memory."""
         if self.device.type == "cuda":

@@ -141,8 +141,8 @@ def _counted(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("name", "attention", "tokenwise", "backward"),
-    # Per layer and step. Token-wise: 1 to keep, 2 to save or recompute, 3 - 1/k to rebuild every k. Backward exchanges:
-    # keeping has q, k, v already exchanged only without a tape, so here they travel with the gradient: two in all.
+    # Over all layers. Token-wise forwards a layer: 1 to keep, 2 to save or recompute, 3 - 1/k to rebuild every k.
+    # Backward exchanges a layer: two, and two more where attention is run again.
     [
         ("keep", 4, 4, 8),
         ("save", 4, 8, 8),
