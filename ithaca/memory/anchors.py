@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -233,6 +234,10 @@ class _Replayed(torch.autograd.Function):
             outcome = kept.call.run(inputs, kept.anchors, value=False)
         kept.inputs, kept.anchors = [], None
         outputs = [*tree_flatten(outcome.output)[0], *outcome.aside]
-        pairs = [(o, d) for o, d in zip(outputs, douts, strict=True) if d is not None and o.requires_grad]
-        torch.autograd.backward([o for o, _ in pairs], [d for _, d in pairs])
+        pairs = [
+            (get_gradient_edge(o), d) for o, d in zip(outputs, douts, strict=True) if d is not None and o.requires_grad
+        ]
+        # The edges are enough to start from: the values are not held through the layer's backward.
+        del outcome, outputs
+        torch.autograd.backward([edge for edge, _ in pairs], [d for _, d in pairs])
         return (None, None, *(x.grad for x in inputs))

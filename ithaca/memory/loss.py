@@ -9,7 +9,9 @@ same collectives as every other rank's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,27 +34,60 @@ class LossSpec:
 
 def token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the targets that are not -100, in fp32 (fp64 stays fp64), and their number."""
-    return _sum(logits_BLV.flatten(0, 1), targets_BL.flatten(), LossSpec()), (targets_BL != IGNORE).sum()
-
-
-def head_loss(
-    hidden_BLC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_BL: Tensor, tile: int, spec: LossSpec
-) -> tuple[Tensor, Tensor]:
-    """The same from hidden states, `tile` tokens of logits at a time."""
-    total: Tensor = _HeadLoss.apply(hidden_BLC.flatten(0, 1), weight_VC, bias_V, targets_BL.flatten(), tile, spec)
+    logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
+    total = F.cross_entropy(logits_TV, targets_BL.flatten(), ignore_index=IGNORE, reduction="sum")
     return total, (targets_BL != IGNORE).sum()
 
 
-def _sum(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> Tensor:
-    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    if spec.scale != 1.0:
-        logits_TV = logits_TV * spec.scale
+def head_loss(
+    hidden_BLC: Tensor,
+    weight_VC: Tensor,
+    bias_V: Tensor | None,
+    targets_BL: Tensor,
+    tile: int,
+    spec: LossSpec,
+    *,
+    fuse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same from hidden states, `tile` tokens of logits at a time; `fuse` compiles what happens to a tile."""
+    total: Tensor = _HeadLoss.apply(hidden_BLC.flatten(0, 1), weight_VC, bias_V, targets_BL.flatten(), tile, spec, fuse)
+    return total, (targets_BL != IGNORE).sum()
+
+
+def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """The summed loss of a tile, in fp32 at least, and its gradient in the logits' own dtype."""
+    values_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)) * spec.scale
     if spec.softcap is not None:
-        logits_TV = spec.softcap * torch.tanh(logits_TV / spec.softcap)
-    total = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=spec.smoothing)
-    if spec.z:
-        total = total + spec.z * (logits_TV.logsumexp(-1).square() * (targets_T != IGNORE)).sum()
-    return total
+        values_TV = spec.softcap * torch.tanh(values_TV / spec.softcap)
+    valid_T = targets_T != IGNORE
+    index_T1 = targets_T.clamp(min=0)[:, None]
+    lse_T = values_TV.logsumexp(-1)
+    right = 1 - spec.smoothing
+    loss_T = lse_T - right * values_TV.gather(1, index_T1)[:, 0] + spec.z * lse_T.square()
+    if spec.smoothing:
+        loss_T = loss_T - spec.smoothing * values_TV.mean(-1)
+    weight_T1 = ((1 + 2 * spec.z * lse_T) * valid_T)[:, None]
+    # A comparison rather than a scatter, so that the compiler makes one pass of it.
+    here_TV = torch.arange(values_TV.shape[1], device=index_T1.device) == index_T1
+    wanted_TV = here_TV.to(values_TV.dtype) * right + spec.smoothing / values_TV.shape[1]
+    grad_TV = weight_T1 * (values_TV - lse_T[:, None]).exp() - valid_T[:, None] * wanted_TV
+    if spec.softcap is not None:
+        grad_TV = grad_TV * (1 - (values_TV / spec.softcap).square())
+    return (loss_T * valid_T).sum(), (grad_TV * spec.scale).to(logits_TV.dtype)
+
+
+@cache
+def _compiled(spec: LossSpec) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(partial(loss_and_gradient, spec=spec))
+
+
+def _of_tile(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool) -> tuple[Tensor, Tensor]:
+    if not fuse:
+        return loss_and_gradient(logits_TV, targets_T, spec)
+    # The number of tokens is left open: a tail is not a reason to compile again.
+    torch._dynamo.maybe_mark_dynamic(logits_TV, 0)
+    torch._dynamo.maybe_mark_dynamic(targets_T, 0)
+    return _compiled(spec)(logits_TV, targets_T)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -65,27 +100,25 @@ class _HeadLoss(torch.autograd.Function):
         targets_T: Tensor,
         tile: int,
         spec: LossSpec,
+        fuse: bool,
     ) -> Tensor:
         exact = torch.promote_types(hidden_TC.dtype, torch.float32)
         total = hidden_TC.new_zeros((), dtype=exact)
-        wants = ctx.needs_input_grad[:3]
-        grads = _Gradients(hidden_TC, weight_VC, bias_V, wants)
+        grads = _Gradients(hidden_TC, weight_VC, bias_V, ctx.needs_input_grad[:3])
         for start in range(0, len(hidden_TC), tile):
             span = slice(start, start + tile)
-            with torch.set_grad_enabled(any(wants)):
-                logits_tV = F.linear(hidden_TC[span], weight_VC, bias_V).detach().requires_grad_(any(wants))
-                part = _sum(logits_tV, targets_T[span], spec)
-            total += part.detach()
-            if any(wants):
-                (dlogits_tV,) = torch.autograd.grad(part, logits_tV)
-                grads.add(span, dlogits_tV)
+            logits_tV = F.linear(hidden_TC[span], weight_VC, bias_V)
+            part, dlogits_tV = _of_tile(logits_tV, targets_T[span], spec, fuse=fuse)
+            del logits_tV
+            total += part
+            grads.add(span, dlogits_tV)
         ctx.grads = grads
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.grads.scaled(dtotal), None, None, None)
+        return (*ctx.grads.scaled(dtotal), None, None, None, None)
 
 
 class _Gradients:

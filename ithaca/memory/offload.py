@@ -2,7 +2,8 @@
 
 `HostStore.put` starts copying tensors out and gives a `Ticket`; `Ticket.get` gives them back on the device, in order
 with the current stream. At most `STAGED` tickets hold their device tensors while they are copied out: the next `put`
-then waits, on the GPU, for the oldest. Host blocks are pinned once, exactly as large as needed (torch's own pinned
+then waits, on the GPU, for the oldest. What is still here when it is wanted back, as the last layers' tensors are,
+is not copied again. Host blocks are pinned once, exactly as large as needed (torch's own pinned
 allocator rounds up to powers of two, which would take up to twice as much), kept between steps, and given back by
 `close`. On a CPU device there is nothing to move: tickets just hold the tensors.
 """
@@ -43,7 +44,7 @@ class HostStore:
 
     device: torch.device
     free: list[_Block] = field(default_factory=list)
-    staged: deque[tuple[torch.cuda.Event, list[Tensor]]] = field(default_factory=deque)
+    staged: deque[Ticket] = field(default_factory=deque)
     pinned: int = 0
     _streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
@@ -60,13 +61,11 @@ class HostStore:
                 view.copy_(tensor, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-        self.staged.append((done, list(tensors)))
+        ticket = Ticket(self, list(tensors), block, [(x.shape, x.dtype) for x in tensors], done)
+        self.staged.append(ticket)
         while len(self.staged) > STAGED:
-            event, held = self.staged.popleft()
-            # After this wait the tensors' memory may be reused by work of the current stream, and by that alone.
-            torch.cuda.current_stream(self.device).wait_event(event)
-            del held
-        return Ticket(self, None, block, [(x.shape, x.dtype) for x in tensors], done)
+            self.staged.popleft().let_go()
+        return ticket
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -121,7 +120,16 @@ class Ticket:
     left: torch.cuda.Event | None = None
     back: torch.cuda.Event | None = None
 
+    def let_go(self) -> None:
+        """Copied out: after this wait the tensors' memory may be reused by work of the current stream."""
+        if self.left is not None:
+            torch.cuda.current_stream(self.store.device).wait_event(self.left)
+        self.tensors = None
+
     def prefetch(self) -> None:
+        if self in self.store.staged:
+            # Still here; nobody else may let go of it now.
+            self.store.staged.remove(self)
         if self.tensors is not None or self.block is None:
             return
         _, home = self.store.streams
@@ -139,8 +147,10 @@ class Ticket:
     def get(self) -> list[Tensor]:
         self.prefetch()
         assert self.tensors is not None, "a ticket is good for one get"
-        if self.back is not None:
-            torch.cuda.current_stream(self.store.device).wait_event(self.back)
+        event = self.back or self.left
+        if event is not None:
+            # Where they never went away, their memory must outlive the copy that still reads it.
+            torch.cuda.current_stream(self.store.device).wait_event(event)
         tensors = self.tensors
         self.drop()
         return tensors

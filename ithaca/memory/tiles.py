@@ -38,8 +38,11 @@ class Unit:
 
     def forward(self, x_BLC: Tensor) -> tuple[Tensor, ...]:
         """All outputs over all tokens, without a graph."""
+        spans = self.spans(x_BLC)
+        if len(spans) == 1:
+            return tuple(self.pieces(x_BLC))
         whole: list[Tensor] = []
-        for span in self.spans(x_BLC):
+        for span in spans:
             pieces = self.pieces(x_BLC[:, span])
             if not whole:
                 whole = [piece.new_empty(*x_BLC.shape[:2], *piece.shape[2:]) for piece in pieces]

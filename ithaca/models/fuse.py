@@ -1,8 +1,8 @@
 """torch.compile for the small token-wise work around the matrix products: norms, activations, rotary embeddings.
 
 Left to eager, those are a fifth of a step at 32K tokens. A unit's children are compiled as one function of their
-weights and a tile, so one compilation serves every layer of the same shape; a tile of another length (the tail) runs
-eagerly, so that no new length ever waits for the compiler. Rotary embeddings are compiled by giving a layer's
+weights and a tile, so one compilation serves every layer of the same shape; the number of tokens is left open, so that
+no new length ever waits for the compiler. Rotary embeddings are compiled by giving a layer's
 attention its own forward, the same code with the compiled function in place of transformers' one: nothing outside
 this model changes.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -25,8 +26,7 @@ Chain = Callable[[list[dict[str, Tensor]], Tensor], Any]
 
 def compiled_chain(children: list[nn.Module]) -> Chain:
     """The children one after another, compiled; called with their weights, by name, and a tile."""
-    # Skeletons without weights: the real modules will have other forwards, and weights that FSDP2 swaps.
-    skeletons = [copy.deepcopy(child).to("meta") for child in children]
+    skeletons = [_skeleton(child) for child in children]
 
     def chain(weights: list[dict[str, Tensor]], x_BtC: Tensor) -> Any:
         given: Any = x_BtC
@@ -34,7 +34,27 @@ def compiled_chain(children: list[nn.Module]) -> Chain:
             given = functional_call(skeleton, own, (given,))
         return given
 
-    return torch.compile(_with_own_code(chain), dynamic=False)
+    fused = torch.compile(_with_own_code(chain))
+
+    def by_tokens(weights: list[dict[str, Tensor]], x_BtC: Tensor) -> Any:
+        x_1TC = x_BtC.reshape(1, -1, x_BtC.shape[-1])
+        torch._dynamo.maybe_mark_dynamic(x_1TC, 1)
+        given = fused(weights, x_1TC)
+        return tree_map(lambda y: y.view(*x_BtC.shape[:2], *y.shape[2:]) if y.ndim > 2 else y, given)
+
+    return by_tokens
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """The module without its weights: the real one will have another forward, and weights that FSDP2 swaps.
+
+    Not a deep copy: what else hangs on a module (a config, and on it the whole model) must not be copied.
+    """
+    bare = copy.copy(module)
+    bare._parameters = {n: None if p is None else nn.Parameter(p.to("meta")) for n, p in module._parameters.items()}
+    bare._buffers = {n: None if b is None else b.to("meta") for n, b in module._buffers.items()}
+    bare._modules = {n: None if m is None else _skeleton(m) for n, m in module._modules.items()}
+    return bare
 
 
 def _with_own_code(function: Any) -> Any:
@@ -67,8 +87,30 @@ def fused_rotary(attention: nn.Module, compiled: dict[Any, Any]) -> MethodType |
         return None
     rotary = function.__globals__[_ROTARY]
     if rotary not in compiled:
-        compiled[rotary] = torch.compile(rotary, dynamic=True)
+        compiled[rotary] = _by_tokens(rotary)
     renamed = function.__globals__ | {_ROTARY: compiled[rotary]}
     own = FunctionType(function.__code__, renamed, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     return MethodType(own, attention)
+
+
+def _by_tokens(rotary: Callable[..., Any]) -> Callable[..., Any]:
+    """`rotary(q_BHLD, k_BHLD, cos_BLD, sin_BLD)`, compiled with tokens as the outermost dimension and alone left open.
+
+    Then one compilation serves all lengths, and no element's place takes a division by an unknown size.
+    """
+    fused = torch.compile(_with_own_code(rotary))
+
+    def by_tokens(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or [getattr(x, "ndim", 0) for x in args] != [4, 4, 3, 3] or args[0].shape[2] != args[2].shape[1]:
+            return rotary(*args, **kwargs)
+        q, k, cos, sin = args
+        rows, length = q.shape[0], q.shape[2]
+        tokens = [x.transpose(1, 2).reshape(-1, x.shape[1], 1, x.shape[3]) for x in (q, k)]
+        angles = [x.expand(rows, -1, -1).reshape(-1, 1, x.shape[2]) for x in (cos, sin)]
+        for x in (*tokens, *angles):
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        turned = fused(*tokens, *angles)
+        return tuple(x.view(rows, length, *x.shape[1:2], *x.shape[3:]).transpose(1, 2) for x in turned)
+
+    return by_tokens

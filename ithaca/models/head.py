@@ -30,6 +30,7 @@ class HeadForward:
     forward: Callable[..., Any]
     tile: int
     spec: LossSpec
+    fuse: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         targets_BL = kwargs.pop(TARGETS, None)
@@ -37,7 +38,8 @@ class HeadForward:
             return self.forward(*args, **kwargs)
         hidden_BLC = self.model.base_model(*args, **kwargs).last_hidden_state
         head: Any = self.model.get_output_embeddings()
-        return head_loss(hidden_BLC, head.weight, getattr(head, "bias", None), targets_BL, self.tile, self.spec)
+        bias = getattr(head, "bias", None)
+        return head_loss(hidden_BLC, head.weight, bias, targets_BL, self.tile, self.spec, fuse=self.fuse)
 
 
 def logits_spec(model: PreTrainedModel) -> LossSpec:

@@ -24,7 +24,7 @@ from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import Chain as CompiledChain
 from ithaca.models.fuse import can_fuse, compiled_chain, fused_rotary, weights_of
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
-from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, signature
+from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
 
@@ -100,11 +100,10 @@ class _UnitForward:
     forwards: list[Callable[[Tensor], Any]]
     router: nn.Module | None
     index: int
-    tile: int
     fused: CompiledChain | None = None
 
     def __call__(self, x_BtC: Tensor) -> Any:
-        if self.fused is not None and x_BtC.shape[1] == self.tile:
+        if self.fused is not None:
             return self.fused(weights_of(self.children), x_BtC)
         logits: list[Tensor] = []
         handle = None
@@ -128,7 +127,7 @@ class Installed:
     chain: Chain = field(default_factory=Chain)
     layers: list[Layer] = field(default_factory=list)
     runners: list[LayerRunner] = field(default_factory=list)
-    units: list[tuple[Unit, _UnitForward]] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     head: HeadForward | None = None
     store: HostStore | None = None
     auto: AutoMemory | None = None
@@ -145,8 +144,8 @@ class Installed:
             self.store = HostStore(self.binding.mesh.device)
         for layer, runner, mode, away in zip(self.layers, self.runners, plan.layers, plan.offload, strict=True):
             layer.mode, layer.store, runner.keeps = mode, self.store if away else None, mode == "keep"
-        for unit, forward in self.units:
-            unit.tile = forward.tile = plan.mlp_tile
+        for unit in self.units:
+            unit.tile = plan.mlp_tile
         if self.head is not None:
             self.head.tile = plan.loss_tile
         self.binding.groups = plan.head_groups
@@ -177,6 +176,7 @@ def install_memory(
     """Tile the token-wise units of every layer and the head, and put each layer under its mode."""
     with unsharded(binding.model):
         roles = roles_of(binding, layers)
+        around = norms_around(binding.model, layers)
         plain = head_is_plain(binding.model)
     installed = Installed(binding)
     compiled: dict[Any, Any] = {}
@@ -189,7 +189,10 @@ def install_memory(
         installed.runners.append(runner)
         installed.layers.append(Layer(layer, runner, installed.chain, "keep"))
         installed.put(layer, installed.layers[-1])
-    _install_head(installed, plain)
+    for stack, role in around:
+        fused = _fused(stack, role, compiled) if fuse else None
+        _install_unit(installed, LayerRunner(binding, stack.forward), stack, role, fused)
+    _install_head(installed, plain, fuse=fuse)
     if isinstance(memory, MemoryPlan):
         installed.apply(memory)
     else:
@@ -198,10 +201,10 @@ def install_memory(
     return installed
 
 
-def _install_head(installed: Installed, plain: bool) -> None:
+def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
     model = installed.binding.model
     if plain:
-        installed.head = HeadForward(model, model.forward, 1024, logits_spec(model))
+        installed.head = HeadForward(model, model.forward, 1024, logits_spec(model), fuse)
         installed.put(model, installed.head)
     elif installed.binding.mesh.rank == 0:
         logger.warning("%s does something of its own to its logits: they are computed whole", type(model).__name__)
@@ -277,14 +280,13 @@ def _install_unit(
     children = [layer.get_submodule(name) for name in role.names]
     main = layer.get_submodule(role.main)
     router, index = _router(installed.binding.model, main)
-    tile = 2
-    forward = _UnitForward(children, [c.forward for c in children], router, index, tile, None if router else fused)
+    forward = _UnitForward(children, [c.forward for c in children], router, index, None if router else fused)
 
     def parameters() -> list[nn.Parameter]:
         return [p for child in children for p in child.parameters()]
 
-    unit = Unit(forward, parameters, tile)
-    installed.units.append((unit, forward))
+    unit = Unit(forward, parameters, tile=2)
+    installed.units.append(unit)
     child = TiledChild(runner, unit, role.silent, router is not None)
     for other in children:
         installed.put(other, child if other is main else _hand_through)

@@ -83,6 +83,22 @@ def layer_arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[int
     return found
 
 
+def norms_around(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, UnitRole]]:
+    """Token-wise modules without matrices beside the layers, such as the norm after the last, and where they hang."""
+    stack = next(m for m in model.modules() if any(layers[0] in list(c) for c in _lists(m)))
+    ids = torch.arange(1, TOKENS + 1, device=next(model.parameters()).device)[None]
+    calls: list[_Seen] = []
+    with torch.no_grad(), _hooks(stack, calls):
+        model(input_ids=ids, use_cache=False)
+    names = [call.name for call in calls]
+    once = [c for c in calls if names.count(c.name) == 1 and not _has_matrices(c.module)]
+    return [(stack, UnitRole((c.name,), c.name, wide=False)) for c in once if _is_tokenwise(c)]
+
+
+def _lists(module: nn.Module) -> list[nn.ModuleList]:
+    return [child for child in module.children() if isinstance(child, nn.ModuleList)]
+
+
 def find_units(layer: nn.Module, args: Any, kwargs: Any) -> list[UnitRole]:
     """The token-wise units of a layer, from watching it run."""
     seen = list(_watch(layer, args, kwargs))
