@@ -7,7 +7,7 @@ liger         the same with Liger's RoPE, RMSNorm, SwiGLU and fused head + loss
 alst-fa2      DeepSpeed ALST at sp=1: Liger without SwiGLU, `TiledMLP` with ceil(tokens / hidden) tiles, checkpointed
               layer inputs offloaded, FlashAttention-2 through SDPA
 alst-cudnn    the same with SDPA held to cuDNN
-ithaca        `init_mesh(sp=1)`, `parallelize(model, mesh, memory=...)`, `causal_loss`
+ithaca        `init_mesh(sp=1)`, `parallelize(model, mesh, memory_budget=...)`, `causal_loss`
 floor         see `benchmarks.floor`
 All build the same model from one seed and learn the same ids, so loss and gradient norm must agree between them.
 
@@ -74,7 +74,8 @@ def ithaca_step(model: nn.Module, settings: Settings) -> Step:
     import ithaca
 
     mesh = ithaca.init_mesh(sp=1)
-    given: Settings = {} if settings.get("memory") is None else {"memory": settings["memory"]}
+    # A step has no optimizer here, so none is left room for.
+    given: Settings = {"memory": settings.get("memory"), "optimizer": "none"}
     if settings.get("budget_gib") is not None:
         given["memory_budget"] = int(settings["budget_gib"] * GIB)
     ithaca.parallelize(model, mesh, **given)

@@ -7,7 +7,8 @@ the same numbers but for free host memory, so the smallest of those is taken and
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -19,7 +20,7 @@ from ithaca.mesh import Mesh
 from ithaca.planning.advice import explain
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import memory_of
-from ithaca.planning.plan import Job, MemoryPlan, Weights
+from ithaca.planning.plan import Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.sizes import ModelSizes
 from ithaca.sequence.layout import SequenceLayout
 
@@ -35,44 +36,65 @@ class AutoMemory:
 
     sizes: ModelSizes
     mesh: Mesh
-    weights: Weights
-    weight_bytes: int
+    job: Job
     budget: int
+    parameters: list[nn.Parameter] = field(repr=False)
     planned: int = 0
 
     @classmethod
-    def of(
-        cls, model: nn.Module, base: PreTrainedModel, mesh: Mesh, weights: Weights, budget: int | None
-    ) -> AutoMemory:
-        sizes = ModelSizes.from_config(base.config.to_dict())
-        width = next(p.element_size() for p in model.parameters() if p.is_floating_point())
-        return cls(sizes, mesh, weights, width, _device_memory(mesh) if budget is None else budget)
+    def of(cls, model: nn.Module, base: PreTrainedModel, mesh: Mesh, job: Job, budget: int | None) -> AutoMemory:
+        parameters = list(model.parameters())
+        return cls(_sizes(base, parameters), mesh, job, _device_memory(mesh) if budget is None else budget, parameters)
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
-        """A plan if this batch is larger than any before, else None: the one in force will do."""
+        """A plan if this batch needs more than any before, else None: the one in force will do."""
         tokens = layout.batch * layout.padded
-        if tokens <= self.planned:
+        adds = not self.job.accumulate and any(p.grad is not None for p in self.parameters)
+        if tokens <= self.planned and not adds:
             return None
-        job = Job(
-            length=layout.padded,
-            batch=layout.batch,
-            sp=self.mesh.sp,
-            dp=self.mesh.dp,
-            weights=self.weights if self.mesh.world > 1 else "none",
-            weight_bytes=self.weight_bytes,
-            compute_bytes=self.weight_bytes,
-            gradient_bytes=self.weight_bytes,
-            # torch's AdamW keeps two states in the precision of the weights.
-            optimizer="bf16_sr" if self.weight_bytes == 2 else "adamw",
-            accumulate=True,
-        )
+        if tokens > self.planned:
+            self.job = replace(self.job, length=layout.padded, batch=layout.batch)
+        self.job = replace(self.job, accumulate=self.job.accumulate or adds)
         host = _host_memory(self.mesh)
-        plan = choose_plan(self.sizes, job, self.budget, host)
-        self.planned = tokens
+        plan = choose_plan(self.sizes, self.job, self.budget, host)
+        self.planned = max(tokens, self.planned)
         if self.mesh.rank == 0:
-            memory = memory_of(self.sizes, job, plan)
+            memory = memory_of(self.sizes, self.job, plan)
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
         return plan
+
+
+def job_of(
+    model: nn.Module,
+    mesh: Mesh,
+    weights: Weights,
+    optimizer: Optimizer,
+    *,
+    fused: bool,
+    compute_dtype: torch.dtype | None,
+) -> Job:
+    """What is known of a step before its first batch."""
+    width = next(p.element_size() for p in model.parameters() if p.is_floating_point())
+    return Job(
+        length=1,
+        sp=mesh.sp,
+        dp=mesh.dp,
+        weights=weights if mesh.world > 1 or compute_dtype is not None else "none",
+        weight_bytes=width,
+        compute_bytes=width if compute_dtype is None else compute_dtype.itemsize,
+        gradient_bytes=width,
+        optimizer=optimizer,
+        fused=fused,
+    )
+
+
+def _sizes(base: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> ModelSizes:
+    """The model's sizes; what is trained beside frozen weights is counted as adapters are."""
+    sizes = ModelSizes.from_config(base.config.to_dict())
+    trained = {p.requires_grad: 0 for p in parameters}
+    for p in parameters:
+        trained[p.requires_grad] += p.numel()
+    return replace(sizes, adapters=trained.get(True, 0)) if trained.get(False) else sizes
 
 
 def _device_memory(mesh: Mesh) -> int:

@@ -46,6 +46,7 @@ class Flow:
     groups: int
     alone: bool
     shares_kv: bool
+    fused: bool
 
     @classmethod
     def of(cls, sizes: ModelSizes, job: Job, groups: int) -> Flow:
@@ -73,6 +74,7 @@ class Flow:
             groups=groups,
             alone=job.sp == 1,
             shares_kv=kv_heads * job.sp > sizes.kv_heads,
+            fused=job.fused,
         )
 
     @property
@@ -105,16 +107,17 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     if tiled:
         # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
         return 3 * flow.x, *attention
-    # Each norm leaves its input in fp32, the normalised values and its output.
-    norms = 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
-    # Gate, up, activation and product; without a gate the activation and what goes in.
-    mlp = (4 if layer.gated else 2) * layer.width * flow.tokens * flow.c
+    # Each norm leaves its input and its output; uncompiled also the input in fp32 and the normalised values.
+    norms = 4 * flow.x if flow.fused else 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
+    # Gate, up, activation (kept by autograd alone) and product; without a gate the activation and what goes in.
+    wide = (3 if flow.fused else 4) if layer.gated else 2
+    mlp = wide * layer.width * flow.tokens * flow.c
     return norms, *attention, mlp + _routed(flow, layer, flow.tokens, copies=2)
 
 
 def attention_work(flow: Flow, mode: LayerMode) -> list[Piece]:
     """What lives beside the saved tensors while a layer's attention runs backward."""
-    streams = 2 if mode == "keep" else 4
+    streams = 2 if mode == "keep" else 3
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_ATTENTION_STREAMS[mode == 'keep']}")]
     if mode != "keep":
         pieces.append(Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c"))
@@ -135,7 +138,7 @@ def group_bytes(flow: Flow) -> int:
 
 _ATTENTION_STREAMS = {
     True: "the layer's gradient, that after attention",
-    False: "norm's output, the layer's output, its gradient, that after attention",
+    False: "norm's output, the layer's gradient, that after attention",
 }
 
 
@@ -162,18 +165,16 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     """What lives beside the saved tensors while a layer's MLP runs backward, tile by tile."""
     tokens = min(tile, flow.tokens)
     tiled = tokens < flow.tokens
-    streams = 2 if mode == "keep" else 5
+    streams = 2 if mode == "keep" else 4
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_MLP_STREAMS[mode == 'keep']}")]
     if mode != "keep":
         pieces.append(Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c"))
-    values = 3 if layer.gated else 2
     # Forward values are already among the saved ones where the MLP of a kept layer is not tiled.
     sides = 1 if mode == "keep" and not tiled else 2
-    wide = (sides * values * layer.width + 4 * flow.hidden) * flow.c
+    values = _wide_values(layer, fused=flow.fused, kept=sides == 1)
+    wide = (values * layer.width + 4 * flow.hidden) * flow.c
     tile_bytes = tokens * wide + _routed(flow, layer, tokens, copies=2 * sides)
-    pieces.append(
-        Piece("MLP tile", tile_bytes, f"{tokens} tokens * ({sides * values} * intermediate + 4 * hidden) * c")
-    )
+    pieces.append(Piece("MLP tile", tile_bytes, f"{tokens} tokens * ({values} * intermediate + 4 * hidden) * c"))
     if trains:
         each = flow.c + (FP32 if tiled else 0)
         pieces.append(Piece("MLP weight gradients", layer.mlp * each, "a tile's, and their sum in fp32"))
@@ -182,8 +183,17 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
 
 _MLP_STREAMS = {
     True: "the MLP's gradient, its input's",
-    False: "both norms' outputs or inputs, the layer's output, its gradient, the MLP's input gradient",
+    False: "norm's output, the MLP's input, the layer's gradient, the MLP's input gradient",
 }
+
+
+def _wide_values(layer: LayerSizes, *, fused: bool, kept: bool) -> int:
+    """Intermediate values a token has at once in an MLP's backward, gradients included."""
+    forward = 3 if layer.gated else 2
+    if fused:
+        # Compiled code writes gradients over values: gate, up, product and one gradient more.
+        return 1 if kept else forward + 1
+    return forward if kept else 2 * forward
 
 
 def _routed(flow: Flow, layer: LayerSizes, tokens: int, *, copies: int) -> int:
@@ -194,11 +204,14 @@ def _routed(flow: Flow, layer: LayerSizes, tokens: int, *, copies: int) -> int:
 def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:
     """What lives while the head and the loss run, forward and backward, tile by tile."""
     tokens = min(tile, flow.tokens)
+    # Logits and their gradient; uncompiled, what lies between them in fp32 and a mark of each target.
+    each, formula = (2 * flow.c, "2 * c") if flow.fused else (2 * flow.c + 4 * FP32 + 1, "(2 * c + 4 * 4 + 1)")
     pieces = [
         Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
-        # Logits, and in fp32 their log-softmax and the gradients of both steps of the loss.
-        Piece("loss tile", tokens * sizes.vocabulary * (flow.c + 3 * FP32), f"{tokens} tokens * V * (c + 3 * 4)"),
+        Piece("loss tile", tokens * sizes.vocabulary * each, f"{tokens} tokens * V * {formula}"),
     ]
     if trains:
-        pieces.append(Piece("head weight gradient", sizes.embedding * FP32, "V*hidden*4, summed over tiles"))
+        # Its sum, and once a tile its own, while the logits are gone.
+        own = max(0, sizes.embedding * flow.c - tokens * sizes.vocabulary * (each - flow.c))
+        pieces.append(Piece("head weight gradient", sizes.embedding * FP32 + own, "V*hidden*4, summed over tiles"))
     return pieces

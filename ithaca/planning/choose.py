@@ -1,8 +1,7 @@
 """The plan with the least work done again that fits the device and the host.
 
 Candidates run from "keep everything" to "recompute everything"; each is offloaded no further than it must be, from
-the first layers on, whose tensors are needed last. Layers are kept whole only where nothing is offloaded: pinning
-tens of GiB to spare a percent of a step is a bad trade. Of the candidates that fit, the cheapest by `cost` wins.
+the first layers on, whose tensors are needed last. Of the candidates that fit, the cheapest by `cost` wins.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import combinations
 
 from ithaca.planning.activations import Flow, group_bytes, most_groups
 from ithaca.planning.advice import refusal
-from ithaca.planning.cost import attention_flops, copy_cost, recompute_cost
+from ithaca.planning.cost import attention_flops, copy_cost, recompute_cost, tile_cost
 from ithaca.planning.memory import Memory, memory_of
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
@@ -27,7 +26,7 @@ GROUP_SHARE = 0.05
 # No kernel tensor reaches this many elements.
 INDEX_LIMIT = 2**31
 MLP_TILE_BYTES = 512 * 2**20
-LOSS_TILE_BYTES = 2**30
+LOSS_TILE_BYTES = 2**31
 SMALLEST_MLP_TILE, SMALLEST_LOSS_TILE = 2048, 256
 
 
@@ -79,7 +78,10 @@ def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) 
         return None
     for pieces in (_usual(sizes, job, device, fixed), _small(sizes, job, fixed)):
         best: tuple[int, MemoryPlan] | None = None
-        plans = [(recompute_cost(sizes, job, plan), plan) for plan in _candidates(sizes, job, pieces, fixed)]
+        plans = [
+            (recompute_cost(sizes, job, plan) + tile_cost(sizes, job, plan), plan)
+            for plan in _candidates(sizes, job, pieces, fixed)
+        ]
         for cost, plan in sorted(plans, key=lambda pair: pair[0]):
             if best is not None and cost >= best[0]:
                 break
@@ -99,8 +101,9 @@ def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:
 
 
 def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
-    """At most about 1 GiB of logits in fp32."""
-    return _tile(LOSS_TILE_BYTES // (4 * sizes.vocabulary), SMALLEST_LOSS_TILE, job.tokens)
+    """At most about 2 GiB of logits and their gradient, in fp32 where they are not compiled."""
+    each = 2 * job.compute_bytes + (0 if job.fused else 17)
+    return _tile(LOSS_TILE_BYTES // (each * sizes.vocabulary), SMALLEST_LOSS_TILE, job.tokens)
 
 
 def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
@@ -136,23 +139,35 @@ def _small(sizes: ModelSizes, job: Job, fixed: Fixed) -> MemoryPlan:
 
 
 def _candidates(sizes: ModelSizes, job: Job, pieces: MemoryPlan, fixed: Fixed) -> Iterator[MemoryPlan]:
-    """Plans with nothing offloaded yet. Kept layers are tried with a whole MLP too, which spares running it again."""
-    tiles = (pieces.mlp_tile,) if fixed.mlp_tile else (pieces.mlp_tile, job.tokens)
+    """Plans with nothing offloaded yet, each with MLP tiles from the usual one to the whole shard."""
+    tiles = (pieces.mlp_tile,) if fixed.mlp_tile else _tiles(pieces.mlp_tile, job.tokens)
+    for modes in dict.fromkeys(_modes(sizes, job, fixed)):
+        yield from (replace(pieces, layers=modes, mlp_tile=tile) for tile in tiles)
+
+
+def _tiles(usual: int, whole: int) -> tuple[int, ...]:
+    """The usual tile, four times that and so on, and the whole."""
+    sizes = []
+    while usual < whole:
+        sizes.append(usual)
+        usual *= 4
+    return (*sizes, whole)
+
+
+def _modes(sizes: ModelSizes, job: Job, fixed: Fixed) -> Iterator[tuple[LayerMode, ...]]:
     if fixed.layers is not None:
-        yield from (replace(pieces, layers=fixed.layers, mlp_tile=tile) for tile in tiles)
+        yield fixed.layers
         return
     count = len(sizes.layers)
-    for kept in range(1, count + 1):
-        for tile in tiles:
-            yield replace(pieces, layers=_uniform("save", count - kept) + _uniform("keep", kept), mlp_tile=tile)
-    yield pieces
-    for modes in dict.fromkeys(_rebuilding(count)) if _rebuilds(sizes) else ():
-        yield replace(pieces, layers=modes)
+    for kept in range(count + 1):
+        yield _uniform("save", count - kept) + _uniform("keep", kept)
+    if _rebuilds(sizes):
+        yield from _rebuilding(count)
     # Attention over a window costs little to run again: such layers come first.
     order = sorted(range(count), key=lambda index: attention_flops(sizes, sizes.layers[index], job))
     for again in range(1, count + 1):
         chosen = set(order[:again])
-        yield replace(pieces, layers=tuple("recompute" if i in chosen else "save" for i in range(count)))
+        yield tuple("recompute" if i in chosen else "save" for i in range(count))
 
 
 def _uniform(mode: LayerMode, count: int) -> tuple[LayerMode, ...]:
@@ -186,8 +201,6 @@ def _fit(sizes: ModelSizes, job: Job, plan: MemoryPlan, device: int, host: int, 
     counts: Sequence[int] = range(len(plan.layers) + 1)
     if fixed.offload is not None:
         plan, counts = replace(plan, offload=fixed.offload), (0,)
-    elif "keep" in plan.layers and fixed.layers is None:
-        counts = (0,)
 
     def fits(number: int) -> bool:
         return memory_of(sizes, job, _offloaded(plan, number)).device_bytes <= device

@@ -13,6 +13,10 @@ from ithaca.planning.sizes import ModelSizes
 
 # An H200 does about 550 TFLOP/s of attention and copies 55 GB/s each way; an A100's ratio is much the same.
 FLOPS_PER_COPIED_BYTE = 10_000
+# Device memory is about 70 times as fast as that.
+FLOPS_PER_TOUCHED_BYTE = 140
+# A tile's weight gradient is read, and so is the fp32 sum, which is written again.
+SUMMED_BYTES = 2 + 4 + 4
 
 
 def token_flops(layer: LayerSizes, job: Job) -> int:
@@ -35,6 +39,14 @@ def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *
         return 2 * token_flops(layer, job)
     attention = attention_flops(sizes, layer, job) if mode == "recompute" else 0
     return token_flops(layer, job) + attention
+
+
+def tile_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
+    """What summing weight gradients over tiles costs."""
+    tiles = -(-job.tokens // plan.mlp_tile)
+    if tiles == 1 or sizes.adapters:
+        return 0
+    return tiles * sum(layer.mlp for layer in sizes.layers) * SUMMED_BYTES * FLOPS_PER_TOUCHED_BYTE
 
 
 def recompute_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:

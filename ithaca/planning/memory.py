@@ -23,9 +23,12 @@ GATHERED, GATHERED_REBUILDING = 2, 3
 STAGED = 2
 # Pinned memory is pooled and comes in pages of this size.
 PAGE = 2 * 2**20
-# Bytes a parameter: two fp32 moments; two 8-bit ones with an fp32 scale for each 256 values; two bf16 ones.
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "bf16_sr": 4.0, "none": 0.0}
 POSITIONS = "B*L*(2*D*c + 3*8)"
+
+
+def optimizer_bytes(job: Job) -> float:
+    """State of one parameter: two moments like the weight; in 8 bits with an fp32 scale for each 256; in bf16."""
+    return {"adamw": 2.0 * job.weight_bytes, "adamw8bit": 2 * (1 + 4 / 256), "bf16_sr": 4.0, "none": 0.0}[job.optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,9 @@ class _Step:
         ]
         self.here = [0 if away else sum(parts) for parts, away in zip(self.saved, plan.offload, strict=True)]
         self.away = [sum(parts) if away else 0 for parts, away in zip(self.saved, plan.offload, strict=True)]
+        # The last ones to set out never leave: they are still here when backward wants them.
+        out = [index for index, size in enumerate(self.away) if size]
+        self.late = set(out[-STAGED:])
         self.total, self.trainable = sizes.total, sizes.trainable
         self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8)
         self._work: dict[tuple[LayerMode, int, int], tuple[str, list[Piece], int]] = {}
@@ -115,14 +121,14 @@ class _Step:
         """What is there all the time: weights and optimizer state, on the device or on the host."""
         sizes, job = self.sizes, self.job
         weights = self.total * job.weight_bytes // job.shards
-        state = int(self.trainable * OPTIMIZER_BYTES[job.optimizer]) // job.shards
+        state = int(self.trainable * optimizer_bytes(job)) // job.shards
         over = f" / {job.shards} ranks" if job.shards > 1 else ""
         terms = [_placed("weights", weights, f"{self.total:,} * {job.weight_bytes}{over}", job.weights_on_host)]
         if job.gathers:
             layers = GATHERED_REBUILDING if "rebuild" in self.plan.layers else GATHERED
             gathered = (layers * sizes.largest_layer + sizes.root) * job.compute_bytes
             terms.append(Term("gathered weights", gathered, 0, f"({layers} layers + embedding + head) * c"))
-        formula = f"{self.trainable:,} * {OPTIMIZER_BYTES[job.optimizer]:.4g}{over}"
+        formula = f"{self.trainable:,} * {optimizer_bytes(job):.4g}{over}"
         terms.append(_placed("optimizer state", state, formula, job.optimizer_on_host))
         return [term for term in terms if term.device_bytes or term.host_bytes]
 
@@ -159,7 +165,7 @@ class _Step:
     def _at_loss(self) -> list[Piece]:
         return [
             Piece("saved on the device", sum(self.here), "layers not offloaded"),
-            Piece("staged for the host", sum(self.away[-STAGED:]), "of the last layers, on their way out"),
+            Piece("staged for the host", sum(self.away[i] for i in self.late), "of the last layers, on their way out"),
             *loss_work(self.flow, self.sizes, self.plan.loss_tile, trains=not self.sizes.adapters),
             Piece("positions and ids", self.positions, POSITIONS),
         ]
@@ -168,7 +174,8 @@ class _Step:
         """Bytes that a layer's backward finds: `resident` up to this layer, staged, rebuilt, attended again, positions."""
         place = self.chain[index]
         # A chain's tensors all came back for its rebuilding; the layer before it is being prefetched.
-        staged = sum(self.away[max(index - place - 1, 0) : index + 1])
+        back = set() if self.plan.layers[index] == "keep" else set(range(max(index - place - 1, 0), index + 1))
+        staged = sum(self.away[i] for i in back | {i for i in self.late if i <= index})
         again = self.flow.anchor if self.plan.layers[index - place] == "recompute" else 0
         return resident, staged, place * self.flow.x, again, self.positions
 

@@ -31,7 +31,8 @@ class Job:
     """One rank's share of a step. `length` is the whole sequence, `batch` the rows of one sequence group.
 
     `weights`: "shard" (FSDP2 over the world, or over world / `replicas`), "replicate", or "none" (the model's own
-    parameters, nothing gathered). `accumulate`: gradients of earlier micro-batches exist when a step begins.
+    parameters, nothing gathered). `accumulate`: gradients of earlier micro-batches exist when a step begins. `fused`:
+    token-wise work is compiled, and keeps less.
     """
 
     length: int
@@ -45,6 +46,7 @@ class Job:
     gradient_bytes: int = 2
     optimizer: Optimizer = "adamw"
     accumulate: bool = False
+    fused: bool = True
     weights_on_host: bool = False
     gradients_on_host: bool = False
     optimizer_on_host: bool = False
