@@ -41,20 +41,23 @@ def test_8b_32k_in_120_gib_keeps_what_it_can() -> None:
     plan = chosen(B8, bare(32 * K), 120, 125)
     counts = Counter(plan.layers)
     assert counts["keep"] + counts["save"] == 32
-    assert counts["keep"] >= 12
-    assert not any(plan.offload)
+    assert counts["keep"] >= 20
+    assert plan.mlp_tile == 32 * K
     assert plan.head_groups == 1
+    # Kept layers stay on the device; without a host fewer fit.
+    assert not any(away for away, mode in zip(plan.offload, plan.layers, strict=True) if mode == "keep")
+    assert Counter(chosen(B8, bare(32 * K), 120, 0).layers)["keep"] < counts["keep"]
 
 
-def test_8b_32k_in_40_gib_saves_on_the_device() -> None:
+def test_8b_32k_in_40_gib_saves() -> None:
     plan = chosen(B8, bare(32 * K), 40, 125)
-    assert Counter(plan.layers)["save"] >= 28
-    assert not any(plan.offload)
+    assert Counter(plan.layers) == {"save": 28, "keep": 4}
+    assert not any(chosen(B8, bare(32 * K), 40, 0).offload)
 
 
 def test_8b_128k_in_55_gib_saves_and_offloads() -> None:
     plan = chosen(B8, bare(128 * K), 55, 125)
-    assert set(plan.layers) == {"save"}
+    assert Counter(plan.layers)["save"] >= 28
     # The first layers go, the last ones are needed first.
     assert plan.offload == tuple(index < sum(plan.offload) for index in range(32))
     assert 16 <= sum(plan.offload) <= 32
@@ -65,18 +68,19 @@ def test_8b_512k_recomputes_some_layers() -> None:
     job = Job(512 * K, weights="none", optimizer="adamw8bit")
     plan = chosen(B8, job, 104, 118)
     counts = Counter(plan.layers)
-    assert 1 <= counts["recompute"] <= 12
+    assert 1 <= counts["recompute"] <= 14
     assert counts["rebuild"] >= 16
-    assert chosen(B8, job, 104, 300).layers == ("save",) * 32
+    assert Counter(chosen(B8, job, 130, 118).layers)["recompute"] < counts["recompute"]
+    assert Counter(chosen(B8, job, 104, 300).layers)["save"] >= 31
 
 
 def test_1b_256k_in_24_gib() -> None:
-    assert set(chosen(B1, bare(256 * K), 24, 125).layers) == {"save"}
+    assert Counter(chosen(B1, bare(256 * K), 24, 125).layers)["save"] >= 15
 
 
 def test_1b_1m_with_its_optimizer() -> None:
     plan = chosen(B1, Job(1024 * K, weights="none", optimizer="adamw"), 104, 118)
-    assert set(plan.layers) == {"save"}
+    assert not set(plan.layers) & {"rebuild", "recompute"}
     assert any(plan.offload)
 
 
@@ -132,7 +136,9 @@ def test_pieces_follow_the_sizes() -> None:
     assert mlp_tile_for(B8, job) == 2048
     assert mlp_tile_for(B1, job) == 4096
     assert mlp_tile_for(B8, bare(1000)) == 1000
-    assert loss_tile_for(B8, job) == 2048
+    assert loss_tile_for(B8, job) == 4096
+    # Uncompiled, four fp32 values of each logit live at once.
+    assert loss_tile_for(B8, replace(job, fused=False)) == 512
     assert loss_tile_for(B8, bare(7)) == 7
     assert head_groups_for(B8, bare(8 * K), 100 * GIB) == 1
     # Indices: 1M tokens of 32 heads of 128 are 2^32 elements.
@@ -172,7 +178,7 @@ def test_the_error_names_the_term_and_changes_that_fit() -> None:
     chosen(B8, replace(job, length=length), 104, 118)
     with pytest.raises(MemoryPlanError):
         choose_plan(B8, replace(job, length=length + 2 * K), 104 * GIB, 118 * GIB)
-    sp = int(re.findall(r"; sp=(\d+)|: sp=(\d+)", message)[0][1])
+    sp = int(re.findall(r"[;:] sp=(\d+)", message)[0])
     chosen(B8, replace(job, sp=sp), 104, 118)
     device = int(re.findall(r"(\d+) GiB of device memory", message)[0])
     chosen(B8, job, device, 118)
@@ -189,11 +195,11 @@ def test_the_error_asks_for_host_memory_where_that_is_short() -> None:
 
 
 def test_the_error_sends_the_optimizer_to_the_host() -> None:
-    with pytest.raises(MemoryPlanError, match=r"'optimizer state', 59\.8 GiB.*the optimizer state on the host"):
-        choose_plan(B8, Job(8 * K, weights="none"), 60 * GIB, 125 * GIB)
+    with pytest.raises(MemoryPlanError, match=r"'optimizer state', 29\.9 GiB.*the optimizer state on the host"):
+        choose_plan(B8, Job(8 * K, weights="none"), 59 * GIB, 125 * GIB)
 
 
 def test_the_error_counts_what_is_already_on_the_host() -> None:
     job = Job(8 * K, weights="none", optimizer_on_host=True)
-    with pytest.raises(MemoryPlanError, match=r"59\.8 of 0\.0 GiB on the host.*'optimizer state'"):
+    with pytest.raises(MemoryPlanError, match=r"29\.9 of 0\.0 GiB on the host.*'optimizer state'"):
         choose_plan(B8, job, 60 * GIB)
