@@ -88,6 +88,17 @@ def ithaca_step(model: nn.Module, settings: Settings) -> Step:
     return step
 
 
+def ithaca_figures(model: nn.Module) -> dict[str, Any]:
+    """The plan in force, and what it pinned, which torch's own allocator knows nothing of."""
+    from ithaca.models.binding import binding_of
+
+    installed: Any = binding_of(model).memory
+    if installed is None:
+        return {}
+    pinned = 0 if installed.store is None else installed.store.pinned
+    return {"plan": installed.auto.plan.summary(), "pinned_gib": pinned / GIB}
+
+
 def checkpointed_step(model: Any) -> Step:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -229,6 +240,8 @@ def run_steps(
             continue
         steps.append(spent)
         result |= {"seconds": min(steps), "steps_s": steps, "loss": float(loss)} | memory(device)
+        if cell["system"] == "ithaca":
+            result |= ithaca_figures(model)
         result["model_tflops"] = step_flops(shape, cell["length"]) / min(steps) / 1e12
         result["host_growth_gib"] = host_gib("VmHWM") - before
         keep(result)

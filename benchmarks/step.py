@@ -217,36 +217,45 @@ def curves(cells: list[Cell]) -> dict[str, list[Cell]]:
 
 
 def plot(cells: list[Cell], file: Path) -> None:
-    """Bars of time and memory a cell; with enough lengths of a system, time a token and memory against length."""
+    """A panel of bars a cell, time above memory; with enough lengths of a system, both against length in a last column."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     along = curves(cells)
-    figure, axes = plt.subplots(2 if along else 1, 2, figsize=(12, 8 if along else 4), squeeze=False)
     places = list(dict.fromkeys(cell_of(c) for c in sorted(cells, key=lambda c: (c["model"], c["length"]))))
-    names = [name for _, name in sorted({(SYSTEMS.index(c["system"]), name_of(c)) for c in cells})]
-    for axis, field, title in zip(axes[0], ("seconds", "allocated_gib"), ("seconds", "GiB allocated"), strict=True):
-        for number, name in enumerate(names):
-            mine = {cell_of(c): c.get(field, 0) for c in cells if name_of(c) == name and c["outcome"] == "done"}
-            width = 0.8 / len(names)
-            at = [i + number * width - 0.4 + width / 2 for i in range(len(places))]
-            axis.bar(at, [mine.get(place, 0) for place in places], width, label=name)
-        axis.set_xticks(range(len(places)), places)
-        axis.set(title=f"one step: {title}", ylabel=title)
-    axes[0][0].legend(fontsize="small")
+    columns = len(places) + bool(along)
+    figure, axes = plt.subplots(2, columns, figsize=(4.2 * columns, 5.2), squeeze=False)
+    for column, place in enumerate(places):
+        here = [c for c in cells if cell_of(c) == place and c["outcome"] == "done"]
+        here.sort(key=lambda c: (SYSTEMS.index(c["system"]), name_of(c)), reverse=True)
+        _bars(axes[0][column], here, "seconds", f"{place}: seconds")
+        _bars(axes[1][column], here, "allocated_gib", "GiB allocated")
     for name, group in along.items():
-        lengths = [c["length"] for c in group]
-        axes[1][0].plot(lengths, [c["seconds"] / c["length"] * 1e6 for c in group], marker="o", label=name)
-        axes[1][1].plot(lengths, [c.get("allocated_gib", 0) for c in group], marker="o", label=name)
+        lengths = [c["length"] / 1024 for c in group]
+        axes[0][-1].plot(lengths, [c["seconds"] / c["length"] * 1e6 for c in group], marker="o", label=name)
+        axes[1][-1].plot(lengths, [c.get("allocated_gib", 0) for c in group], marker="o", label=name)
     if along:
-        axes[1][0].set(title="microseconds a token", xlabel="tokens")
-        axes[1][1].set(title="GiB allocated", xlabel="tokens")
-        axes[1][0].legend(fontsize="small")
+        axes[0][-1].set(title="microseconds a token", xlabel="K tokens")
+        axes[1][-1].set(title="GiB allocated", xlabel="K tokens")
+        axes[0][-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def _bars(axis: Any, cells: list[Cell], field: str, title: str) -> None:
+    cells = [c for c in cells if field in c]
+    colours = {"ithaca": "tab:blue", "floor": "lightgray"}
+    names = [name_of(c).replace("budget_gib=", "").replace(".0", " GiB") for c in cells]
+    bars = axis.barh(names, [c[field] for c in cells], color=[colours.get(c["system"], "tab:orange") for c in cells])
+    axis.bar_label(bars, fmt="%.1f", padding=3, fontsize="small")
+    axis.margins(x=0.18)
+    axis.set_title(title, fontsize="medium")
+    axis.tick_params(labelsize="small")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ithaca.errors import MeshError as MeshError
     from ithaca.errors import PeerError as PeerError
     from ithaca.errors import UnsupportedError as UnsupportedError
+    from ithaca.integrations.config import UlyssesConfig as UlyssesConfig
     from ithaca.mesh import Mesh as Mesh
     from ithaca.mesh import init_mesh as init_mesh
     from ithaca.models.binding import unbind as unbind
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ithaca.sequence.batch import shard_batch as shard_batch
     from ithaca.sequence.collate import SequenceCollator as SequenceCollator
     from ithaca.sequence.layout import SequenceLayout as SequenceLayout
+    from ithaca.state.optimizers import build_optimizer as build_optimizer
     from ithaca.state.safetensors import save_pretrained as save_pretrained
     from ithaca.state.weights import recover as recover
     from ithaca.training.step import causal_loss as causal_loss
@@ -43,6 +45,7 @@ _HOMES = {
     "MeshError": "ithaca.errors",
     "PeerError": "ithaca.errors",
     "UnsupportedError": "ithaca.errors",
+    "UlyssesConfig": "ithaca.integrations.config",
     "Mesh": "ithaca.mesh",
     "init_mesh": "ithaca.mesh",
     "unbind": "ithaca.models.binding",
@@ -52,6 +55,7 @@ _HOMES = {
     "shard_batch": "ithaca.sequence.batch",
     "SequenceCollator": "ithaca.sequence.collate",
     "SequenceLayout": "ithaca.sequence.layout",
+    "build_optimizer": "ithaca.state.optimizers",
     "save_pretrained": "ithaca.state.safetensors",
     "recover": "ithaca.state.weights",
     "causal_loss": "ithaca.training.step",

@@ -19,9 +19,9 @@ from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import check_plan, install_memory
-from ithaca.models.support import base_model, check_model, decoder_layers
+from ithaca.models.support import base_model, check_model, decoder_layers, memory_refusal
 from ithaca.planning.plan import MemoryPlan, Optimizer
-from ithaca.state.weights import Weights, place_weights
+from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, place_weights
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,6 +31,8 @@ def parallelize(
     mesh: Mesh,
     *,
     weights: Weights = "shard",
+    replicas: int = 1,
+    on_host: OnHost = "nothing",
     kernel: str = "auto",
     memory: MemoryPlan | Literal["auto"] | None = "auto",
     memory_budget: int | None = None,
@@ -42,15 +44,16 @@ def parallelize(
     """Make `model` run on shards of sequences over `mesh`, exactly; changes it in place and returns it.
 
     `weights`: "shard" (FSDP2 over all ranks), "replicate", or "none" (your own DDP, FSDP or DeepSpeed, which averages
-    gradients over all ranks). `kernel`: "auto" or a name from `ithaca.KERNELS`. `memory`: how activations are kept,
-    layer by layer: "auto" for the least recompute that fits `memory_budget` bytes (three quarters of the device) beside
-    the state of `optimizer` ("adamw", "adamw8bit", "bf16_sr" or "none"), an `ithaca.MemoryPlan`, or None to leave it to
-    autograd. `fuse`: torch.compile norms, activations, rotary embeddings and the loss (on GPUs, unless False;
-    not with memory=None). `compute_dtype`: what FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
+    gradients over all ranks). `replicas`: how many copies of sharded weights there are, each over neighbouring ranks.
+    `on_host`: "everything" keeps weights, gradients and optimizer state in host memory. `kernel`: "auto" or a name from
+    `ithaca.KERNELS`. `memory`: how activations are kept, layer by layer: "auto" for the least recompute that fits
+    `memory_budget` bytes (three quarters of the device) beside the state of `optimizer` ("adamw", "adamw8bit",
+    "bf16_sr" or "none"), an `ithaca.MemoryPlan`, or None to leave it to autograd. `fuse`: torch.compile norms,
+    activations, rotary embeddings and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`: what
+    FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
     `allow_untested` lets an architecture through that no parity run has covered.
     """
-    if weights not in get_args(Weights):
-        raise UnsupportedError(f"weights={weights!r}: choose one of {', '.join(get_args(Weights))}")
+    check_placement(mesh, weights, replicas, on_host)
     check_name(kernel)
     if not (memory is None or memory == "auto" or isinstance(memory, MemoryPlan)):
         raise UnsupportedError(f"memory={memory!r}: pass 'auto', None, or an ithaca.MemoryPlan")
@@ -58,25 +61,42 @@ def parallelize(
         raise UnsupportedError(f"optimizer={optimizer!r}: choose one of {', '.join(get_args(Optimizer))}")
     base = base_model(model)
     fuse = mesh.device.type == "cuda" if fuse is None else fuse
+    away = leaves_device(mesh, on_host)
 
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
     check_heads(*_heads(base), mesh)
     if isinstance(memory, MemoryPlan):
         check_plan(base, decoder_layers(base), memory)
+    refused = None if memory is None or allow_untested else memory_refusal(base)
+    if refused and memory != "auto":
+        raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)
 
     # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
-    if memory is not None:
-        model.to(mesh.device)
-        job = job_of(model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype)
-        chosen = AutoMemory.of(model, base, mesh, job, memory_budget) if memory == "auto" else memory
-        install_memory(binding, decoder_layers(base), chosen, fuse=fuse)
+    if memory is not None and not refused:
+        if not away:
+            model.to(mesh.device)
+        job = job_of(
+            model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype, replicas=replicas, on_host=away
+        )
+        given = None if memory == "auto" else memory
+        planner = AutoMemory.of(model, base, mesh, job, memory_budget, given)
+        install_memory(binding, decoder_layers(base), planner, fuse=fuse)
 
-    # 4. Weights: FSDP2 over all ranks; gradients summed in fp32.
-    place_weights(model, decoder_layers(base), mesh, weights, compute_dtype=compute_dtype, uneven=has_experts(base))
+    # 4. Weights: FSDP2 over all ranks, or over each of several groups; gradients summed in fp32; on the host if asked.
+    place_weights(
+        model,
+        decoder_layers(base),
+        mesh,
+        weights,
+        replicas=replicas,
+        on_host=on_host,
+        compute_dtype=compute_dtype,
+        uneven=has_experts(base),
+    )
     return model
 
 

@@ -18,20 +18,21 @@ from torch import Tensor
 from ithaca.attention import exchange, local, ulysses
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.models import binding, experts
+from ithaca.sequence import agree
+from ithaca.sequence.agree import Agreement
 from ithaca.sequence.batch import Shard
 from ithaca.sequence.layout import SequenceLayout
 from ithaca.training import step
-from ithaca.training.agree import Agreement
 
 
 @contextmanager
 def _changed_shard(change: Callable[[Shard], Shard]) -> Iterator[None]:
-    original = step.shard_batch
+    original = agree.shard_batch
 
     def changed(*args: Any, **kwargs: Any) -> Shard:
         return change(original(*args, **kwargs))
 
-    with patch.object(step, "shard_batch", changed):
+    with patch.object(agree, "shard_batch", changed):
         yield
 
 
@@ -85,13 +86,13 @@ def labels_shifted_after_cutting() -> AbstractContextManager[None]:
 @contextmanager
 def mean_of_means() -> Iterator[None]:
     """Each rank divides by its own count, and the ranks' means are averaged."""
-    original = step.token_loss
+    original = step.summed_loss
 
-    def own_mean(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total, count = original(logits, targets)
-        return total / count.clamp(min=1), count
+    def own_mean(model: Any, bound: Any, shard: Shard) -> tuple[Tensor, Any]:
+        total, routers = original(model, bound, shard)
+        return total / (shard.targets != -100).sum().clamp(min=1), routers
 
-    with patch.object(step, "token_loss", own_mean), patch.object(step, "agree", lambda *a: Agreement(count=1)):
+    with patch.object(step, "summed_loss", own_mean), patch.object(step, "agree", lambda *a: Agreement(count=1)):
         yield
 
 
@@ -189,13 +190,14 @@ def auxiliary_loss_of_the_shard() -> Iterator[None]:
 @contextmanager
 def nan_on_masked_shards() -> Iterator[None]:
     """A mean over no tokens."""
+    original = step.summed_loss
 
-    def mean(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        count = (targets != -100).sum()
-        return loss * count, count
+    def mean(model: Any, bound: Any, shard: Shard) -> tuple[Tensor, Any]:
+        total, routers = original(model, bound, shard)
+        count = (shard.targets != -100).sum()
+        return total / count * count, routers
 
-    with patch.object(step, "token_loss", mean):
+    with patch.object(step, "summed_loss", mean):
         yield
 
 

@@ -44,6 +44,19 @@ def test_figures_in_the_readme_are_those_measured() -> None:
     assert f"| {ulysses['overhead']['ratio'] - 1:.1%} |" in README
 
 
+def test_the_readmes_steps_are_those_measured() -> None:
+    import json
+
+    from benchmarks.step import cell_of, short
+
+    cells = json.loads((ROOT / "benchmarks/results/step.json").read_text())["cells"]
+    table = README[README.index("| | 8B, 32K |") : README.index("Nothing has to be chosen")]
+    columns = [name.strip() for name in table.splitlines()[0].split("|")[2:-1]]
+    shown = [line.replace("*", "").split("|")[2:-1] for line in table.splitlines()[2:] if line]
+    said = {(column, text.strip()) for row in shown for column, text in zip(columns, row, strict=True) if text.strip()}
+    assert said == {(cell_of(cell), short(cell)) for cell in cells}
+
+
 @pytest.mark.parametrize("command", re.findall(r"^torchrun (.+?)(?:\s+#.*)?$", README, re.M))
 def test_torchrun_commands_run(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]

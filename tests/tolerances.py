@@ -9,3 +9,12 @@ FP32_LOSS_AFTER_20_STEPS = 1e-5
 
 # The smallest error a planted fault must cause to count as seen.
 FAULT = 1e-6
+
+# Ten fp32 steps in Hugging Face's loops, with clipping and AdamW: losses of about 4, gradient norms of about 10.
+LOSS = 1e-5
+NORM = 1e-4
+# One evaluation in fp32 after those steps, a mean over a few hundred tokens.
+EVAL_LOSS = 1e-6
+# Weights after those steps. AdamW divides by the root of a gradient's square: where a gradient is near zero, rounding
+# decides a step of up to the learning rate (3e-3); a wrong step anywhere else is of that size too, in most weights.
+WEIGHT = 1e-4

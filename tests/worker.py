@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +131,5 @@ def _join(store: dist.TCPStore, rank: int, call: Call) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        # DTensor remembers results by mesh, and an equal mesh of the next group would be given the dead one's.
+        _clear_sharding_prop_cache()

@@ -50,6 +50,9 @@ class Runner(Protocol):
     def say_aside(self, tensors: list[Tensor]) -> None:
         """Hand on what the layer says on the side."""
 
+    def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The same error, with what can be said about it."""
+
 
 @dataclass(slots=True)
 class Chain:
@@ -69,6 +72,18 @@ class Layer:
     store: HostStore | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.accounting():
+            return self._run(args, kwargs)
+
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        """Running out of memory in here is told with what held it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise self.runner.out_of_memory(error) from error
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         if self.mode == "keep" or not torch.is_grad_enabled():
             outcome = self.runner.run(args, kwargs, None, value=True)
             self.runner.say_aside(outcome.aside)
@@ -227,17 +242,22 @@ class _Replayed(torch.autograd.Function):
                 "memory='keep'"
             )
         kept.used = True
-        kept.bring_back()
-        wants = ctx.needs_input_grad[2:]
-        with torch.enable_grad(), kept.same_rng():
-            inputs = [x.detach().requires_grad_(want) for x, want in zip(kept.inputs, wants, strict=True)]
-            outcome = kept.call.run(inputs, kept.anchors, value=False)
-        kept.inputs, kept.anchors = [], None
-        outputs = [*tree_flatten(outcome.output)[0], *outcome.aside]
-        pairs = [
-            (get_gradient_edge(o), d) for o, d in zip(outputs, douts, strict=True) if d is not None and o.requires_grad
-        ]
-        # The edges are enough to start from: the values are not held through the layer's backward.
-        del outcome, outputs
-        torch.autograd.backward([edge for edge, _ in pairs], [d for _, d in pairs])
-        return (None, None, *(x.grad for x in inputs))
+        with kept.call.layer.accounting():
+            return (None, None, *_replay(kept, ctx.needs_input_grad[2:], douts))
+
+
+def _replay(kept: Kept, wants: tuple[bool, ...], douts: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Run the layer once more, with gradients, and go back through it; gives the inputs' gradients."""
+    kept.bring_back()
+    with torch.enable_grad(), kept.same_rng():
+        inputs = [x.detach().requires_grad_(want) for x, want in zip(kept.inputs, wants, strict=True)]
+        outcome = kept.call.run(inputs, kept.anchors, value=False)
+    kept.inputs, kept.anchors = [], None
+    outputs = [*tree_flatten(outcome.output)[0], *outcome.aside]
+    pairs = [
+        (get_gradient_edge(o), d) for o, d in zip(outputs, douts, strict=True) if d is not None and o.requires_grad
+    ]
+    # The edges are enough to start from: the values are not held through the layer's backward.
+    del outcome, outputs
+    torch.autograd.backward([edge for edge, _ in pairs], [d for _, d in pairs])
+    return [x.grad for x in inputs]

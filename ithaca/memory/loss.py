@@ -32,10 +32,15 @@ class LossSpec:
     z: float = 0.0
 
 
-def token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
+def token_loss(
+    logits_BLV: Tensor, targets_BL: Tensor, *, smoothing: float = 0.0, z: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the targets that are not -100, in fp32 (fp64 stays fp64), and their number."""
     logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
-    total = F.cross_entropy(logits_TV, targets_BL.flatten(), ignore_index=IGNORE, reduction="sum")
+    targets_T = targets_BL.flatten()
+    total = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    if z:
+        total = total + z * (logits_TV.logsumexp(-1).square() * (targets_T != IGNORE)).sum()
     return total, (targets_BL != IGNORE).sum()
 
 

@@ -43,7 +43,8 @@ class Unit:
             return tuple(self.pieces(x_BLC))
         whole: list[Tensor] = []
         for span in spans:
-            pieces = self.pieces(x_BLC[:, span])
+            # Of several rows a tile is no view that every model can take apart again: it is copied.
+            pieces = self.pieces(x_BLC[:, span].contiguous())
             if not whole:
                 whole = [piece.new_empty(*x_BLC.shape[:2], *piece.shape[2:]) for piece in pieces]
             for target, piece in zip(whole, pieces, strict=True):
@@ -95,7 +96,7 @@ def _tile_gradients(
 ) -> list[Tensor | None]:
     """Gradients of one tile, its input's first if `inward`."""
     with torch.enable_grad():
-        x_BtC = x_BLC[:, span].detach().requires_grad_(inward)
+        x_BtC = x_BLC[:, span].contiguous().detach().requires_grad_(inward)
         outputs = unit.pieces(x_BtC)
     pairs = [(o, d[:, span]) for o, d in zip(outputs, dout, strict=True) if o.requires_grad and d is not None]
     inputs = [*([x_BtC] if inward else []), *wanted]

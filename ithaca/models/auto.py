@@ -1,4 +1,4 @@
-"""`memory="auto"`: the plan that fits, made when the first batch shows how long sequences are, and again for longer ones.
+"""The plan in force: for `memory="auto"` made when the first batch shows how long sequences are, and again for longer ones.
 
 The one model of memory is `planning/`'s; here it is told about this model, this mesh and this machine. All ranks see
 the same numbers but for free host memory, so the smallest of those is taken and all ranks choose alike.
@@ -7,8 +7,8 @@ the same numbers but for free host memory, so the smallest of those is taken and
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psutil
 import torch
@@ -17,6 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ithaca.mesh import Mesh
+from ithaca.models.exhausted import out_of_memory
+from ithaca.models.support import decoder_layers
 from ithaca.planning.advice import explain
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import memory_of
@@ -38,30 +40,44 @@ class AutoMemory:
     mesh: Mesh
     job: Job
     budget: int
-    parameters: list[nn.Parameter] = field(repr=False)
+    model: nn.Module = field(repr=False)
+    given: MemoryPlan | None = None
+    plan: MemoryPlan | None = None
     planned: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, base: PreTrainedModel, mesh: Mesh, job: Job, budget: int | None) -> AutoMemory:
-        parameters = list(model.parameters())
-        return cls(_sizes(base, parameters), mesh, job, _device_memory(mesh) if budget is None else budget, parameters)
+    def of(
+        cls, model: nn.Module, base: PreTrainedModel, mesh: Mesh, job: Job, budget: int | None, given: MemoryPlan | None
+    ) -> AutoMemory:
+        sizes = sizes_of(model, base)
+        return cls(sizes, mesh, job, _device_memory(mesh) if budget is None else budget, model, given)
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
-        """A plan if this batch needs more than any before, else None: the one in force will do."""
+        """A plan if this batch needs more than any before, else None: the one in force, or the given one, will do."""
         tokens = layout.batch * layout.padded
-        adds = not self.job.accumulate and any(p.grad is not None for p in self.parameters)
+        adds = not self.job.accumulate and any(p.grad is not None for p in self.model.parameters())
         if tokens <= self.planned and not adds:
             return None
         if tokens > self.planned:
             self.job = replace(self.job, length=layout.padded, batch=layout.batch)
         self.job = replace(self.job, accumulate=self.job.accumulate or adds)
-        host = _host_memory(self.mesh)
-        plan = choose_plan(self.sizes, self.job, self.budget, host)
         self.planned = max(tokens, self.planned)
+        if self.given is not None:
+            self.plan = self.given
+            return None
+        host = _host_memory(self.mesh)
+        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host)
         if self.mesh.rank == 0:
             memory = memory_of(self.sizes, self.job, plan)
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
         return plan
+
+    def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The error with an account of the plan in force."""
+        if self.plan is None:
+            return error
+        free = 0 if self.mesh.device.type != "cuda" else int(SHARE * psutil.virtual_memory().available)
+        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, free // self.mesh.local_ranks)
 
 
 def job_of(
@@ -72,29 +88,56 @@ def job_of(
     *,
     fused: bool,
     compute_dtype: torch.dtype | None,
+    replicas: int = 1,
+    on_host: bool = False,
 ) -> Job:
-    """What is known of a step before its first batch."""
+    """What is known of a step before its first batch. `on_host`: weights, gradients and optimizer state are there."""
     width = next(p.element_size() for p in model.parameters() if p.is_floating_point())
     return Job(
         length=1,
         sp=mesh.sp,
         dp=mesh.dp,
-        weights=weights if mesh.world > 1 or compute_dtype is not None else "none",
+        weights=weights if mesh.world > 1 or compute_dtype is not None or on_host else "none",
+        replicas=replicas,
         weight_bytes=width,
         compute_bytes=width if compute_dtype is None else compute_dtype.itemsize,
         gradient_bytes=width,
         optimizer=optimizer,
         fused=fused,
+        weights_on_host=on_host,
+        gradients_on_host=on_host,
+        optimizer_on_host=on_host,
     )
 
 
-def _sizes(base: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> ModelSizes:
-    """The model's sizes; what is trained beside frozen weights is counted as adapters are."""
-    sizes = ModelSizes.from_config(base.config.to_dict())
-    trained = {p.requires_grad: 0 for p in parameters}
-    for p in parameters:
-        trained[p.requires_grad] += p.numel()
-    return replace(sizes, adapters=trained.get(True, 0)) if trained.get(False) else sizes
+def sizes_of(model: nn.Module, base: PreTrainedModel) -> ModelSizes:
+    """The model's sizes, its parameters counted rather than worked out from its config.
+
+    Where most weights are frozen, those that are trained count as adapters do.
+    """
+    sizes = ModelSizes.from_config(_described(base))
+    total = sum(p.numel() for p in base.parameters())
+    counts = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(base)]
+    if len(counts) != len(sizes.layers):
+        counts = [(total - sizes.root) // len(sizes.layers)] * len(sizes.layers)
+    layers = tuple(
+        replace(layer, attention=min(layer.attention, count), mlp=max(0, count - layer.attention), norms=0)
+        for layer, count in zip(sizes.layers, counts, strict=True)
+    )
+    beside = total - sum(layer.parameters for layer in layers)
+    sizes = replace(sizes, layers=layers, final_norm=max(0, beside - sizes.embedding - sizes.head))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return replace(sizes, adapters=trained) if 2 * trained < total else sizes
+
+
+def _described(base: PreTrainedModel) -> dict[str, Any]:
+    """The config under the names that most architectures use; its class knows the others."""
+    config: Any = base.config.get_text_config()
+    usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    named = {key: getattr(config, key, None) for key in usual}
+    named["num_hidden_layers"] = named["num_hidden_layers"] or len(decoder_layers(base))
+    named["intermediate_size"] = named["intermediate_size"] or 4 * int(config.hidden_size)
+    return {**config.to_dict(), **named}
 
 
 def _device_memory(mesh: Mesh) -> int:

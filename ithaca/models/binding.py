@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import OutOfMemoryError, Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -55,6 +55,8 @@ class Installed(Protocol):
     def begin(self, layout: SequenceLayout | None = None) -> None: ...
 
     def remove(self) -> None: ...
+
+    def out_of_memory(self, error: OutOfMemoryError) -> OutOfMemoryError: ...
 
 
 @dataclass(eq=False)

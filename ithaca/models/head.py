@@ -1,16 +1,17 @@
 """The head and the loss in one, inside the model's own forward.
 
-A call with `loss_targets` runs the decoder, then head and cross-entropy tile by tile, and gives `(sum, count)`; any
-other call is the model's own. It has to happen inside the model's forward, where FSDP2 has gathered the head's weight,
-and give a plain tuple: FSDP2 of torch 2.11 hooks tensors in tuples, lists and dicts only, and without a hook the root's
-weights would not be gathered for backward. What an architecture does to its logits (a scale, a softcap) is read off its
-config and then tried against its own logits on a few tokens; one that does something else keeps its whole logits.
+A call with `loss_targets` (and `loss_smoothing`, `loss_z`) runs the decoder, then head and cross-entropy tile by tile,
+and gives `(sum, count)`; any other call is the model's own. It has to happen inside the model's forward, where FSDP2
+has gathered the head's weight, and give a plain tuple: FSDP2 of torch 2.11 hooks tensors in tuples, lists and dicts
+only, and without a hook the root's weights would not be gathered for backward. What an architecture does to its logits
+(a scale, a softcap) is read off its config and then tried against its own logits on a few tokens; one that does
+something else keeps its whole logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ithaca.memory.loss import LossSpec, head_loss
 
-TARGETS = "loss_targets"
+TARGETS, SMOOTHING, Z = "loss_targets", "loss_smoothing", "loss_z"
 
 
 @dataclass(eq=False)
@@ -30,16 +31,21 @@ class HeadForward:
     forward: Callable[..., Any]
     tile: int
     spec: LossSpec
-    fuse: bool = False
+    fuse: bool
+    account: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         targets_BL = kwargs.pop(TARGETS, None)
         if targets_BL is None:
             return self.forward(*args, **kwargs)
+        spec = replace(self.spec, smoothing=kwargs.pop(SMOOTHING, 0.0), z=kwargs.pop(Z, 0.0))
         hidden_BLC = self.model.base_model(*args, **kwargs).last_hidden_state
         head: Any = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return head_loss(hidden_BLC, head.weight, bias, targets_BL, self.tile, self.spec, fuse=self.fuse)
+        try:
+            return head_loss(hidden_BLC, head.weight, bias, targets_BL, self.tile, spec, fuse=self.fuse)
+        except torch.OutOfMemoryError as error:
+            raise self.account(error) from error
 
 
 def logits_spec(model: PreTrainedModel) -> LossSpec:

@@ -22,9 +22,10 @@ from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import Chain as CompiledChain
-from ithaca.models.fuse import can_fuse, compiled_chain, fused_rotary, weights_of
+from ithaca.models.fuse import can_fuse, compiled_chain, fused_rotary
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
+from ithaca.models.units import UnitForward, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
 
@@ -62,6 +63,9 @@ class LayerRunner:
     def say_aside(self, tensors: list[Tensor]) -> None:
         self.binding.router_logits += tensors
 
+    def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        return error if self.binding.memory is None else self.binding.memory.out_of_memory(error)
+
 
 @dataclass(eq=False)
 class TiledChild:
@@ -90,33 +94,6 @@ def _hand_through(x: Tensor) -> Tensor:
 
 def _single(given: Any) -> Any:
     return given[0] if isinstance(given, tuple) and len(given) == 1 else given
-
-
-@dataclass(eq=False)
-class _UnitForward:
-    """The unit's children one after another on a tile, with the router's logits last where there is a router."""
-
-    children: list[nn.Module]
-    forwards: list[Callable[[Tensor], Any]]
-    router: nn.Module | None
-    index: int
-    fused: CompiledChain | None = None
-
-    def __call__(self, x_BtC: Tensor) -> Any:
-        if self.fused is not None:
-            return self.fused(weights_of(self.children), x_BtC)
-        logits: list[Tensor] = []
-        handle = None
-        if self.router is not None:
-            handle = self.router.register_forward_hook(lambda module, args, output: logits.append(output[self.index]))
-        try:
-            given: Any = x_BtC
-            for forward in self.forwards:
-                given = forward(given)
-        finally:
-            if handle is not None:
-                handle.remove()
-        return (*(given if isinstance(given, tuple) else (given,)), *logits)
 
 
 @dataclass(eq=False)
@@ -162,6 +139,10 @@ class Installed:
             if plan is not None:
                 self.apply(plan)
 
+    def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The error with an account of the plan in force, where there is one."""
+        return error if self.auto is None else self.auto.out_of_memory(error)
+
     def remove(self) -> None:
         for module in reversed(self.replaced):
             del module.__dict__["forward"]
@@ -174,6 +155,9 @@ def install_memory(
     binding: Binding, layers: list[nn.Module], memory: MemoryPlan | AutoMemory, *, fuse: bool = False
 ) -> Installed:
     """Tile the token-wise units of every layer and the head, and put each layer under its mode."""
+    if not layers:
+        name = type(binding.model).__name__
+        raise UnsupportedError(f"{name} does not name its layers (_no_split_modules): use memory=None")
     with unsharded(binding.model):
         roles = roles_of(binding, layers)
         around = norms_around(binding.model, layers)
@@ -193,10 +177,10 @@ def install_memory(
         fused = _fused(stack, role, compiled) if fuse else None
         _install_unit(installed, LayerRunner(binding, stack.forward), stack, role, fused)
     _install_head(installed, plain, fuse=fuse)
-    if isinstance(memory, MemoryPlan):
-        installed.apply(memory)
-    else:
-        installed.auto = memory
+    given = memory if isinstance(memory, MemoryPlan) else memory.given
+    installed.auto = None if isinstance(memory, MemoryPlan) else memory
+    if given is not None:
+        installed.apply(given)
     binding.memory = installed
     return installed
 
@@ -204,7 +188,7 @@ def install_memory(
 def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
     model = installed.binding.model
     if plain:
-        installed.head = HeadForward(model, model.forward, 1024, logits_spec(model), fuse)
+        installed.head = HeadForward(model, model.forward, 1024, logits_spec(model), fuse, installed.out_of_memory)
         installed.put(model, installed.head)
     elif installed.binding.mesh.rank == 0:
         logger.warning("%s does something of its own to its logits: they are computed whole", type(model).__name__)
@@ -235,7 +219,7 @@ def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan
         raise UnsupportedError(
             f"the memory plan has {len(plan.layers)} layers, the model {len(layers)}: give one mode a layer"
         )
-    if "rebuild" in plan.layers and any(_router(model, layer)[0] is not None for layer in layers):
+    if "rebuild" in plan.layers and any(router_of(model, layer)[0] is not None for layer in layers):
         # Sums over experts are not repeatable bit by bit, so a rebuilt input could choose other experts.
         raise UnsupportedError("inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead")
 
@@ -279,8 +263,8 @@ def _install_unit(
 ) -> None:
     children = [layer.get_submodule(name) for name in role.names]
     main = layer.get_submodule(role.main)
-    router, index = _router(installed.binding.model, main)
-    forward = _UnitForward(children, [c.forward for c in children], router, index, None if router else fused)
+    router, index = router_of(installed.binding.model, main)
+    forward = UnitForward(children, [c.forward for c in children], router, index, None if router else fused)
 
     def parameters() -> list[nn.Parameter]:
         return [p for child in children for p in child.parameters()]
@@ -290,14 +274,3 @@ def _install_unit(
     child = TiledChild(runner, unit, role.silent, router is not None)
     for other in children:
         installed.put(other, child if other is main else _hand_through)
-
-
-def _router(model: PreTrainedModel, main: nn.Module) -> tuple[nn.Module | None, int]:
-    """The module whose output transformers records as router logits, and where in that output they stand."""
-    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
-    recorder = recorded.get("router_logits")
-    target = getattr(recorder, "target_class", recorder)
-    if not isinstance(target, type):
-        return None, 0
-    router = next((m for m in main.modules() if isinstance(m, target)), None)
-    return router, int(getattr(recorder, "index", 0))

@@ -154,7 +154,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _is_tokenwise(call: _Seen) -> bool:
-    """One floating `[B, t, C]` in, and half the tokens alone give half the result."""
+    """One floating `[B, t, C]` in, and half the tokens alone give half of every result."""
     alone = len(call.args) == 1 and all(value is None for value in call.kwargs.values())
     x = call.args[0] if call.args else None
     if not alone or not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(call.first, Tensor):
@@ -163,11 +163,22 @@ def _is_tokenwise(call: _Seen) -> bool:
         return False
     half = x.shape[1] // 2
     with torch.no_grad():
-        given = call.module(x[:, :half])
-    part = given[0] if isinstance(given, tuple) else given
-    return torch.allclose(
-        part.float(), call.first[:, :half].float(), rtol=0.05, atol=1e-3 * float(call.first.abs().max())
+        given = call.module(x[:, :half].contiguous())
+    parts, wholes = (list(out) if isinstance(out, tuple) else [out] for out in (given, call.output))
+    return len(parts) == len(wholes) and all(
+        isinstance(part, Tensor) and _is_half(part, whole, x.shape[0], half)
+        for part, whole in zip(parts, wholes, strict=True)
     )
+
+
+def _is_half(part: Tensor, whole: Tensor, rows: int, half: int) -> bool:
+    """Whether `part` is `half` the tokens of `whole`, its first ones, both `[B, t, ...]` or `[B * t, ...]`."""
+    if part.shape[0] == rows * half and whole.shape[0] == 2 * rows * half:
+        part, whole = (out.unflatten(0, (rows, -1)) for out in (part, whole))
+    if part.shape[:2] != (rows, half) or whole.shape[:2] != (rows, 2 * half):
+        return False
+    first = whole[:, :half]
+    return torch.allclose(part.float(), first.float(), rtol=0.05, atol=1e-3 * float(whole.float().abs().max()))
 
 
 def gradients(layer: nn.Module, args: Any, kwargs: Any, weigh: Tensor) -> list[Tensor]:

@@ -36,6 +36,7 @@ class Verdict(TypedDict):
     reason: str
     classes: str
     exact_without: NotRequired[str]
+    memory: NotRequired[str]
 
 
 @cache
@@ -61,6 +62,14 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     raise UnsupportedError(
         f"{kind} is not a transformers model: in a hand-written model call ithaca.ulysses_attention where it attends"
     )
+
+
+def memory_refusal(base: PreTrainedModel) -> str | None:
+    """Why layers of this architecture are not run again, None where that is exact."""
+    kind = str(base.config.model_type)
+    known = verdicts().get(kind)
+    said = known.get("memory", "not measured") if known else "not measured"
+    return None if said == "exact" else f"{kind}: {said}"
 
 
 def check_model(model: nn.Module, base: PreTrainedModel, *, allow_untested: bool) -> None:

@@ -65,16 +65,8 @@ def refusal(
 
 def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits) -> Iterator[str]:
     """Changes of one kind each that make the job fit, the cheapest first."""
-    away = replace(job, optimizer_on_host=True)
-    for name, changed in (
-        ("", job),
-        ("the optimizer state on the host", away),
-        ("optimizer state and gradients on the host", replace(away, gradients_on_host=True)),
-        (
-            "weights, gradients and optimizer state on the host",
-            replace(away, gradients_on_host=True, weights_on_host=True),
-        ),
-    ):
+    away = replace(job, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
+    for name, changed in (("", job), ("on_host='everything' (weights, gradients and optimizer state)", away)):
         # What the host has may do; more of it is named with the amount.
         needed = _smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
         if needed is not None:

@@ -3,7 +3,7 @@
     python -m ithaca.proof.survey [--kinds llama,bloom] [--write]
 
 Prints a line for each type. `--write` puts the verdicts into `ithaca/models/verdicts.json` (with `--kinds`: those
-rows alone) and makes `docs/architectures.md` from it. About ten minutes on two cores.
+rows alone) and makes `docs/architectures.md` from it. About a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Fleet:
     def __init__(self) -> None:
         self.ranks = {world: Ranks(world) for world in WORLDS}
 
-    def measure(self, world: int, kind: str, **overrides: Any) -> Measured:
-        return self.ranks[world].measure(kind, **overrides)
+    def measure(self, world: int, kind: str, *, memory: bool = False, **overrides: Any) -> Measured:
+        return self.ranks[world].measure(kind, memory=memory, **overrides)
 
     def stop(self) -> None:
         for ranks in self.ranks.values():
@@ -52,6 +52,7 @@ def survey(chosen: list[str]) -> dict[str, Row]:
             row = judge(look(kind), fleet.measure, WORLDS)
             rows |= dict.fromkeys((kind, *aliases(kind)), row)
             shown = f"off by {row['worst']:.0e} at most" if row["verdict"] == "exact" else row["reason"]
+            shown += f", memory: {row['memory']}" if "memory" in row else ""
             seconds = time.monotonic() - started
             print(f"[{number}/{len(chosen)}] {kind}: {row['verdict']}, {shown} ({seconds:.1f} s)", flush=True)
     finally:

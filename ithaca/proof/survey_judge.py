@@ -23,7 +23,7 @@ Row = dict[str, Any]
 class Measure(Protocol):
     """Runs one architecture on `world` ranks."""
 
-    def __call__(self, world: int, kind: str, **overrides: Any) -> Measured: ...
+    def __call__(self, world: int, kind: str, *, memory: bool = False, **overrides: Any) -> Measured: ...
 
 
 def judge(seen: Look, measure: Measure, worlds: tuple[int, ...]) -> Row:
@@ -40,7 +40,15 @@ def judge(seen: Look, measure: Measure, worlds: tuple[int, ...]) -> Row:
             without = _exact_without(seen.kind, cause, measured, partial(measure, world, seen.kind))
             return row | ({"exact_without": without} if without else {})
         total.add(measured)
-    return _row(seen, "exact", "", "parity", total)
+    return _row(seen, "exact", "", "parity", total) | {"memory": _memory(measure(worlds[0], seen.kind, memory=True))}
+
+
+def _memory(measured: Measured) -> str:
+    """ "exact", or what went wrong with layers run again."""
+    if is_exact(measured):
+        return "exact"
+    where, number = _largest(measured)
+    return measured.failure or f"{where} off by {number:.0e}"
 
 
 def is_exact(measured: Measured) -> bool:

@@ -18,6 +18,9 @@ gives the loss, the logits and every gradient of one process with transformers' 
 with its sequence split over 2 and over 4 ranks: on a plain batch of odd length, on right-padded and left-padded batches,
 on a packed row (against its documents one by one), and with the router's auxiliary loss where there is one. Windows are
 shorter than the rows, caps and sinks are on. What is not exact is refused by name before anything runs.
+
+*Run again* says whether the same holds with work in tiles and layers run again from what they saved, one in two with
+its attention: there `memory="auto"` saves memory; elsewhere autograd keeps everything.
 """
 
 
@@ -37,8 +40,11 @@ def page(table: dict[str, Any]) -> str:
 
 
 def _exact(rows: dict[str, dict[str, Any]]) -> str:
-    cells = ((f"`{kind}`", row["classes"], _features(row), f"{row['worst']:.0e}") for kind, row in rows.items())
-    return _table(("Type", "Class", "Exercised", "Worst error"), cells)
+    cells = (
+        (f"`{kind}`", row["classes"], _features(row), f"{row['worst']:.0e}", _escaped(row["memory"]))
+        for kind, row in rows.items()
+    )
+    return _table(("Type", "Class", "Exercised", "Worst error", "Run again"), cells)
 
 
 def _features(row: dict[str, Any]) -> str:
@@ -53,8 +59,12 @@ def _refused(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def _reason(row: dict[str, Any]) -> str:
-    text = row["reason"].replace("|", "\\|")
+    text = _escaped(row["reason"])
     return f"{text}. Exact without {row['exact_without']}" if "exact_without" in row else text
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -29,7 +29,9 @@ from transformers.utils import logging
 
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import NAME, bind
+from ithaca.models.layers import install_memory
 from ithaca.models.support import decoder_layers
+from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import Batch, compare
 from ithaca.proof.small import build, small_batch
 from ithaca.proof.small_more import survey_config
@@ -97,6 +99,16 @@ def bind_unchecked(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
     return model
 
 
+def bind_with_memory(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
+    """The same with work in tiles and layers run again from what they saved, one in two its attention too."""
+    layers = decoder_layers(model)
+    modes: tuple[LayerMode, ...] = tuple("recompute" if index % 2 else "save" for index in range(len(layers)))
+    plan = MemoryPlan(modes, (True,) * len(layers), mlp_tile=5, loss_tile=7)
+    install_memory(bind(model, mesh), layers, plan)
+    place_weights(model, layers, mesh, "shard")
+    return model
+
+
 def measure(
     config: PreTrainedConfig, mesh: Mesh, *, prepare: Callable[..., PreTrainedModel] = bind_unchecked
 ) -> Measured:
@@ -152,14 +164,16 @@ def serve(connection: Connection, rank: int, world: int, port: int) -> None:
     turn = 0
     while True:
         try:
-            kind, overrides = connection.recv()
+            kind, memory, overrides = connection.recv()
         except EOFError:
             return
         turn += 1
         group = PrefixStore(f"turn{turn}", store)
         dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT))
         try:
-            measured = measure(survey_config(kind, **overrides), init_mesh(sp=world, device="cpu"))
+            mesh = init_mesh(sp=world, device="cpu")
+            prepare = bind_with_memory if memory else bind_unchecked
+            measured = measure(survey_config(kind, **overrides), mesh, prepare=prepare)
         except Exception as error:
             measured = Measured(failure=f"building it: {type(error).__name__}: {' '.join(str(error).split())}")
         dist.destroy_process_group()
@@ -174,12 +188,12 @@ class Ranks:
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
 
-    def measure(self, kind: str, **overrides: Any) -> Measured:
+    def measure(self, kind: str, *, memory: bool = False, **overrides: Any) -> Measured:
         """The worst of all ranks on a small `kind`; ranks that do not answer in time are killed."""
         if not self.processes:
             self._start()
         for connection in self.connections:
-            connection.send((kind, overrides))
+            connection.send((kind, memory, overrides))
         answers = self._collect()
         measured = Measured()
         for rank in sorted(answers, key=lambda rank: "Connection closed" in (answers[rank].failure or "")):

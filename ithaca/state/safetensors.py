@@ -163,7 +163,11 @@ def _convert(base: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _gather(tensor: Tensor) -> Tensor:
     """The whole tensor, on the host of the rank that writes; all ranks take part in the gather."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole: Any = tensor
+    if isinstance(tensor, DTensor):
+        # Shards kept on the host go by way of the device: that is where ranks are joined.
+        whole = tensor.to(tensor.device_mesh.device_type)
+        whole = whole.full_tensor()
     return whole.detach().cpu() if _rank() == 0 else whole.detach().to("meta")
 
 

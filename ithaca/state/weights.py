@@ -1,25 +1,58 @@
 """Where the weights live: FSDP2 over all ranks, copies on all ranks, or left to the caller.
 
 `"shard"`: each decoder layer is one FSDP2 group, the rest another; gradients are summed (divide factor 1: the loss
-has already been divided by the global token count), in fp32 where the weights are of lower precision.
-`"replicate"` is the same machinery on a mesh of world x 1: every rank keeps whole weights.
+has already been divided by the global token count), in fp32 where the weights are of lower precision. With
+`replicas` > 1 (HSDP) neighbouring ranks shard one copy, so that gathers stay inside a node; gradients are summed over
+the copies too. `"replicate"` is the same machinery on a mesh of world x 1: every rank keeps whole weights.
 `"none"`: weights are the caller's, whose wrapper is expected to average gradients over all ranks.
+
+`on_host="everything"` keeps sharded weights, their gradients and so the optimizer's state in pinned host memory; a
+layer's weights are on the device while it runs. Where the device is the host there is nothing to move.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from ithaca.errors import UnsupportedError
+from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
 
 Weights = Literal["shard", "replicate", "none"]
+OnHost = Literal["nothing", "everything"]
 _SUMS = "_ithaca_sums_gradients"
+_REFUSED = {
+    # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
+    "optimizer": "optimizer state alone cannot go to the host and stay exact under clipping: use 'everything', or "
+    "'nothing' with the optimizer 'adamw8bit', whose state is half of bf16's and a quarter of fp32's",
+}
+
+
+def check_placement(mesh: Mesh, weights: Weights, replicas: int, on_host: OnHost) -> None:
+    """Refuse what cannot be placed so, before anything is."""
+    if weights not in get_args(Weights):
+        raise UnsupportedError(f"weights={weights!r}: choose one of {', '.join(get_args(Weights))}")
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or mesh.world % replicas:
+        works = ", ".join(str(n) for n in range(1, mesh.world + 1) if mesh.world % n == 0)
+        raise MeshError(f"replicas={replicas!r} over {mesh.world} ranks: a divisor of the world is needed: {works}")
+    if replicas > 1 and weights != "shard":
+        raise UnsupportedError(
+            f"replicas={replicas} with weights={weights!r}: copies of sharded weights need weights='shard'"
+        )
+    if on_host not in get_args(OnHost):
+        instead = _REFUSED.get(on_host, f"choose one of {', '.join(get_args(OnHost))}")
+        raise UnsupportedError(f"on_host={on_host!r}: {instead}")
+    if on_host == "everything" and weights == "none":
+        raise UnsupportedError("on_host='everything' with weights='none': weights are yours to place; use 'shard'")
+
+
+def leaves_device(mesh: Mesh, on_host: OnHost) -> bool:
+    """Whether weights are kept away from where they are used."""
+    return on_host == "everything" and mesh.device.type != "cpu"
 
 
 def place_weights(
@@ -28,38 +61,64 @@ def place_weights(
     mesh: Mesh,
     weights: Weights,
     *,
+    replicas: int = 1,
+    on_host: OnHost = "nothing",
     compute_dtype: torch.dtype | None = None,
     uneven: bool = False,
 ) -> None:
     """Apply FSDP2 to `layers` and to the whole of `model`, in place.
 
+    `replicas`: over how many groups of neighbouring ranks the weights are copied, each sharding its own copy.
     `uneven`: a rank may leave weights unused that others use (experts no token of its shard chose).
     """
+    check_placement(mesh, weights, replicas, on_host)
     if weights == "none":
         return
-    model.to(mesh.device)
     model.__dict__[_SUMS] = True
-    if mesh.world == 1 and compute_dtype is None:
-        # Nothing to shard and nothing to sum; FSDP2 would still copy every layer's weights to use them.
-        return
-    box = mesh.weights
-    if weights == "replicate":
-        box = init_device_mesh(mesh.device.type, (mesh.world, 1), mesh_dim_names=("replicate", "shard"))
-    dtype = compute_dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    reduce = torch.promote_types(dtype, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce if reduce != dtype else None)
+    away = leaves_device(mesh, on_host)
+    if not away:
+        model.to(mesh.device)
+        if mesh.world == 1 and compute_dtype is None:
+            # Nothing to shard and nothing to sum; FSDP2 would still copy every layer's weights to use them.
+            return
+    # Weights bound for the host pass through the device layer by layer: FSDP2 takes there what it shards.
+    offload = _to_host() if away else OffloadPolicy()
+    box = _box(mesh, mesh.world if weights == "replicate" else replicas)
+    policy = _precision(model, compute_dtype)
     for module in (*layers, model):
         # The root too is given up after forward: FSDP2 would keep it gathered, and a step taken after an evaluation
         # would then go on with embeddings and head as they were before it.
-        fully_shard(module, mesh=box, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=box, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # A plain sum on every backend: gloo has no scaled sum, and a factor of 1 needs none.
-            module.set_force_sum_reduction_for_comms(True)
-            if uneven and hasattr(module, "set_reduce_scatter_unused_params"):
-                # Ranks must reduce the same weights; torch 2.11 cannot be told so and ends with a size mismatch.
-                module.set_reduce_scatter_unused_params(True)
+            _sum_gradients(module, uneven)
+
+
+def _to_host() -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=True)
+
+
+def _box(mesh: Mesh, replicas: int) -> DeviceMesh:
+    """The ranks as copies x shards: row by row, so that a copy's shards are on neighbouring ranks."""
+    if replicas == 1:
+        return mesh.weights
+    shape = (replicas, mesh.world // replicas)
+    return init_device_mesh(mesh.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    dtype = compute_dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    reduce = torch.promote_types(dtype, torch.float32)
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce if reduce != dtype else None)
+
+
+def _sum_gradients(module: FSDPModule, uneven: bool) -> None:
+    module.set_gradient_divide_factor(1.0)
+    # A plain sum on every backend: gloo has no scaled sum, and a factor of 1 needs none.
+    module.set_force_sum_reduction_for_comms(True)
+    if uneven and hasattr(module, "set_reduce_scatter_unused_params"):
+        # Ranks must reduce the same weights; torch 2.11 cannot be told so and ends with a size mismatch.
+        module.set_reduce_scatter_unused_params(True)
 
 
 def recover(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ averages over ranks (`weights="none"` under DDP, FSDP or DeepSpeed) the parts ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,50 +16,48 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaca.errors import BatchError, PeerError
-from ithaca.memory.loss import token_loss
 from ithaca.mesh import Mesh
-from ithaca.models.binding import Binding, binding_of
+from ithaca.models.binding import binding_of
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
-from ithaca.models.head import TARGETS
-from ithaca.sequence.batch import Shard, count_targets, shard_batch
+from ithaca.models.loss import shown_sum, summed_loss
+from ithaca.sequence.agree import agree, try_shard
+from ithaca.sequence.batch import count_targets
 from ithaca.state.weights import averages_gradients
-from ithaca.training.agree import agree
 
 
-def causal_loss(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, *, count: int | None = None) -> Tensor:
+def causal_loss(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    count: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
     """The mean loss of a whole batch's targets over all ranks; call `.backward()` on it.
 
     Every rank of a sequence group passes the same whole batch, ranks of different `mesh.dp_rank` different ones.
     `count`, from `count_tokens`, is the number of targets over several micro-batches: their losses then add up to
-    the mean over all. Without labels every token after a document's first is learned.
+    the mean over all. Without labels every token after a document's first is learned. `label_smoothing`: the share of
+    each target that is spread over the vocabulary. `z_loss`: the weight of the squared log of the softmax's divisor.
     """
     binding = binding_of(model)
     if count is not None and count < 0:
         raise BatchError(f"count={count}: pass what ithaca.count_tokens(batches, mesh) gives")
-    shard, error = _try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
+    if not 0 <= label_smoothing < 1 or z_loss < 0:
+        raise BatchError(
+            f"label_smoothing={label_smoothing}, z_loss={z_loss}: use 0 <= label_smoothing < 1 and z_loss >= 0"
+        )
+    shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
     assert shard is not None
     divisor = max(own if count is None else count, 1)
-    total, router_logits = _run(model, binding, shard)
+    total, router_logits = summed_loss(model, binding, shard, smoothing=label_smoothing, z=z_loss)
     part = total / divisor
     if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
         # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.
         part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * (own / divisor)
-    scale = mesh.world if averages_gradients(model) else 1
-    shown: Tensor = _Shown.apply(part, mesh.world_group, scale)
-    return shown
-
-
-def _run(model: nn.Module, binding: Binding, shard: Shard) -> tuple[Tensor, Sequence[Tensor]]:
-    """The summed loss of this rank's targets, and its router logits."""
-    if binding.memory is None:
-        outputs = model(**shard.inputs)
-        return token_loss(outputs.logits, shard.targets)[0], getattr(outputs, "router_logits", None) or ()
-    # The layers hand their router logits on themselves: what transformers records of a replayed layer has no graph.
-    inputs = {key: value for key, value in shard.inputs.items() if key != "output_router_logits"}
-    if binding.memory.tiles_head:
-        return model(**inputs, **{TARGETS: shard.targets})[0], binding.router_logits
-    return token_loss(model(**inputs).logits, shard.targets)[0], binding.router_logits
+    return shown_sum(part, mesh.world_group, mesh.world if averages_gradients(model) else 1)
 
 
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
@@ -78,26 +76,3 @@ def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
     if told[1]:
         raise PeerError("another rank could not count its batches and says why; all ranks stop alike")
     return int(told[0])
-
-
-def _try_shard(batch: Mapping[str, Any], mesh: Mesh, vocab_size: int) -> tuple[Shard | None, Exception | None]:
-    try:
-        return shard_batch(batch, mesh, vocab_size=vocab_size), None
-    except Exception as error:
-        # Whatever it is, it is held until all ranks have heard of it: see agree.
-        return None, error
-
-
-class _Shown(torch.autograd.Function):
-    """Forward: the sum over all ranks. Backward: each rank's own part, times `scale`."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, scale: int) -> Tensor:
-        ctx.scale = scale
-        total = part.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad * ctx.scale, None, None

@@ -195,7 +195,7 @@ def test_the_error_asks_for_host_memory_where_that_is_short() -> None:
 
 
 def test_the_error_sends_the_optimizer_to_the_host() -> None:
-    with pytest.raises(MemoryPlanError, match=r"'optimizer state', 29\.9 GiB.*the optimizer state on the host"):
+    with pytest.raises(MemoryPlanError, match=r"'optimizer state', 29\.9 GiB.*on_host='everything'"):
         choose_plan(B8, Job(8 * K, weights="none"), 59 * GIB, 125 * GIB)
 
 

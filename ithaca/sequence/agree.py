@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
-from ithaca.sequence.batch import Shard
+from ithaca.sequence.batch import Shard, shard_batch
 
 _FAILED = -1
 _COLUMNS = ("rows", "tokens a row", "targets", "tokens' content", "labels' content", "documents and positions")
@@ -39,6 +39,14 @@ class Agreement:
     """What all ranks together are about to run."""
 
     count: int
+
+
+def try_shard(batch: Mapping[str, Any], mesh: Mesh, vocab_size: int) -> tuple[Shard | None, Exception | None]:
+    """This rank's shard, or what is wrong with its batch: held until `agree` has told all ranks of it."""
+    try:
+        return shard_batch(batch, mesh, vocab_size=vocab_size), None
+    except Exception as error:
+        return None, error
 
 
 def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exception | None) -> Agreement:

@@ -1,0 +1,164 @@
+"""Whole training steps, optimizer and all, at the lengths where a device is full.
+
+    python -m benchmarks.longest results/longest.json --cells 8B:512K --optimizer adamw8bit --budget 130
+
+A Llama-3 shape with random weights, batch 1, bf16, on one device: a short step first, which makes the optimizer's state
+and compiles, then one step at the length: forward, backward, optimizer. The plan is `memory="auto"`'s for the budget.
+The JSON is written after every part, so that a step that is stopped leaves how far it came. With `--layers N` the model
+has N layers only; where the file has two such runs of a model and length, the whole model's time is derived from them
+on the line through both, and marked so. Without `--cells` the table is made from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.floor import SHAPES, build_model, step_flops, synchronize
+from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
+from benchmarks.step import Cell, load, parse_cells, record, save, show_length
+
+SHORT = 8192
+
+
+def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> None:
+    """One whole step of the cell; `keep` is called after each part of it."""
+    import ithaca
+    from ithaca.state.optimizers import build_optimizer
+
+    settings, length = cell["settings"], cell["length"]
+    shape = replace(SHAPES[cell["model"]], layers=settings["layers"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(shape, length, device, dtype)
+    mesh = ithaca.init_mesh(sp=1)
+    budget = None if settings["budget_gib"] is None else int(settings["budget_gib"] * GIB)
+    ithaca.parallelize(model, mesh, memory_budget=budget, optimizer=settings["optimizer"])
+    optimizer = build_optimizer(model, settings["optimizer"], lr=1e-5)
+    ids = torch.randint(0, shape.vocab, (1, length), generator=torch.Generator().manual_seed(1))
+    result: dict[str, Any] = {"machine": about(device), "outcome": "not done"}
+    for tokens in (min(SHORT, length), length):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        marks = [clock(device)]
+        loss = ithaca.causal_loss(model, {"input_ids": ids[:, :tokens]}, mesh)
+        marks.append(clock(device))
+        result |= {"tokens": tokens, "loss": float(loss.detach()), "forward_s": marks[1] - marks[0]} | memory(device)
+        keep(result)
+        loss.backward()
+        marks.append(clock(device))
+        result |= {"backward_s": marks[2] - marks[1]} | memory(device)
+        keep(result)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        marks.append(clock(device))
+        result |= {"optimizer_s": marks[3] - marks[2], "seconds": marks[3] - marks[0]} | memory(device)
+    result |= ithaca_figures(model)
+    result["model_tflops"] = step_flops(shape, length) / result["seconds"] / 1e12
+    result["host_gib"] = host_gib("VmHWM")
+    keep(result | {"outcome": "done"})
+
+
+def clock(device: torch.device) -> float:
+    synchronize(device)
+    return time.perf_counter()
+
+
+def derived(cells: list[Cell]) -> list[Cell]:
+    """Whole models whose time follows from two runs with fewer layers."""
+    found = []
+    done = [c for c in cells if c["outcome"] == "done"]
+    for model, length in dict.fromkeys((c["model"], c["length"]) for c in done):
+        runs = {c["settings"]["layers"]: c for c in done if (c["model"], c["length"]) == (model, length)}
+        whole, few = SHAPES[model].layers, sorted(runs)[:2]
+        if whole not in runs and len(few) == 2:
+            low, high = (runs[n]["seconds"] for n in few)
+            each = (high - low) / (few[1] - few[0])
+            found.append({"model": model, "length": length, "seconds": low + (whole - few[0]) * each, "from": few})
+    return found
+
+
+def table(cells: list[Cell]) -> str:
+    """Markdown: what ran, then what follows from it."""
+    heads = ("model", "tokens", "step", "tokens/s", "device", "pinned", "optimizer", "plan")
+    rows = [heads, ("---",) * len(heads)]
+    for c in sorted(cells, key=lambda c: (c["model"], c["length"], c["settings"]["layers"])):
+        rows.append((name_of(c), show_length(c["length"]), *figures(c)))
+    for c in derived(cells):
+        few = " and ".join(map(str, c["from"]))
+        spent = f"{c['seconds']:.1f} s, derived from {few} layers"
+        rows.append((c["model"], show_length(c["length"]), spent, f"{c['length'] / c['seconds']:,.0f}", "", "", "", ""))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def name_of(cell: Cell) -> str:
+    layers = cell["settings"]["layers"]
+    return cell["model"] if layers == SHAPES[cell["model"]].layers else f"{cell['model']}, {layers} layers"
+
+
+def figures(cell: Cell) -> tuple[str, ...]:
+    optimizer = cell["settings"]["optimizer"]
+    if cell["outcome"] != "done":
+        return cell["outcome"], "", "", "", optimizer, ""
+    peak = f"{cell['allocated_gib']:.1f} GiB" if "allocated_gib" in cell else ""
+    speed = f"{cell['length'] / cell['seconds']:,.0f}"
+    return f"{cell['seconds']:.1f} s", speed, peak, f"{cell['pinned_gib']:.1f} GiB", optimizer, cell["plan"]
+
+
+def measured(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> None:
+    """`run`, with a failure as a result."""
+    last: dict[str, Any] = {}
+
+    def note(result: dict[str, Any]) -> None:
+        last.update(result)
+        keep(dict(result))
+
+    try:
+        run(cell, device, note)
+    except Exception as error:
+        keep(last | memory(device) | {"outcome": outcome_of(error), "error": f"{type(error).__name__}: {error}"[:4000]})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the JSON, read and written")
+    parser.add_argument("--cells", default="", help="model:length, separated by commas")
+    parser.add_argument("--optimizer", default="adamw", help="a name that parallelize takes")
+    parser.add_argument("--budget", type=float, metavar="GiB", help="memory_budget (default: parallelize's own)")
+    parser.add_argument("--layers", type=int, help="build the model with so many layers only")
+    parser.add_argument("--packages", type=Path, help="a folder with packages that are not installed")
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.packages:
+        sys.path.append(str(arguments.packages.resolve()))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    result = load(arguments.file)
+    for model, length in parse_cells(arguments.cells):
+        settings = {
+            "optimizer": arguments.optimizer,
+            "budget_gib": arguments.budget,
+            "layers": arguments.layers or SHAPES[model].layers,
+        }
+        cell = {"system": "ithaca", "model": model, "length": length, "settings": settings}
+
+        def keep(got: dict[str, Any], cell: Cell = cell) -> None:
+            record(result, cell, got)
+            save(arguments.file, result)
+            print(
+                {key: got.get(key) for key in ("tokens", "outcome", "forward_s", "backward_s", "seconds")}, flush=True
+            )
+
+        measured(cell, torch.device(arguments.device), keep)
+    print(table(result["cells"]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

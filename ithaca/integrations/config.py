@@ -1,0 +1,140 @@
+"""`UlyssesConfig`: the one argument. A `ParallelismConfig` that shows one process where there is a sequence group.
+
+To accelerate, Trainer and TRL a sequence group is one data-parallel process: all sizes they read here are 1, so that
+they cut no batch, scale no loss and count no token for the ranks inside a group. What the user asked for is in
+`settings`; `_validate_accelerator`, which accelerate calls on every Accelerator it makes, puts it into force.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from accelerate.utils import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ithaca.errors import UnsupportedError
+from ithaca.integrations.accelerator import adopt
+from ithaca.integrations.names import kernel_for
+from ithaca.integrations.settings import Settings
+from ithaca.integrations.versions import check_versions
+from ithaca.mesh import Mesh, init_mesh
+from ithaca.planning.plan import MemoryPlan
+
+_WEIGHTS = Literal["shard", "replicate"]
+_HANDLER = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+
+
+@dataclass(init=False, repr=False, eq=False)
+class UlyssesConfig(ParallelismConfig):
+    """`TrainingArguments(..., parallelism_config=ithaca.UlyssesConfig(sp_size=4))`, or SFTConfig, or Accelerator.
+
+    `sp_size` ranks share each sequence; the rest of the world is data-parallel. `ring_size`, `memory`, `kernel`: as in
+    `ithaca.parallelize`. `weights`: "shard" or "replicate". `whole_logits`: evaluation gathers the logits of whole
+    sequences beside the loss, for `compute_metrics` and `predict`. `sp_handler`: accelerate's
+    `DeepSpeedSequenceParallelConfig`, or a dict of the same names.
+    """
+
+    settings: Settings
+
+    def __init__(
+        self,
+        sp_size: int = 1,
+        ring_size: int = 1,
+        *,
+        memory: MemoryPlan | Literal["auto"] | None = "auto",
+        kernel: str = "auto",
+        weights: _WEIGHTS = "shard",
+        whole_logits: bool = False,
+        sp_handler: Any = None,
+        dp_size: int | None = None,
+        allow_untested: bool = False,
+    ) -> None:
+        check_versions(allow_untested=allow_untested)
+        super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+        if weights not in get_args(_WEIGHTS):
+            raise UnsupportedError(
+                f"weights={weights!r}: Trainer and Accelerator leave the weights to Ithaca, choose 'shard' or 'replicate'"
+            )
+        handler = _read_handler(sp_handler)
+        named = handler.get("sp_attn_implementation")
+        if named is not None and kernel == "auto":
+            kernel = kernel_for(named)
+        variable = handler.get("sp_seq_length_is_variable")
+        length = handler.get("sp_seq_length") if variable is False else None
+        self.settings = Settings(
+            sp_size, ring_size, dp_size, memory, kernel, weights, whole_logits, length, allow_untested
+        )
+        self.mesh: Mesh | None = None
+
+    @classmethod
+    def from_accelerate(cls, config: ParallelismConfig, **options: Any) -> UlyssesConfig:
+        """From the `ParallelismConfig` that Hugging Face's DeepSpeed recipe shows; `options` as in `UlyssesConfig`."""
+        for name in ("tp", "cp"):
+            size = getattr(config, f"{name}_size") or 1
+            if size > 1:
+                raise UnsupportedError(
+                    f"{name}_size={size}: only data and sequence parallelism are done here, use sp_size={size} instead"
+                )
+        dp = (config.dp_replicate_size or 1) * (config.dp_shard_size or 1)
+        handler = config.sp_handler if config.sp_size > 1 else None
+        return cls(config.sp_size, sp_handler=handler, dp_size=dp if dp > 1 else None, **options)
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """The ranks as accelerate's loaders know them: `cp` ranks get the same rows, `dp_shard` ranks others."""
+        if self.mesh is None:
+            own = self.settings
+            self.mesh = init_mesh(own.sp_size, dp=own.dp_size, ring=own.ring_size, device=device_type)
+            box = (self.mesh.dp, self.mesh.shards)
+            self.device_mesh = init_device_mesh(self.mesh.device.type, box, mesh_dim_names=("dp_shard", "cp"))
+        return self.device_mesh
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Called by accelerate in the middle of `Accelerator.__init__`."""
+        check_versions(allow_untested=self.settings.allow_untested)
+        self.get_device_mesh(accelerator.device.type)
+        assert self.mesh is not None
+        adopt(accelerator, self.mesh, self.settings)
+
+    def to_json(self) -> UlyssesRecord:
+        """For logs and `to_dict`; what comes back can stand in for this config, as TRL's conversion of arguments needs."""
+        return UlyssesRecord(self)
+
+    def __repr__(self) -> str:
+        return f"UlyssesConfig({self.settings.summary()})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Trainer pickles its arguments beside the model; process groups stay behind."""
+        return {**self.__dict__, "mesh": None, "device_mesh": None}
+
+
+class UlyssesRecord(dict[str, Any]):
+    """The settings as plain JSON, with the config itself behind every attribute.
+
+    `SFTTrainer(args=TrainingArguments(...))` rebuilds its arguments from `to_dict()`: a plain dict would get lost there.
+    """
+
+    def __init__(self, config: UlyssesConfig) -> None:
+        super().__init__(config.settings.plain())
+        self.__dict__["config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+    def __reduce__(self) -> tuple[type[UlyssesRecord], tuple[UlyssesConfig]]:
+        return UlyssesRecord, (self.config,)
+
+
+def _read_handler(handler: Any) -> dict[str, Any]:
+    if handler is None:
+        return {}
+    if isinstance(handler, dict):
+        unknown = sorted(set(handler) - set(_HANDLER))
+        if unknown:
+            raise UnsupportedError(f"sp_handler has {unknown[0]!r}: it takes {', '.join(_HANDLER)}")
+        return handler
+    if not any(hasattr(handler, name) for name in _HANDLER):
+        raise UnsupportedError(f"sp_handler is a {type(handler).__name__}: pass a dict with {', '.join(_HANDLER)}")
+    return {name: getattr(handler, name, None) for name in _HANDLER}

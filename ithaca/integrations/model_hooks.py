@@ -1,0 +1,207 @@
+"""A parallelized model that is called like any other: whole batches in, the loss or the whole logits out.
+
+A hook before the model's own pads, cuts and compares notes with the other ranks; a hook after it mends the output.
+Three kinds of call:
+
+    labels          `loss`; beside it `logits` of whole sequences only where evaluation asked for them
+    no labels       `logits` [B, S, V] of whole sequences, for losses of the caller's own (label smoothing and the like)
+    fused_lm_head   TRL's: log-probabilities, entropies and so on of whole sequences, one number a token
+
+The loss divides by `num_items_in_batch` if that is given, which is the contract of Trainer: the caller multiplies by
+the number of data-parallel processes, and gradients are averaged over those. Without it, it is the token mean over all
+ranks' batches, the same number on every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ithaca.errors import BatchError, UnsupportedError
+from ithaca.integrations.targets import named_once
+from ithaca.integrations.whole import whole_tokens
+from ithaca.mesh import Mesh
+from ithaca.models.binding import LAYOUT, Binding, binding_of
+from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
+from ithaca.models.loss import loss_inputs, read_loss, shown_sum
+from ithaca.sequence.agree import agree, try_shard
+from ithaca.sequence.batch import IGNORE, Shard
+
+FUSED = "fused_lm_head"
+_ITEMS = "num_items_in_batch"
+_ROUTERS = "output_router_logits"
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+# What a caller may pass that asks for something a sharded pass does not give.
+_NOT_GIVEN = ("output_hidden_states", "output_attentions", "past_key_values", "cache_position")
+# A call for the loss alone (Trainer with Liger), which is what is given anyway.
+_DROPPED = ("skip_logits",)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call in flight, between the two hooks."""
+
+    shard: Shard
+    kind: str
+    targets: int
+    items: Tensor | int | None
+    routers: bool | None
+
+
+@dataclass(eq=False)
+class WholeBatches:
+    """The two hooks on one model, and the call between them."""
+
+    model: nn.Module
+    binding: Binding
+    whole_logits: bool = False
+    length: int | None = None
+    call: Call | None = None
+    handles: list[Any] = field(default_factory=list)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.binding.mesh
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before everything else: a whole batch becomes this rank's shard of it."""
+        if not self.binding.sharded or LAYOUT in kwargs:
+            return None
+        kwargs = self._named(args) | kwargs
+        _refuse(kwargs)
+        fused, items = bool(kwargs.pop(FUSED, False)), kwargs.pop(_ITEMS, None)
+        batch = named_once({key: value for key, value in kwargs.items() if key not in _DROPPED})
+        vocabulary = self.binding.model.config.get_text_config().vocab_size
+        shard, error = try_shard(batch, self.mesh, vocabulary)
+        error = error or self._wrong_length(shard) or (_miscounted(batch, shard) if items is not None else None)
+        targets = agree(self.mesh, batch, None if error else shard, error).count
+        assert shard is not None
+        learned = batch.get("labels") is not None or batch.get("shift_labels") is not None
+        self.call = Call(shard, self._kind(learned, fused), targets, items, batch.get(_ROUTERS))
+        return (), self._inputs(self.call)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """After everything else; `output` is None where the forward raised."""
+        call, self.call = self.call, None
+        if call is None or output is None:
+            return None
+        if call.kind == "fused":
+            return self._fused(call, output)
+        logits = None if call.kind == "loss" else whole_tokens(output.logits, self.mesh, call.shard.layout)
+        loss = None if call.kind == "logits" else self._loss(call, output)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def _kind(self, learned: bool, fused: bool) -> str:
+        if fused:
+            return "fused"
+        if not learned:
+            return "logits"
+        return "both" if self.whole_logits and not self.model.training else "loss"
+
+    def _inputs(self, call: Call) -> dict[str, Any]:
+        if call.kind == "fused":
+            return self._fused_inputs(call)
+        if call.kind == "loss":
+            return loss_inputs(self.binding, call.shard)
+        # Router logits of a pass that gives no loss are for nobody.
+        return {key: value for key, value in call.shard.inputs.items() if key != _ROUTERS or call.kind == "both"}
+
+    def _loss(self, call: Call, output: Any) -> Tensor:
+        total, routers = read_loss(self.binding, call.shard, output)
+        own = call.items is None
+        part = total / _divisor(call.targets if call.items is None else call.items)
+        if wants_auxiliary_loss(self.binding.model, call.routers):
+            part = part + auxiliary_loss(self.binding.model, routers, call.shard.real, self.mesh)
+        group = self.mesh.world_group if own else self.mesh.sequence.get_group()
+        return shown_sum(part, group, 1.0 if own else 1 / self.mesh.dp)
+
+    def _fused_inputs(self, call: Call) -> dict[str, Any]:
+        if call.routers and self.binding.memory is None:
+            raise UnsupportedError(
+                "the router's auxiliary loss with memory=None: TRL would take it over one shard; use memory='auto'"
+            )
+        inputs = {key: value for key, value in call.shard.inputs.items() if key != _ROUTERS}
+        quiet = {_ROUTERS: False} if call.routers else {}
+        return inputs | quiet | {FUSED: True, "shift_labels": call.shard.targets}
+
+    def _fused(self, call: Call, output: Any) -> Any:
+        layout = call.shard.layout
+        for name in _PER_TOKEN:
+            value = getattr(output, name, None)
+            if value is not None:
+                # TRL's own have no place for the last token, which has no successor.
+                output[name] = whole_tokens(value, self.mesh, layout)[:, : max(layout.length - 1, 1)]
+        output["loss"] = -output.log_probs.sum() / _divisor(
+            output.label_mask.sum() if call.items is None else call.items
+        )
+        if call.routers:
+            output["aux_loss"] = self._fused_auxiliary(call)
+        return output
+
+    def _fused_auxiliary(self, call: Call) -> Tensor:
+        """TRL weighs the loss by its own coefficient, so ours comes out of it again."""
+        model = self.binding.model
+        coefficient = float(model.config.get_text_config().router_aux_loss_coef)
+        term = auxiliary_loss(model, self.binding.router_logits, call.shard.real, self.mesh) / coefficient
+        return shown_sum(term, self.mesh.world_group)
+
+    def _named(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        if not args:
+            return {}
+        names = [name for name in inspect.signature(type(self.binding.model).forward).parameters if name != "self"]
+        return dict(zip(names, args, strict=False))
+
+    def _wrong_length(self, shard: Shard | None) -> Exception | None:
+        if shard is None or self.length is None or shard.layout.length == self.length:
+            return None
+        return BatchError(
+            f"the batch has {shard.layout.length} tokens a row, sp_handler promised sp_seq_length={self.length}: pass "
+            "sp_seq_length_is_variable=True, any length is fine here"
+        )
+
+
+def take_whole_batches(model: nn.Module, *, whole_logits: bool = False, length: int | None = None) -> WholeBatches:
+    """Put the hooks on a parallelized model: before all hooks it has, and after them."""
+    hooks = WholeBatches(model, binding_of(model), whole_logits, length)
+    hooks.handles += [
+        model.register_forward_pre_hook(hooks.enter, prepend=True, with_kwargs=True),
+        model.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True),
+    ]
+    return hooks
+
+
+def _refuse(kwargs: Mapping[str, Any]) -> None:
+    for name in _NOT_GIVEN:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise UnsupportedError(
+                f"{name} was passed to a model split over ranks, which does not give it: leave it out, or run the model "
+                "whole inside `with ithaca.unsharded(model):`"
+            )
+    if kwargs.get("return_dict") is False:
+        raise UnsupportedError("return_dict=False: outputs are read by name here, leave it out")
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        raise UnsupportedError("logits_to_keep counts tokens of a whole row, a rank has a part of it: leave it out")
+
+
+def _miscounted(batch: Mapping[str, Any], shard: Shard | None) -> Exception | None:
+    """`num_items_in_batch` was counted from the labels, before anybody asked which of them are targets."""
+    labels = batch.get("labels")
+    if shard is None or labels is None or batch.get("shift_labels") is not None:
+        return None
+    counted = int((labels[:, 1:] != IGNORE).sum())
+    if counted == shard.count:
+        return None
+    return BatchError(
+        f"{counted} labels were counted in num_items_in_batch, {shard.count} are targets: the label of a document's first "
+        "token, and of the first after padding, must be -100; loaders that went through accelerator.prepare see to it"
+    )
+
+
+def _divisor(items: Tensor | int) -> Tensor | int:
+    return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)

@@ -1,0 +1,31 @@
+"""Hugging Face's names for attention implementations, and the kernels of ours that do the same work."""
+
+from __future__ import annotations
+
+from ithaca.attention.kernels import KERNELS
+from ithaca.errors import UnsupportedError
+
+# "sdpa" and "eager" leave the choice open: "auto" takes the fastest kernel this device has. torch's own flash
+# kernel is FlashAttention-2.
+_KERNELS = {
+    "sdpa": "auto",
+    "eager": "auto",
+    "ithaca": "auto",
+    "flash_attention_2": "flash",
+    "flash_attention_3": "flash_attn_3",
+    "flex_attention": "flex",
+}
+_HUB = {"flash-attn2": "flash", "flash-attn3": "flash_attn_3"}
+
+
+def kernel_for(attention: str) -> str:
+    """The kernel for an `attn_implementation` or `sp_attn_implementation`; kernels' own names pass as they are."""
+    if attention in _KERNELS:
+        return _KERNELS[attention]
+    if attention in KERNELS:
+        return attention
+    hub = next((kernel for part, kernel in _HUB.items() if part in attention), None)
+    if hub is None:
+        known = ", ".join((*_KERNELS, *KERNELS))
+        raise UnsupportedError(f"the attention implementation {attention!r} has no kernel here: use one of {known}")
+    return hub

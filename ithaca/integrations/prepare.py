@@ -1,0 +1,105 @@
+"""From the model and the optimizer a user hands to `prepare` to those that train: in order, what happens to them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ithaca.errors import UnsupportedError
+from ithaca.integrations.model_hooks import take_whole_batches
+from ithaca.integrations.names import kernel_for
+from ithaca.integrations.settings import Settings
+from ithaca.integrations.state import SavePretrained
+from ithaca.mesh import Mesh
+from ithaca.models.binding import is_bound
+from ithaca.models.support import base_model
+from ithaca.parallelize import parallelize
+
+logger = logging.getLogger("ithaca")
+_HOOKS = "_ithaca_whole_batches"
+
+
+@dataclass(eq=False)
+class Preparation:
+    """What one Accelerator does to models and optimizers. `moved`: a parameter before sharding -> after."""
+
+    mesh: Mesh
+    settings: Settings
+    compute_dtype: torch.dtype | None = None
+    moved: MutableMapping[Any, nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """Parallelized, and taking whole batches; one that is so already passes as it is."""
+        base = base_model(model)
+        self._map_checkpointing(model, base)
+        if is_bound(model):
+            return model
+        _refuse(model, base)
+        kernel = self.settings.kernel
+        if kernel == "auto":
+            kernel = kernel_for(base.config._attn_implementation or "sdpa")
+        name, before = type(model).__name__, dict(model.named_parameters())
+        parallelize(
+            model,
+            self.mesh,
+            weights=self.settings.weights,
+            kernel=kernel,
+            memory=self.settings.memory,
+            compute_dtype=self.compute_dtype,
+            allow_untested=self.settings.allow_untested,
+        )
+        after = dict(model.named_parameters())
+        self.moved.update({before[name]: after[name] for name in before})
+        self._dress(model, base)
+        # FSDP2 renames the class, and Trainer knows by the name alone that label smoothing has to shift the labels.
+        model.__dict__["_get_name"] = partial(str, name)
+        return model
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Point an optimizer made before `prepare` to the parameters that are trained now."""
+        stale = any(p in self.moved for group in optimizer.param_groups for p in group["params"])
+        if stale and optimizer.state:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has state from before prepare, which is not sharded: prepare the model and "
+                "the optimizer first, then load its state with accelerator.load_state"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self.moved.get(p, p) for p in group["params"]]
+
+    def _map_checkpointing(self, model: nn.Module, base: Any) -> None:
+        """`gradient_checkpointing=True` asks for memory: the memory plan gives it, with less recomputation."""
+        if self.settings.memory is None or not getattr(base, "is_gradient_checkpointing", False):
+            return
+        base.gradient_checkpointing_disable()
+        if self.mesh.rank == 0:
+            logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")
+
+    def _dress(self, model: nn.Module, base: Any) -> None:
+        own = self.settings
+        model.__dict__[_HOOKS] = take_whole_batches(model, whole_logits=own.whole_logits, length=own.length)
+        model.__dict__["save_pretrained"] = SavePretrained(model)
+        forward = base.__dict__.get("forward")
+        if forward is not None and not inspect.isroutine(forward):
+            # Trainer reads off the signature which columns of a dataset the model takes.
+            forward.__signature__ = inspect.signature(type(base).forward.__get__(base))
+
+
+def _refuse(model: nn.Module, base: Any) -> None:
+    embeddings = base.get_input_embeddings()
+    if getattr(embeddings, "neftune_noise_alpha", None) is not None:
+        raise UnsupportedError(
+            "neftune_noise_alpha scales its noise by the length it sees, a shard's here: set it to None"
+        )
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedError(
+                f"{type(adapter).__name__} puts tokens of its own before every row, on every shard here: use LoRA"
+            )

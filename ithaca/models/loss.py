@@ -1,0 +1,66 @@
+"""The loss of a shard: the sum over this rank's targets, and how ranks show one number for their parts.
+
+A rank's gradient is that of its own part, because FSDP2 sums the parts; the value shown is reduced outside autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ithaca.memory.loss import token_loss
+from ithaca.models.binding import Binding
+from ithaca.models.head import SMOOTHING, TARGETS, Z
+from ithaca.sequence.batch import Shard
+
+
+def summed_loss(
+    model: nn.Module, binding: Binding, shard: Shard, *, smoothing: float = 0.0, z: float = 0.0
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The summed loss of this rank's targets, and its router logits."""
+    output = model(**loss_inputs(binding, shard, smoothing=smoothing, z=z))
+    return read_loss(binding, shard, output, smoothing=smoothing, z=z)
+
+
+def loss_inputs(binding: Binding, shard: Shard, *, smoothing: float = 0.0, z: float = 0.0) -> dict[str, Any]:
+    """What the model is called with so that `read_loss` finds a loss in its output."""
+    if binding.memory is None:
+        return shard.inputs
+    # The layers hand their router logits on themselves: what transformers records of a replayed layer has no graph.
+    inputs = {key: value for key, value in shard.inputs.items() if key != "output_router_logits"}
+    head = {TARGETS: shard.targets, SMOOTHING: smoothing, Z: z} if binding.memory.tiles_head else {}
+    return inputs | head
+
+
+def read_loss(
+    binding: Binding, shard: Shard, output: Any, *, smoothing: float = 0.0, z: float = 0.0
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The summed loss and the router logits of a call with `loss_inputs`, or of one that gave logits."""
+    logits = None if isinstance(output, tuple) else output.logits
+    total = output[0] if logits is None else token_loss(logits, shard.targets, smoothing=smoothing, z=z)[0]
+    if binding.memory is None:
+        return total, getattr(output, "router_logits", None) or ()
+    return total, binding.router_logits
+
+
+def shown_sum(part: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> Tensor:
+    """The sum of all ranks' parts; its gradient is this rank's own part, times `scale`."""
+    shown: Tensor = _Shown.apply(part, group, scale)
+    return shown
+
+
+class _Shown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
+        ctx.scale = scale
+        total = part.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.scale, None, None

@@ -1,0 +1,244 @@
+"""Trainer with the one argument against Trainer without it, in fp32: losses, norms, evaluation, weights, steps, counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from ithaca.integrations import model_hooks
+from tests.integrations.runs import (
+    alone,
+    collate_left,
+    collate_left_masked,
+    farthest,
+    hold,
+    hold_weights,
+    reset,
+    train,
+    trainer,
+)
+from tests.ranks import expect_refusal, run_ranks
+from tests.tolerances import EVAL_LOSS, LOSS
+
+DEGREES = [(1, 2), (2, 2), (1, 4)]
+SLOW = pytest.mark.slow
+
+
+def _world(folder: Path, degrees: tuple[int, int], script: Any = train, **options: Any) -> list[Any]:
+    return run_ranks(degrees[0] * degrees[1], script, str(folder), degrees[1], **options)
+
+
+def _alone(dp: int, **options: Any) -> dict[str, Any]:
+    """One process with the rows of all data-parallel processes in its batch."""
+    return alone(train, per_device_train_batch_size=2 * dp, per_device_eval_batch_size=2 * dp, **options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("degrees", [DEGREES[0], *(pytest.param(d, marks=SLOW) for d in DEGREES[1:])], ids=str)
+def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+    expected = _alone(degrees[0], gradient_accumulation_steps=accumulate, max_steps=10)
+    assert min(expected["norms"]) > 0.5, "clipping must bite for this to mean anything"
+    results = _world(tmp_path, degrees, gradient_accumulation_steps=accumulate)
+    for got in results:
+        hold(got, expected)
+        assert got["rates"] == expected["rates"]
+    hold_weights(results[0]["weights"], expected["weights"])
+
+
+def test_two_groups_of_two(tmp_path: Path) -> None:
+    """dp=2 x sp=2 with unequal tokens on the two groups, accumulated: one division by the global count."""
+    expected = _alone(2, gradient_accumulation_steps=2, max_steps=3)
+    for got in _world(tmp_path, (2, 2), gradient_accumulation_steps=2, max_steps=3):
+        hold(got, expected)
+
+
+def _with_shard_means(folder: str, sp: int) -> Any:
+    """Planted: every rank divides by its own shard's targets, and the means are averaged."""
+    original = model_hooks.WholeBatches._loss
+
+    def own_mean(self: Any, call: Any, output: Any) -> Any:
+        call.items = (call.shard.targets != -100).sum().clamp(min=1) * self.mesh.shards
+        return original(self, call, output)
+
+    model_hooks.WholeBatches._loss = own_mean  # type: ignore[method-assign]
+    try:
+        return train(folder, sp, max_steps=3)
+    finally:
+        model_hooks.WholeBatches._loss = original  # type: ignore[method-assign]
+
+
+def test_a_mean_of_shard_means_would_be_seen(tmp_path: Path) -> None:
+    expected = _alone(1, max_steps=3)
+    got = _world(tmp_path, (1, 2), _with_shard_means)[0]
+    assert farthest(got["losses"], expected["losses"]) > 100 * LOSS
+    assert abs(got["eval_loss"] - expected["eval_loss"]) > 100 * EVAL_LOSS
+
+
+def test_epochs_run_the_asked_number_of_steps(tmp_path: Path) -> None:
+    """9 rows in batches of 2, 3 epochs: 15 steps, the last of an epoch with one row. Tokens are counted once."""
+    options = {"max_steps": -1, "num_train_epochs": 3, "rows": 9, "include_num_input_tokens_seen": "non_padding"}
+    expected = alone(train, **options)
+    assert expected["steps"] == 15
+    for got in _world(tmp_path, (1, 2), **options):
+        assert got["steps"] == 15
+        assert got["tokens"] == expected["tokens"] > 0
+        hold(got, expected)
+
+
+@pytest.mark.slow
+def test_epochs_over_two_groups(tmp_path: Path) -> None:
+    options = {"max_steps": -1, "num_train_epochs": 2, "rows": 16, "include_num_input_tokens_seen": "non_padding"}
+    expected = _alone(2, **options)
+    for got in _world(tmp_path, (2, 2), **options):
+        assert (got["steps"], got["tokens"]) == (8, expected["tokens"])
+        hold(got, expected, drift=LOSS)
+
+
+def _resumed(folder: str, sp: int, **options: Any) -> Any:
+    whole = train(folder, sp, save_strategy="steps", save_steps=4, **options)
+    again = train(folder, sp, resume=f"{folder}/checkpoint-4", **options)
+    return whole, again
+
+
+@pytest.mark.parametrize(
+    ("degrees", "accumulate"), [((1, 2), 1), pytest.param((2, 2), 2, marks=SLOW)], ids=["sp2", "dp2 sp2 accumulated"]
+)
+def test_resumed_in_the_middle_of_an_epoch(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+    expected = _alone(degrees[0], gradient_accumulation_steps=accumulate, max_steps=10, rows=96)
+    results = _world(tmp_path, degrees, _resumed, gradient_accumulation_steps=accumulate, rows=96)
+    for _, again in results:
+        hold(again, expected)
+    hold_weights(results[0][1]["weights"], results[0][0]["weights"])
+
+
+def _continued(folder: str, sp: int, checkpoint: str) -> Any:
+    return train(folder, sp, resume=checkpoint)
+
+
+@pytest.mark.slow
+def test_resumed_on_other_degrees(tmp_path: Path) -> None:
+    """Two ranks wrote the checkpoint, four go on."""
+    expected = _alone(1, max_steps=10)
+    _world(tmp_path / "two", (1, 2), save_strategy="steps", save_steps=4)
+    for got in _world(tmp_path / "four", (1, 4), _continued, checkpoint=str(tmp_path / "two/checkpoint-4")):
+        hold(got, expected)
+
+
+def test_saved_model_is_the_standard_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = _world(tmp_path, (1, 2), max_steps=2)[0]["weights"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.config._attn_implementation == "sdpa"
+    state = model.state_dict()
+    assert all(torch.equal(state[key], saved[key]) for key in saved)
+
+
+@pytest.mark.parametrize("smoothing", [0.1])
+def test_label_smoothing(smoothing: float, tmp_path: Path) -> None:
+    expected = _alone(1, label_smoothing_factor=smoothing, max_steps=4)
+    plain = _alone(1, max_steps=4)
+    assert farthest(expected["losses"], plain["losses"]) > 100 * LOSS
+    for got in _world(tmp_path, (1, 2), label_smoothing_factor=smoothing, max_steps=4):
+        hold(got, expected)
+
+
+def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of the user's own, over whole logits: cross-entropy squared, token by token."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    return losses.square().sum() / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=SLOW)], ids=str)
+def test_a_loss_of_the_users_own(degrees: tuple[int, int], tmp_path: Path) -> None:
+    expected = _alone(degrees[0], compute_loss_func=squared, max_steps=4)
+    for got in _world(tmp_path, degrees, compute_loss_func=squared, max_steps=4):
+        # The loss is about 20 here.
+        assert farthest(got["losses"], expected["losses"]) < 4 * LOSS
+        assert farthest(got["norms"], expected["norms"]) < 1e-5 * max(expected["norms"])
+
+
+def _predict(folder: str, sp: int | None, **ulysses: Any) -> tuple[Any, ...]:
+    reset()
+    made = trainer(folder, sp, ulysses)
+    output = made.predict(made.eval_dataset)
+    return output.predictions, output.label_ids, output.metrics["test_loss"]
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=SLOW)], ids=str)
+def test_predict_gives_whole_logits_where_asked(degrees: tuple[int, int], tmp_path: Path) -> None:
+    logits, labels, loss = alone(_predict)
+    for got_logits, got_labels, got_loss in _world(tmp_path, degrees, _predict, whole_logits=True):
+        assert numpy.array_equal(got_labels, labels)
+        real = labels != -100
+        assert numpy.abs(got_logits - logits)[real].max() < 1e-5
+        assert degrees[0] > 1 or abs(got_loss - loss) < EVAL_LOSS
+
+
+def test_predict_is_refused_otherwise(tmp_path: Path) -> None:
+    expect_refusal(2, _predict, str(tmp_path), 2, error="UnsupportedError", match=r"predict and .*whole_logits=True")
+
+
+def test_iterable_datasets_give_a_group_the_same_rows(tmp_path: Path) -> None:
+    expected = alone(train, stream=True)
+    for got in _world(tmp_path, (1, 2), stream=True):
+        hold(got, expected)
+
+
+@pytest.mark.slow
+def test_iterable_datasets_over_two_groups(tmp_path: Path) -> None:
+    expected = _alone(2, stream=True, max_steps=5)
+    for got in _world(tmp_path, (2, 2), stream=True, max_steps=5):
+        hold(got, expected)
+
+
+def test_gradient_checkpointing_becomes_the_memory_plan(tmp_path: Path) -> None:
+    expected = _alone(1, max_steps=10)
+    for got in _world(tmp_path, (1, 2), gradient_checkpointing=True, max_steps=10):
+        hold(got, expected)
+
+
+def test_labels_that_are_nobodys_target_are_not_counted(tmp_path: Path) -> None:
+    """Left padding: Trainer counts labels before the model can say which of them it learns."""
+    expected = _alone(1, collate=collate_left_masked, max_steps=4)
+    counted = _alone(1, collate=collate_left, max_steps=4)
+    assert farthest(counted["losses"], expected["losses"]) > 100 * LOSS
+    for got in _world(tmp_path, (1, 2), collate=collate_left, max_steps=4):
+        hold(got, expected)
+
+
+def _best(folder: str, sp: int | None) -> dict[str, Any]:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    return train(folder, sp, load_best_model_at_end=True, max_steps=6, learning_rate=0.1, **options)
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+    expected = alone(_best)
+    for got in _world(tmp_path, (1, 2), _best):
+        # A learning rate at which training diverges: the last weights are not the best.
+        assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, "auto"])
+@pytest.mark.parametrize("placing", ["shard", "replicate"])
+def test_settings_of_the_config(memory: str | None, placing: str, tmp_path: Path) -> None:
+    expected = _alone(1, max_steps=4)
+    settings = {"memory": memory, "weights": placing, "kernel": "cpu"}
+    for got in _world(tmp_path, (1, 2), ulysses=settings, max_steps=4):
+        hold(got, expected)
+
+
+@pytest.mark.slow
+def test_experts_with_their_auxiliary_loss(tmp_path: Path) -> None:
+    expected = _alone(1, kind="mixtral", max_steps=4)
+    for got in _world(tmp_path, (1, 2), kind="mixtral", max_steps=4):
+        hold(got, expected)

@@ -1,0 +1,57 @@
+"""Label smoothing and z-loss through `causal_loss`: value and gradients of one process, whole logits or tiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ithaca.mesh import init_mesh
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import MemoryPlan
+from ithaca.proof.parity import gradient_errors
+from ithaca.proof.promote import promoted
+from ithaca.proof.small import small_batch, small_model
+from ithaca.training.step import causal_loss
+from tests.ranks import expect_refusal, run_ranks
+from tests.tolerances import FP64
+
+
+def _step(tiled: bool, smoothing: float, z: float) -> float:
+    mesh = init_mesh(sp=2)
+    plan = MemoryPlan(("save", "save"), (False, False), mlp_tile=5, loss_tile=4) if tiled else None
+    with promoted():
+        alone = small_model("gemma2")
+        batch = small_batch(1, 23)
+        logits = alone(input_ids=batch["input_ids"]).logits[0, :-1]
+        targets = batch["labels"][0, 1:]
+        log_divisors = logits[targets != -100].logsumexp(-1)
+        wanted = F.cross_entropy(logits, targets, label_smoothing=smoothing) + z * log_divisors.square().mean()
+        wanted.backward()
+        model = parallelize(small_model("gemma2"), mesh, memory=plan)
+        loss = causal_loss(model, batch, mesh, label_smoothing=smoothing, z_loss=z)
+        loss.backward()
+    grads = {key: p.grad for key, p in alone.named_parameters() if p.grad is not None}
+    return max(abs(loss.item() - wanted.item()), *gradient_errors(model, grads).values())
+
+
+@pytest.mark.parametrize(("smoothing", "z"), [(0.1, 0.0), (0.0, 0.01), (0.2, 0.001)])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_options_of_the_loss(tiled: bool, smoothing: float, z: float) -> None:
+    assert max(run_ranks(2, _step, tiled, smoothing, z)) < FP64
+
+
+def _wrong() -> None:
+    mesh = init_mesh(sp=1)
+    causal_loss(parallelize(small_model("llama"), mesh), small_batch(1, 8), mesh, label_smoothing=1.5)
+
+
+def test_shares_beyond_one_are_refused() -> None:
+    expect_refusal(1, _wrong, error="BatchError", match=r"label_smoothing=1\.5.*use 0 <= label_smoothing < 1")
+
+
+def test_the_options_are_not_nothing() -> None:
+    """Each of them moves the loss, so that ignoring one would be seen above."""
+    logits, targets = torch.randn(5, 7, dtype=torch.float64), torch.arange(5)
+    plain = F.cross_entropy(logits, targets)
+    assert abs(F.cross_entropy(logits, targets, label_smoothing=0.1) - plain) > 1e3 * FP64
