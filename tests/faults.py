@@ -88,8 +88,8 @@ def mean_of_means() -> Iterator[None]:
     """Each rank divides by its own count, and the ranks' means are averaged."""
     original = step.summed_loss
 
-    def own_mean(model: Any, bound: Any, shard: Shard) -> tuple[Tensor, Any]:
-        total, routers = original(model, bound, shard)
+    def own_mean(model: Any, bound: Any, shard: Shard, **options: float) -> tuple[Tensor, Any]:
+        total, routers = original(model, bound, shard, **options)
         return total / (shard.targets != -100).sum().clamp(min=1), routers
 
     with patch.object(step, "summed_loss", own_mean), patch.object(step, "agree", lambda *a: Agreement(count=1)):
@@ -192,8 +192,8 @@ def nan_on_masked_shards() -> Iterator[None]:
     """A mean over no tokens."""
     original = step.summed_loss
 
-    def mean(model: Any, bound: Any, shard: Shard) -> tuple[Tensor, Any]:
-        total, routers = original(model, bound, shard)
+    def mean(model: Any, bound: Any, shard: Shard, **options: float) -> tuple[Tensor, Any]:
+        total, routers = original(model, bound, shard, **options)
         count = (shard.targets != -100).sum()
         return total / count * count, routers
 

@@ -107,6 +107,7 @@ def test_a_failing_rank_is_named_soon_and_the_next_call_works(in_subgroup: bool)
     assert run_ranks(4, reduced, torch.ones(1)) == [torch.tensor([10.0])] * 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_after_a_failure_is_killed() -> None:
     before = run_ranks(2, process_id)
     with pytest.raises(RankError, match="rank 0 raised KeyError") as caught:

@@ -40,9 +40,9 @@ class Preparation:
         """Parallelized, and taking whole batches; one that is so already passes as it is."""
         base = base_model(model)
         self._map_checkpointing(model, base)
+        _refuse(model, base)
         if is_bound(model):
             return model
-        _refuse(model, base)
         kernel = self.settings.kernel
         if kernel == "auto":
             kernel = kernel_for(base.config._attn_implementation or "sdpa")

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 
-from ithaca.planning.activations import Flow, group_bytes, most_groups
+from ithaca.planning.activations import Flow, group_bytes, most_groups, saved
 from ithaca.planning.advice import refusal
 from ithaca.planning.cost import attention_flops, copy_cost, recompute_cost, tile_cost
-from ithaca.planning.memory import Memory, memory_of
+from ithaca.planning.memory import Memory, memory_of, standing_terms
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 
@@ -76,6 +76,7 @@ def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) 
     """The plan of least cost that fits; smaller pieces are tried only when no plan fits with the usual ones."""
     if not feasible(sizes, fixed, job, device, host):
         return None
+    standing = sum(term.device_bytes + term.host_bytes for term in standing_terms(sizes, job))
     for pieces in (_usual(sizes, job, device, fixed), _small(sizes, job, fixed)):
         best: tuple[int, MemoryPlan] | None = None
         plans = [
@@ -85,6 +86,9 @@ def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) 
         for cost, plan in sorted(plans, key=lambda pair: pair[0]):
             if best is not None and cost >= best[0]:
                 break
+            if standing + _saved_bytes(sizes, job, plan) > device + host:
+                # More than both together: nothing to look for.
+                continue
             fitted = _fit(sizes, job, plan, device, host, fixed)
             if fitted is not None:
                 cost += copy_cost(sizes, job, fitted)
@@ -92,6 +96,14 @@ def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) 
         if best is not None:
             return best[1]
     return None
+
+
+def _saved_bytes(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
+    """What all layers save, wherever it is kept."""
+    flow, tiled = Flow.of(sizes, job, plan.head_groups), plan.mlp_tile < job.tokens
+    each = {(layer, mode) for layer, mode in zip(sizes.layers, plan.layers, strict=True)}
+    cost = {pair: sum(saved(flow, *pair, tiled=tiled)) for pair in each}
+    return sum(cost[pair] for pair in zip(sizes.layers, plan.layers, strict=True))
 
 
 def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:

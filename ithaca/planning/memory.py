@@ -66,6 +66,22 @@ def memory_of(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> Memory:
     return _Step(sizes, job, plan).memory()
 
 
+def standing_terms(sizes: ModelSizes, job: Job, *, rebuilds: bool = False) -> list[Term]:
+    """What is there all the time: weights and optimizer state, on the device or on the host."""
+    total, trainable = sizes.total, sizes.trainable
+    weights = total * job.weight_bytes // job.shards
+    state = int(trainable * optimizer_bytes(job)) // job.shards
+    over = f" / {job.shards} ranks" if job.shards > 1 else ""
+    terms = [_placed("weights", weights, f"{total:,} * {job.weight_bytes}{over}", job.weights_on_host)]
+    if job.gathers:
+        layers = GATHERED_REBUILDING if rebuilds else GATHERED
+        gathered = (layers * sizes.largest_layer + sizes.root) * job.compute_bytes
+        terms.append(Term("gathered weights", gathered, 0, f"({layers} layers + embedding + head) * c"))
+    formula = f"{trainable:,} * {optimizer_bytes(job):.4g}{over}"
+    terms.append(_placed("optimizer state", state, formula, job.optimizer_on_host))
+    return [term for term in terms if term.device_bytes or term.host_bytes]
+
+
 class _Step:
     """The moments of one step, worked out from what all of them share."""
 
@@ -85,7 +101,8 @@ class _Step:
         # The last ones to set out never leave: they are still here when backward wants them.
         out = [index for index, size in enumerate(self.away) if size]
         self.late = set(out[-STAGED:])
-        self.total, self.trainable = sizes.total, sizes.trainable
+        self.trainable = sizes.trainable
+        self.standing = standing_terms(sizes, job, rebuilds="rebuild" in plan.layers)
         self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8)
         self._work: dict[tuple[LayerMode, int, int], tuple[str, list[Piece], int]] = {}
 
@@ -101,7 +118,7 @@ class _Step:
         moment, gradients, pieces = max(moments, key=lambda m: _total(m[1]) + (1 + SLACK) * _total(m[2]))
         slack = Piece("allocator slack", int(SLACK * _total(pieces)), f"{SLACK:.0%} of activations")
         device = [Term(p.name, p.bytes, 0, p.formula) for p in (*gradients, *pieces, slack) if p.bytes]
-        return Memory(moment, (*self.standing(), *device, *self.host_terms()))
+        return Memory(moment, (*self.standing, *device, *self.host_terms()))
 
     def _worst_layer(self) -> tuple[int, int, int]:
         """The layer whose backward takes most, what is saved on the device up to it, and gradients made before it."""
@@ -116,21 +133,6 @@ class _Step:
             resident -= self.here[index]
             made += self.sizes.layer_trainable(index)
         return worst
-
-    def standing(self) -> list[Term]:
-        """What is there all the time: weights and optimizer state, on the device or on the host."""
-        sizes, job = self.sizes, self.job
-        weights = self.total * job.weight_bytes // job.shards
-        state = int(self.trainable * optimizer_bytes(job)) // job.shards
-        over = f" / {job.shards} ranks" if job.shards > 1 else ""
-        terms = [_placed("weights", weights, f"{self.total:,} * {job.weight_bytes}{over}", job.weights_on_host)]
-        if job.gathers:
-            layers = GATHERED_REBUILDING if "rebuild" in self.plan.layers else GATHERED
-            gathered = (layers * sizes.largest_layer + sizes.root) * job.compute_bytes
-            terms.append(Term("gathered weights", gathered, 0, f"({layers} layers + embedding + head) * c"))
-        formula = f"{self.trainable:,} * {optimizer_bytes(job):.4g}{over}"
-        terms.append(_placed("optimizer state", state, formula, job.optimizer_on_host))
-        return [term for term in terms if term.device_bytes or term.host_bytes]
 
     def host_terms(self) -> list[Term]:
         """What waits in pinned memory; gradients there are counted whole."""

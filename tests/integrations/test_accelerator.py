@@ -53,6 +53,7 @@ def _constant(folder: str, sp: int | None, **options: Any) -> dict[str, Any]:
     return loop(folder, sp, step_scheduler_with_optimizer=False, **options)
 
 
+@pytest.mark.slow
 def test_two_groups_of_two(tmp_path: Path) -> None:
     """The token mean over both groups' rows: what one process has that gets them in one batch."""
     expected = alone(_constant, batch=4, steps=4)

@@ -67,14 +67,23 @@ def test_kv_heads_shared_by_ranks() -> None:
     assert max(run_ranks(4, _parity, "llama", (1, 4), "save", ["plain", "packed"], {})) < FP64
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LISTED if kind != "llama"])
+# Norms after the MLP, windows and softcap, a tuple from the MLP, latent attention, a plain MLP.
+TELLING = ("gemma2", "olmo2", "gpt_oss", "deepseek_v3", "starcoder2")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in TELLING else pytest.param(kind, marks=pytest.mark.slow) for kind in LISTED if kind != "llama"],
+)
 def test_every_architecture(kind: str) -> None:
     name = "save" if kind in WITH_EXPERTS else "mixed"
     assert max(run_ranks(2, _parity, kind, (1, 2), name, KINDS, {})) < FP64
 
 
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
-@pytest.mark.parametrize("name", ["keep", "save", "recompute"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("keep", marks=pytest.mark.slow), "save", pytest.param("recompute", marks=pytest.mark.slow)]
+)
 def test_experts_with_their_router_loss(kind: str, name: str) -> None:
     unpacked = [each for each in KINDS if each != "packed"]
     assert max(run_ranks(2, _parity, kind, (1, 2), name, unpacked, {"experts": True})) < FP64
