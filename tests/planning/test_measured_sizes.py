@@ -10,14 +10,16 @@ from ithaca.models.auto import sizes_of
 from ithaca.models.support import verdicts
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.plan import Job
-from ithaca.proof.small import build, small_model
+from ithaca.proof.small import LISTED, build, small_model
 from ithaca.proof.small_more import survey_config
 from ithaca.proof.survey_static import kinds
 
 EXACT = [kind for kind in kinds() if verdicts()[kind].get("memory") == "exact"]
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in LISTED else pytest.param(kind, marks=pytest.mark.slow) for kind in EXACT]
+)
 def test_every_architecture_can_be_planned_for(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -136,6 +136,7 @@ def _wide(name: str) -> PreTrainedModel:
     return small_model("llama", dtype=DTYPE[name], num_hidden_layers=1, **WIDE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_falls(name: str, world: int) -> None:
