@@ -206,8 +206,7 @@ def _join(device: str | torch.device | None) -> torch.device:
     if kind.type == "cuda":
         torch.cuda.set_device(kind)
     if not dist.is_initialized():
-        # Gloo beside NCCL: gradients that live on the host are clipped there.
-        backend = "cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo"
+        backend = "nccl" if kind.type == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, device_id=kind if kind.type == "cuda" else None)
         else:

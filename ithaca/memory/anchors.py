@@ -239,7 +239,7 @@ class _Replayed(torch.autograd.Function):
         if kept.used:
             raise UnsupportedError(
                 "backward ran a second time through a layer that had let go of what it kept: retain_graph=True needs "
-                "memory='keep'"
+                "parallelize(..., memory=None)"
             )
         kept.used = True
         with kept.call.layer.accounting():
