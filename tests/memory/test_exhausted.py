@@ -53,11 +53,9 @@ def _step(where: str, given: bool) -> tuple[str, float, float]:
     return message, before, again.item()
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["auto", "given"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+# Not in backward of a model with room for everything: no layer is run again there, and autograd's own error stands.
+@pytest.mark.parametrize(("where", "given"), [("forward", False), ("forward", True), ("backward", True)])
 def test_the_error_has_an_account(where: str, given: bool) -> None:
-    if where == "backward" and not given:
-        pytest.skip("with room for everything no layer is run again: autograd's own error stands")
     for message, before, again in run_ranks(2, _step, where, given):
         lines = message.splitlines()
         assert lines[0] == "CUDA out of memory. Tried to allocate 2.00 GiB."
