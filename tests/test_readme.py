@@ -57,6 +57,18 @@ def test_the_readmes_steps_are_those_measured() -> None:
     assert said == {(cell_of(cell), short(cell)) for cell in cells}
 
 
+def test_the_longest_steps_are_those_measured() -> None:
+    import json
+
+    cells = json.loads((ROOT / "benchmarks/results/longest.json").read_text())["cells"]
+    done = [cell for cell in cells if cell["outcome"] == "done"]
+    said = " ".join(README[README.index("Whole training steps") :].split())
+    assert {(cell["model"], cell["length"]) for cell in done} == {("8B", 524_288), ("1B", 1_048_576)}
+    for cell in done:
+        assert f"**{cell['model']} at {cell['length']:,} tokens in {cell['seconds']:.1f} s**" in said
+    assert max(cell["host_gib"] for cell in done) < 96
+
+
 @pytest.mark.parametrize("command", re.findall(r"^torchrun (.+?)(?:\s+#.*)?$", README, re.M))
 def test_torchrun_commands_run(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]

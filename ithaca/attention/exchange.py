@@ -8,7 +8,7 @@ what arrived. Where a kv head went to several ranks, `to_tokens` sums what comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.heads import Range
+from ithaca.attention.profiled import EXCHANGE, profiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,12 @@ class Lane:
         start, end = self.ranges[rank]
         return (end - start) * self.size
 
-    @property
-    def even(self) -> bool:
-        """Whether the ranges are equal and cover every head once, so that one strided copy packs all ranks."""
-        width = self.ranges[0][1]
-        return all(r == (i * width, (i + 1) * width) for i, r in enumerate(self.ranges)) and self.covers_once
+    def repeats(self, period: int) -> bool:
+        """Whether every range, `period` ranks on, is the same moved by one and the same number of heads."""
+        pairs = list(zip(self.ranges, self.ranges[period:], strict=False))
+        return len({(b[0] - a[0], b[1] - a[1]) for a, b in pairs}) == 1 and all(
+            b[0] - a[0] == b[1] - a[1] for a, b in pairs
+        )
 
     @property
     def covers_once(self) -> bool:
@@ -48,6 +50,7 @@ class Pending:
     def __init__(self, work: dist.Work, arrive: Callable[[], list[Tensor]]) -> None:
         self._work, self._arrive = work, arrive
 
+    @profiled(EXCHANGE)
     def wait(self) -> list[Tensor]:
         self._work.wait()
         return self._arrive()
@@ -58,6 +61,7 @@ def to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessG
     return start_to_heads(tensors_BLHD, lanes, group).wait()
 
 
+@profiled(EXCHANGE)
 def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> Pending:
     """`to_heads`, left on the wire."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
@@ -75,6 +79,7 @@ def to_tokens(tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.Process
     return start_to_tokens(tensors_BShD, lanes, group).wait()
 
 
+@profiled(EXCHANGE)
 def start_to_tokens(
     tensors_BShD: list[Tensor],
     lanes: list[Lane],
@@ -107,34 +112,23 @@ def _send(
 def _pack(send: Tensor, tensors_BLHD: list[Tensor], lanes: list[Lane], rows: list[int]) -> None:
     """Each destination's block is `[L, B, row]`: its heads of every tensor side by side."""
     batch, length = tensors_BLHD[0].shape[:2]
-    blocks = _blocks(send, rows, batch, length)
-    column = [0] * len(rows)
-    for tensor, lane in zip(tensors_BLHD, lanes, strict=True):
-        if lane.even and len(set(rows)) == 1:
-            part_PLBhD = _part(send.view(len(rows), length, batch, rows[0]), lane, 0, column[0])
-            _copy(part_PLBhD, tensor.unflatten(2, (len(rows), -1)).permute(2, 1, 0, 3, 4))
-        else:
-            for rank, block_LBR in enumerate(blocks):
-                start, end = lane.ranges[rank]
-                _copy(_part(block_LBR, lane, rank, column[rank]), tensor[:, :, start:end].transpose(0, 1))
-        column = [at + lane.width(rank) for rank, at in enumerate(column)]
+    for wire_PLBR, place, count in _repeats(send, lanes, rows, batch, length):
+        column = 0
+        for tensor, lane in zip(tensors_BLHD, lanes, strict=True):
+            _copy(_part(wire_PLBR, lane, place, column), _windows(tensor, lane, place, count))
+            column += lane.width(place)
 
 
 def _unpack(received: Tensor, lanes: list[Lane], rows: list[int], batch: int, length: int) -> list[Tensor]:
-    blocks = _blocks(received, rows, batch, length)
     column = [0] * len(rows)
     outputs: list[Tensor] = []
     for lane in lanes:
         out_BLHD = received.new_empty(batch, length, lane.heads, lane.size)
-        if lane.even and len(set(rows)) == 1:
-            part_PLBhD = _part(received.view(len(rows), length, batch, rows[0]), lane, 0, column[0])
-            _copy(out_BLHD.unflatten(2, (len(rows), -1)), part_PLBhD.permute(2, 1, 0, 3, 4))
-        elif lane.covers_once:
-            for rank, block_LBR in enumerate(blocks):
-                start, end = lane.ranges[rank]
-                _copy(out_BLHD[:, :, start:end], _part(block_LBR, lane, rank, column[rank]).transpose(0, 1))
+        if lane.covers_once:
+            for wire_PLBR, place, count in _repeats(received, lanes, rows, batch, length):
+                _copy(_windows(out_BLHD, lane, place, count), _part(wire_PLBR, lane, place, column[place]))
         else:
-            _sum_copies(out_BLHD, blocks, lane, column)
+            _sum_copies(out_BLHD, _blocks(received, rows, batch, length), lane, column)
         outputs.append(out_BLHD)
         column = [at + lane.width(rank) for rank, at in enumerate(column)]
     return outputs
@@ -175,6 +169,35 @@ def _sum_copies(out_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list
         for part in parts[1:-1]:
             total = total + part
         torch.add(total, parts[-1], out=target_BLD)
+
+
+def _period(lanes: list[Lane], ranks: int) -> int:
+    """After how many ranks the widths repeat, every range having moved on by the same number of heads: 1 where all
+    ranks have alike, 2 for 28/4 heads over 8 ranks (4, 3, 4, 3, ... heads)."""
+    for period in (p for p in range(1, ranks) if ranks % p == 0):
+        if all(lane.repeats(period) for lane in lanes):
+            return period
+    return ranks
+
+
+def _repeats(
+    buffer: Tensor, lanes: list[Lane], rows: list[int], batch: int, length: int
+) -> Iterator[tuple[Tensor, int, int]]:
+    """`(blocks [P, L, B, row], rank, P)`: P equally spaced ranks from `rank` on, whose blocks one strided copy serves."""
+    period = _period(lanes, len(rows))
+    sizes = [length * batch * row for row in rows[:period]]
+    for place, part in enumerate(buffer.view(len(rows) // period, -1).split(sizes, dim=1)):
+        yield part.view(-1, length, batch, rows[place]), place, len(part)
+
+
+def _windows(x_BLHD: Tensor, lane: Lane, place: int, count: int) -> Tensor:
+    """The heads of `count` equally spaced ranks from `place` on, `[P, L, B, h, D]`, as a view."""
+    start, end = lane.ranges[place]
+    step = lane.ranges[place + len(lane.ranges) // count][0] - start if count > 1 else 0
+    if step == 0:
+        return x_BLHD[:, :, start:end].transpose(0, 1).expand(count, -1, -1, -1, -1)
+    span_BLHD = x_BLHD[:, :, start : end + step * (count - 1)]
+    return span_BLHD.unfold(2, end - start, step).permute(2, 1, 0, 4, 3)
 
 
 def _part(wire_LBR: Tensor, lane: Lane, rank: int, column: int) -> Tensor:
