@@ -12,6 +12,18 @@ class MeshError(IthacaError, ValueError):
     """The degrees do not fit the world, or a degree does not fit the heads."""
 
 
+class ConfigError(IthacaError, ValueError):
+    """A run's file or override that says what cannot be."""
+
+
+class DataError(IthacaError, ValueError):
+    """Documents that are not there, not readable, or not what the run says they are."""
+
+
+class CheckpointError(IthacaError, RuntimeError):
+    """A checkpoint that is not whole, or is another run's."""
+
+
 class BatchError(IthacaError, ValueError):
     """A batch that cannot be laid out: shapes, ids, masks."""
 
@@ -22,6 +34,10 @@ class UnsupportedError(IthacaError, NotImplementedError):
 
 class PeerError(IthacaError, RuntimeError):
     """Another rank refused its input; its own message says why."""
+
+
+class LinkError(IthacaError, RuntimeError):
+    """A collective between ranks that gives a wrong answer, or none."""
 
 
 class MemoryPlanError(IthacaError, MemoryError):

@@ -19,9 +19,10 @@ from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import check_plan, install_memory
+from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers, memory_refusal
 from ithaca.planning.plan import MemoryPlan, Optimizer
-from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, place_weights
+from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -78,13 +79,14 @@ def parallelize(
     # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
     if memory is not None and not refused:
         if not away:
-            model.to(mesh.device)
+            move(model, mesh.device)
         job = job_of(
             model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype, replicas=replicas, on_host=away
         )
         given = None if memory == "auto" else memory
         planner = AutoMemory.of(model, base, mesh, job, memory_budget, given)
-        install_memory(binding, decoder_layers(base), planner, fuse=fuse)
+        with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
+            install_memory(binding, decoder_layers(base), planner, fuse=fuse)
 
     # 4. Weights: FSDP2 over all ranks, or over each of several groups; gradients summed in fp32; on the host if asked.
     place_weights(

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.attention.clock import CLOCK, EXCHANGE
 from ithaca.attention.heads import Range
-from ithaca.attention.profiled import EXCHANGE, profiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Pending:
     def __init__(self, work: dist.Work, arrive: Callable[[], list[Tensor]]) -> None:
         self._work, self._arrive = work, arrive
 
-    @profiled(EXCHANGE)
+    @CLOCK.clocked(EXCHANGE)
     def wait(self) -> list[Tensor]:
         self._work.wait()
         return self._arrive()
@@ -61,7 +61,7 @@ def to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessG
     return start_to_heads(tensors_BLHD, lanes, group).wait()
 
 
-@profiled(EXCHANGE)
+@CLOCK.clocked(EXCHANGE)
 def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> Pending:
     """`to_heads`, left on the wire."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
@@ -79,7 +79,7 @@ def to_tokens(tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.Process
     return start_to_tokens(tensors_BShD, lanes, group).wait()
 
 
-@profiled(EXCHANGE)
+@CLOCK.clocked(EXCHANGE)
 def start_to_tokens(
     tensors_BShD: list[Tensor],
     lanes: list[Lane],

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ithaca.attention.clock import ATTENTION, CLOCK
 from ithaca.attention.heads import HeadRun
 from ithaca.attention.kernels import choose
 from ithaca.attention.kernels.interface import AttentionSpec, Bounds, Kernel
-from ithaca.attention.profiled import ATTENTION, profiled
 from ithaca.sequence.layout import SequenceLayout, Span
 
 # A length cuDNN has not seen costs it about 95 ms; at 32K tokens its lead over varlen repays that in one step.
@@ -76,7 +76,7 @@ class LocalAttention:
     runs: tuple[HeadRun, ...]
     kernel: str = "auto"
 
-    @profiled(ATTENTION)
+    @CLOCK.clocked(ATTENTION)
     def attend(
         self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, sinks_h: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ class LocalAttention:
                 _cut_lse(lse_BhS, call, run.q).copy_(lse)
         return (out_BShE, lse_BhS) if sinks_h is None else self._rescale(out_BShE, lse_BhS, sinks_h)
 
-    @profiled(ATTENTION)
+    @CLOCK.clocked(ATTENTION)
     def attend_backward(
         self,
         dout_BShE: Tensor,

@@ -7,7 +7,11 @@ import sys
 import typer
 
 from ithaca import __version__
+from ithaca.cli.export import export
 from ithaca.cli.models import models
+from ithaca.cli.plan import plan
+from ithaca.cli.prepare import prepare
+from ithaca.cli.train import train
 from ithaca.errors import IthacaError
 
 app = typer.Typer(
@@ -17,6 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(models)
+app.command()(plan)
+app.command()(prepare)
+app.command()(train)
+app.command()(export)
 
 
 def _version(asked: bool) -> None:

@@ -32,15 +32,24 @@ class LossSpec:
     z: float = 0.0
 
 
+Each = Callable[[Tensor], None]
+
+
 def token_loss(
-    logits_BLV: Tensor, targets_BL: Tensor, *, smoothing: float = 0.0, z: float = 0.0
+    logits_BLV: Tensor, targets_BL: Tensor, *, smoothing: float = 0.0, z: float = 0.0, each: Each | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over the targets that are not -100, in fp32 (fp64 stays fp64), and their number."""
+    """Cross-entropy summed over the targets that are not -100, in fp32 (fp64 stays fp64), and their number.
+
+    `each` is shown every token's own loss, [B, L], zero where nothing is learned.
+    """
     logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
     targets_T = targets_BL.flatten()
     total = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
     if z:
         total = total + z * (logits_TV.logsumexp(-1).square() * (targets_T != IGNORE)).sum()
+    if each is not None:
+        with torch.no_grad():
+            each(F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="none").view_as(targets_BL))
     return total, (targets_BL != IGNORE).sum()
 
 
@@ -53,14 +62,20 @@ def head_loss(
     spec: LossSpec,
     *,
     fuse: bool = False,
+    each: Each | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden states, `tile` tokens of logits at a time; `fuse` compiles what happens to a tile."""
-    total: Tensor = _HeadLoss.apply(hidden_BLC.flatten(0, 1), weight_VC, bias_V, targets_BL.flatten(), tile, spec, fuse)
+    losses_BL = None if each is None else torch.empty_like(targets_BL, dtype=torch.float32)
+    total: Tensor = _HeadLoss.apply(
+        hidden_BLC.flatten(0, 1), weight_VC, bias_V, targets_BL.flatten(), tile, spec, fuse, losses_BL
+    )
+    if each is not None and losses_BL is not None:
+        each(losses_BL)
     return total, (targets_BL != IGNORE).sum()
 
 
 def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """The summed loss of a tile, in fp32 at least, and its gradient in the logits' own dtype."""
+    """Each token's loss, in fp32 at least, and the gradient of their sum in the logits' own dtype."""
     values_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)) * spec.scale
     if spec.softcap is not None:
         values_TV = spec.softcap * torch.tanh(values_TV / spec.softcap)
@@ -78,7 +93,7 @@ def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> t
     grad_TV = weight_T1 * (values_TV - lse_T[:, None]).exp() - valid_T[:, None] * wanted_TV
     if spec.softcap is not None:
         grad_TV = grad_TV * (1 - (values_TV / spec.softcap).square())
-    return (loss_T * valid_T).sum(), (grad_TV * spec.scale).to(logits_TV.dtype)
+    return loss_T * valid_T, (grad_TV * spec.scale).to(logits_TV.dtype)
 
 
 @cache
@@ -106,6 +121,7 @@ class _HeadLoss(torch.autograd.Function):
         tile: int,
         spec: LossSpec,
         fuse: bool,
+        losses_BL: Tensor | None,
     ) -> Tensor:
         exact = torch.promote_types(hidden_TC.dtype, torch.float32)
         total = hidden_TC.new_zeros((), dtype=exact)
@@ -113,9 +129,11 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden_TC), tile):
             span = slice(start, start + tile)
             logits_tV = F.linear(hidden_TC[span], weight_VC, bias_V)
-            part, dlogits_tV = _of_tile(logits_tV, targets_T[span], spec, fuse=fuse)
+            loss_t, dlogits_tV = _of_tile(logits_tV, targets_T[span], spec, fuse=fuse)
             del logits_tV
-            total += part
+            total += loss_t.sum()
+            if losses_BL is not None:
+                losses_BL.view(-1)[span] = loss_t
             grads.add(span, dlogits_tV)
         ctx.grads = grads
         return total
@@ -123,7 +141,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.grads.scaled(dtotal), None, None, None, None)
+        return (*ctx.grads.scaled(dtotal), None, None, None, None, None)
 
 
 class _Gradients:

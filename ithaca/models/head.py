@@ -1,11 +1,11 @@
 """The head and the loss in one, inside the model's own forward.
 
-A call with `loss_targets` (and `loss_smoothing`, `loss_z`) runs the decoder, then head and cross-entropy tile by tile,
-and gives `(sum, count)`; any other call is the model's own. It has to happen inside the model's forward, where FSDP2
-has gathered the head's weight, and give a plain tuple: FSDP2 of torch 2.11 hooks tensors in tuples, lists and dicts
-only, and without a hook the root's weights would not be gathered for backward. What an architecture does to its logits
-(a scale, a softcap) is read off its config and then tried against its own logits on a few tokens; one that does
-something else keeps its whole logits.
+A call with `loss_targets` (and `loss_smoothing`, `loss_z`, `loss_each`) runs the decoder, then head and cross-entropy
+tile by tile, and gives `(sum, count)`; any other call is the model's own. It has to happen inside the model's forward,
+where FSDP2 has gathered the head's weight, and give a plain tuple: FSDP2 of torch 2.11 hooks tensors in tuples, lists
+and dicts only, and without a hook the root's weights would not be gathered for backward. What an architecture does to
+its logits (a scale, a softcap) is read off its config and then tried against its own logits on a few tokens; one that
+does something else keeps its whole logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ithaca.memory.loss import LossSpec, head_loss
 
-TARGETS, SMOOTHING, Z = "loss_targets", "loss_smoothing", "loss_z"
+TARGETS, SMOOTHING, Z, EACH = "loss_targets", "loss_smoothing", "loss_z", "loss_each"
 
 
 @dataclass(eq=False)
@@ -39,11 +39,12 @@ class HeadForward:
         if targets_BL is None:
             return self.forward(*args, **kwargs)
         spec = replace(self.spec, smoothing=kwargs.pop(SMOOTHING, 0.0), z=kwargs.pop(Z, 0.0))
+        each = kwargs.pop(EACH, None)
         hidden_BLC = self.model.base_model(*args, **kwargs).last_hidden_state
         head: Any = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         try:
-            return head_loss(hidden_BLC, head.weight, bias, targets_BL, self.tile, spec, fuse=self.fuse)
+            return head_loss(hidden_BLC, head.weight, bias, targets_BL, self.tile, spec, fuse=self.fuse, each=each)
         except torch.OutOfMemoryError as error:
             raise self.account(error) from error
 

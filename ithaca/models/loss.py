@@ -12,36 +12,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaca.memory.loss import token_loss
+from ithaca.memory.loss import Each, token_loss
 from ithaca.models.binding import Binding
-from ithaca.models.head import SMOOTHING, TARGETS, Z
+from ithaca.models.head import EACH, SMOOTHING, TARGETS, Z
 from ithaca.sequence.batch import Shard
 
 
 def summed_loss(
-    model: nn.Module, binding: Binding, shard: Shard, *, smoothing: float = 0.0, z: float = 0.0
+    model: nn.Module,
+    binding: Binding,
+    shard: Shard,
+    *,
+    smoothing: float = 0.0,
+    z: float = 0.0,
+    each: Each | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """The summed loss of this rank's targets, and its router logits."""
-    output = model(**loss_inputs(binding, shard, smoothing=smoothing, z=z))
-    return read_loss(binding, shard, output, smoothing=smoothing, z=z)
+    """The summed loss of this rank's targets, and its router logits; `each` is shown every token's own loss."""
+    output = model(**loss_inputs(binding, shard, smoothing=smoothing, z=z, each=each))
+    return read_loss(binding, shard, output, smoothing=smoothing, z=z, each=each)
 
 
-def loss_inputs(binding: Binding, shard: Shard, *, smoothing: float = 0.0, z: float = 0.0) -> dict[str, Any]:
+def loss_inputs(
+    binding: Binding, shard: Shard, *, smoothing: float = 0.0, z: float = 0.0, each: Each | None = None
+) -> dict[str, Any]:
     """What the model is called with so that `read_loss` finds a loss in its output."""
     if binding.memory is None:
         return shard.inputs
     # The layers hand their router logits on themselves: what transformers records of a replayed layer has no graph.
     inputs = {key: value for key, value in shard.inputs.items() if key != "output_router_logits"}
-    head = {TARGETS: shard.targets, SMOOTHING: smoothing, Z: z} if binding.memory.tiles_head else {}
-    return inputs | head
+    if not binding.memory.tiles_head:
+        return inputs
+    return inputs | {TARGETS: shard.targets, SMOOTHING: smoothing, Z: z, EACH: each}
 
 
 def read_loss(
-    binding: Binding, shard: Shard, output: Any, *, smoothing: float = 0.0, z: float = 0.0
+    binding: Binding,
+    shard: Shard,
+    output: Any,
+    *,
+    smoothing: float = 0.0,
+    z: float = 0.0,
+    each: Each | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """The summed loss and the router logits of a call with `loss_inputs`, or of one that gave logits."""
     logits = None if isinstance(output, tuple) else output.logits
-    total = output[0] if logits is None else token_loss(logits, shard.targets, smoothing=smoothing, z=z)[0]
+    total = output[0] if logits is None else token_loss(logits, shard.targets, smoothing=smoothing, z=z, each=each)[0]
     if binding.memory is None:
         return total, getattr(output, "router_logits", None) or ()
     return total, binding.router_logits

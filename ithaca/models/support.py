@@ -83,7 +83,8 @@ def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, found by the class names transformers itself never splits over devices."""
     names = set(base._no_split_modules or ())
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
-    return [layer for blocks in lists for layer in blocks if type(layer).__name__ in names]
+    # FSDP2 puts its own name before the class's.
+    return [layer for blocks in lists for layer in blocks if type(layer).__name__.removeprefix("FSDP") in names]
 
 
 def _check_wrapping(model: nn.Module, base: PreTrainedModel) -> None:

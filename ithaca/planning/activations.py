@@ -47,6 +47,7 @@ class Flow:
     alone: bool
     shares_kv: bool
     fused: bool
+    ring: int
 
     @classmethod
     def of(cls, sizes: ModelSizes, job: Job, groups: int) -> Flow:
@@ -75,6 +76,7 @@ class Flow:
             alone=job.sp == 1,
             shares_kv=kv_heads * job.sp > sizes.kv_heads,
             fused=job.fused,
+            ring=job.ring,
         )
 
     @property
@@ -154,6 +156,10 @@ def _group_work(flow: Flow) -> list[Piece]:
     else:
         # One group on one rank: the kernel takes the tensors as they are.
         copies = [Piece("head group", bundle, f"{row}: dense")] if flow.groups > 1 else []
+    if flow.ring > 1:
+        # Around the ring go k, v and their gradients in fp32, this turn's and the next one's; dq is summed meanwhile.
+        turning = 2 * flow.kv_g + (2 * flow.kv_g + flow.q_g) * FP32 // flow.c
+        copies.append(Piece("ring blocks", turning, "B*S/ring*(2*k*(D+E)*(c+4) + h*D*4)"))
     return [
         *copies,
         Piece("kernel's gradients", results, "B*S*(h*D + k*(D+E))*c"),

@@ -68,7 +68,7 @@ def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits) ->
     away = replace(job, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
     for name, changed in (("", job), ("on_host='everything' (weights, gradients and optimizer state)", away)):
         # What the host has may do; more of it is named with the amount.
-        needed = _smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
+        needed = smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
         if needed is not None:
             amount = f"{needed} GiB of host memory"
             yield name if needed <= host // GIB else f"{name}, with {amount}" if name else amount
@@ -76,10 +76,10 @@ def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits) ->
     sp = next((sp for sp in _degrees(job.sp, sizes.heads) if fits(replace(job, sp=sp), device, host)), None)
     if sp:
         yield f"sp={sp}"
-    steps = _largest(job.length // STEP, lambda step: fits(replace(job, length=step * STEP), device, host))
+    steps = largest(job.length // STEP, lambda step: fits(replace(job, length=step * STEP), device, host))
     if steps:
         yield f"length={steps * STEP:,}"
-    larger = _smallest(device // GIB + 1, MOST_DEVICE // GIB, lambda gib: fits(job, gib * GIB, host))
+    larger = smallest(device // GIB + 1, MOST_DEVICE // GIB, lambda gib: fits(job, gib * GIB, host))
     if larger:
         yield f"{larger} GiB of device memory"
 
@@ -93,7 +93,7 @@ def _degrees(sp: int, heads: int) -> Iterator[int]:
         yield sp
 
 
-def _smallest(low: int, high: int, works: Callable[[int], bool]) -> int | None:
+def smallest(low: int, high: int, works: Callable[[int], bool]) -> int | None:
     """The smallest value from `low` to `high` that works, where more always works better."""
     if low > high or not works(high):
         return None
@@ -103,7 +103,7 @@ def _smallest(low: int, high: int, works: Callable[[int], bool]) -> int | None:
     return low
 
 
-def _largest(high: int, works: Callable[[int], bool]) -> int | None:
+def largest(high: int, works: Callable[[int], bool]) -> int | None:
     """The largest value from 1 to `high` that works, where less always works better."""
     if high < 1 or not works(1):
         return None

@@ -7,20 +7,29 @@ the first layers on, whose tensors are needed last. Of the candidates that fit, 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from math import inf
 
-from ithaca.planning.activations import Flow, group_bytes, most_groups, saved
+from ithaca.planning.activations import Flow, group_bytes, most_groups
 from ithaca.planning.advice import refusal
-from ithaca.planning.cost import attention_flops, copy_cost, recompute_cost, tile_cost
-from ithaca.planning.memory import Memory, memory_of, standing_terms
+from ithaca.planning.candidates import (
+    CHAINS,
+    Bounds,
+    Candidate,
+    Modes,
+    given,
+    keeping,
+    rebuilds,
+    running_again,
+    uniform,
+)
+from ithaca.planning.cost import copy_cost, tile_cost
+from ithaca.planning.memory import Frame, Memory
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 
-# Chains of rebuilt inputs: every k-th layer saves its own.
-CHAINS = (2, 4)
 # A head group's buffers and workspace take at most this share of the device.
 GROUP_SHARE = 0.05
 # No kernel tensor reaches this many elements.
@@ -76,34 +85,55 @@ def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) 
     """The plan of least cost that fits; smaller pieces are tried only when no plan fits with the usual ones."""
     if not feasible(sizes, fixed, job, device, host):
         return None
-    standing = sum(term.device_bytes + term.host_bytes for term in standing_terms(sizes, job))
     for pieces in (_usual(sizes, job, device, fixed), _small(sizes, job, fixed)):
-        best: tuple[int, MemoryPlan] | None = None
-        plans = [
-            (recompute_cost(sizes, job, plan) + tile_cost(sizes, job, plan), plan)
-            for plan in _candidates(sizes, job, pieces, fixed)
-        ]
-        for cost, plan in sorted(plans, key=lambda pair: pair[0]):
-            if best is not None and cost >= best[0]:
-                break
-            if standing + _saved_bytes(sizes, job, plan) > device + host:
-                # More than both together: nothing to look for.
-                continue
-            fitted = _fit(sizes, job, plan, device, host, fixed)
-            if fitted is not None:
-                cost += copy_cost(sizes, job, fitted)
-                best = min(best or (cost, fitted), (cost, fitted), key=lambda pair: pair[0])
-        if best is not None:
-            return best[1]
+        tiles = (pieces.mlp_tile,) if fixed.mlp_tile else _tiles(pieces.mlp_tile, job.tokens)
+        frames = [_frame(sizes, job, replace(pieces, mlp_tile=tile)) for tile in tiles]
+        best = Found(inf, inf, None)
+        for find in (keeping, running_again) if fixed.layers is None else (None,):
+            for cost, frame, candidate in _in_order(frames, find, device, host, best.total, fixed):
+                if cost >= best.total:
+                    break
+                modes = candidate.modes()
+                offload = _fit(frame, modes, device, host, fixed)
+                if offload is not None:
+                    fitted = replace(pieces, layers=modes, offload=offload, mlp_tile=frame.mlp_tile)
+                    best = min(best, Found(cost + copy_cost(sizes, job, fitted), cost, fitted), key=Found.order)
+        if best.plan is not None:
+            return best.plan
     return None
 
 
-def _saved_bytes(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
-    """What all layers save, wherever it is kept."""
-    flow, tiled = Flow.of(sizes, job, plan.head_groups), plan.mlp_tile < job.tokens
-    each = {(layer, mode) for layer, mode in zip(sizes.layers, plan.layers, strict=True)}
-    cost = {pair: sum(saved(flow, *pair, tiled=tiled)) for pair in each}
-    return sum(cost[pair] for pair in zip(sizes.layers, plan.layers, strict=True))
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan that fits; of two that cost the same in all, the one with less work done again is better."""
+
+    total: float
+    cost: float
+    plan: MemoryPlan | None
+
+    def order(self) -> tuple[float, float]:
+        return self.total, self.cost
+
+
+Find = Callable[[Frame, Bounds], Iterator[Candidate]]
+
+
+def _in_order(
+    frames: list[Frame], find: Find | None, device: int, host: int, limit: float, fixed: Fixed
+) -> list[tuple[int, Frame, Candidate]]:
+    """Candidates with nothing offloaded yet, the cheapest first, in each of the frames, which differ in their MLP tile;
+    left out are those that cost `limit` or more, or save more than device and host can hold."""
+    found = []
+    for frame in frames:
+        summing = tile_cost(frame.sizes, frame.job, frame.mlp_tile)
+        bounds = Bounds(frame.most_saved(device, host), limit - summing)
+        decided = fixed.layers is not None and given(frame, fixed.layers)
+        found += [(summing + c.cost, frame, c) for c in decided or (find or keeping)(frame, bounds)]
+    return sorted(found, key=lambda each: each[0])
+
+
+def _frame(sizes: ModelSizes, job: Job, pieces: MemoryPlan) -> Frame:
+    return Frame(sizes, job, pieces.mlp_tile, pieces.loss_tile, pieces.head_groups)
 
 
 def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:
@@ -133,7 +163,7 @@ def _tile(tokens: int, least: int, whole: int) -> int:
 
 def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Fixed) -> MemoryPlan:
     return MemoryPlan(
-        _uniform("save", len(sizes.layers)),
+        uniform("save", len(sizes.layers)),
         (False,) * len(sizes.layers),
         mlp_tile=fixed.mlp_tile or mlp_tile_for(sizes, job),
         loss_tile=fixed.loss_tile or loss_tile_for(sizes, job),
@@ -150,13 +180,6 @@ def _small(sizes: ModelSizes, job: Job, fixed: Fixed) -> MemoryPlan:
     )
 
 
-def _candidates(sizes: ModelSizes, job: Job, pieces: MemoryPlan, fixed: Fixed) -> Iterator[MemoryPlan]:
-    """Plans with nothing offloaded yet, each with MLP tiles from the usual one to the whole shard."""
-    tiles = (pieces.mlp_tile,) if fixed.mlp_tile else _tiles(pieces.mlp_tile, job.tokens)
-    for modes in dict.fromkeys(_modes(sizes, job, fixed)):
-        yield from (replace(pieces, layers=modes, mlp_tile=tile) for tile in tiles)
-
-
 def _tiles(usual: int, whole: int) -> tuple[int, ...]:
     """The usual tile, four times that and so on, and the whole."""
     sizes = []
@@ -166,98 +189,72 @@ def _tiles(usual: int, whole: int) -> tuple[int, ...]:
     return (*sizes, whole)
 
 
-def _modes(sizes: ModelSizes, job: Job, fixed: Fixed) -> Iterator[tuple[LayerMode, ...]]:
+def _fit(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) -> tuple[bool, ...] | None:
+    """As few of the first layers offloaded as fit the device; None where that is too much for the host."""
+    most = _furthest(frame, modes, device, host, fixed)
+    if most is None or fixed.offload is not None:
+        return most
+    # More layers away, fewer bytes here: the first count that fits is found by halving.
+    least = frame.least_offloaded(modes, device)
+    counts = range(least, max((index for index, away in enumerate(most) if away), default=-1) + 1)
+    number = bisect_left(counts, True, key=lambda count: frame.fits(modes, _first(modes, count), device))
+    return _first(modes, least + number)
+
+
+def _furthest(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) -> tuple[bool, ...] | None:
+    """As many of the first layers offloaded as the host takes, or what was decided; None where that does not fit."""
+    room = host - frame.host_beside
+    if fixed.offload is not None:
+        if frame.pinned(modes, fixed.offload) > room:
+            return None
+        offload = fixed.offload
+    else:
+        most = _most_offloaded(frame, modes, room)
+        if most < 0:
+            return None
+        offload = _first(modes, most)
+    return offload if frame.fits(modes, offload, device) else None
+
+
+def _most_offloaded(frame: Frame, modes: Modes, room: int) -> int:
+    """How many of the first layers the host can take; -1 where it is full without them."""
+    for index, mode in enumerate(modes):
+        if room < 0:
+            return index - 1
+        room -= 0 if mode == "keep" else frame.saves(index, mode)[1]
+    return len(modes) if room >= 0 else len(modes) - 1
+
+
+def _first(modes: Modes, number: int) -> tuple[bool, ...]:
+    """The first `number` layers away, but for kept ones."""
+    return tuple(i < number and mode != "keep" for i, mode in enumerate(modes))
+
+
+def _smallest(frame: Frame, fixed: Fixed) -> Iterator[Modes]:
+    """The plans that can be smallest: one tensor a layer saved, or, for few layers or tokens, least work at once."""
     if fixed.layers is not None:
         yield fixed.layers
         return
-    count = len(sizes.layers)
-    for kept in range(count + 1):
-        yield _uniform("save", count - kept) + _uniform("keep", kept)
-    if _rebuilds(sizes):
-        yield from _rebuilding(count)
-    # Attention over a window costs little to run again: such layers come first.
-    order = sorted(range(count), key=lambda index: attention_flops(sizes, sizes.layers[index], job))
-    for again in range(1, count + 1):
-        chosen = set(order[:again])
-        yield tuple("recompute" if i in chosen else "save" for i in range(count))
-
-
-def _uniform(mode: LayerMode, count: int) -> tuple[LayerMode, ...]:
-    return (mode,) * count
-
-
-def _rebuilds(sizes: ModelSizes) -> bool:
-    """Not through experts: a rebuilt input differs in its last bits and could choose others."""
-    return not any(layer.experts for layer in sizes.layers)
-
-
-def _rebuilding(count: int) -> Iterator[tuple[LayerMode, ...]]:
-    """The first layers in chains, the others saved; then all in chains, of which the first begin with recompute.
-
-    A longer chain holds more inputs and anchors while it is worked on. The first layers come last in backward, when
-    all gradients are there, so they have the shorter chains where two lengths are used.
-    """
-    for k in CHAINS:
-        for chained in range(k, count + 1, k):
-            yield tuple("rebuild" if i < chained and i % k else "save" for i in range(count))
-    for short, long in combinations((1, *CHAINS), 2):
-        for turn in range(0, count + long, long):
-            roots = [i for i in range(count) if not i % (short if i < turn else long)]
-            for again in range(1, len(roots) + 1):
-                first, kept = set(roots[:again]), set(roots[again:])
-                yield tuple("recompute" if i in first else "save" if i in kept else "rebuild" for i in range(count))
-
-
-def _fit(sizes: ModelSizes, job: Job, plan: MemoryPlan, device: int, host: int, fixed: Fixed) -> MemoryPlan | None:
-    """`plan` with as few of its first layers offloaded as fit; None where that is too much for the host."""
-    counts: Sequence[int] = range(len(plan.layers) + 1)
-    if fixed.offload is not None:
-        plan, counts = replace(plan, offload=fixed.offload), (0,)
-
-    def fits(number: int) -> bool:
-        return memory_of(sizes, job, _offloaded(plan, number)).device_bytes <= device
-
-    # More layers away, fewer bytes here: the first count that fits is found by halving.
-    if not fits(counts[-1]):
-        return None
-    index = bisect_left(counts, True, key=fits)
-    fitted = _offloaded(plan, counts[index])
-    return fitted if memory_of(sizes, job, fitted).host_bytes <= host else None
-
-
-def _offloaded(plan: MemoryPlan, number: int) -> MemoryPlan:
-    """`number` layers more away, the first ones; 0 leaves the plan as it is."""
-    if not number:
-        return plan
-    return replace(plan, offload=tuple(i < number and mode != "keep" for i, mode in enumerate(plan.layers)))
-
-
-def _smallest(sizes: ModelSizes, job: Job, fixed: Fixed) -> Iterator[MemoryPlan]:
-    """The plans that can be smallest: one tensor a layer saved, or, for few layers or tokens, least work at once."""
-    pieces, count = _small(sizes, job, fixed), len(sizes.layers)
-    if fixed.layers is not None:
-        yield replace(pieces, layers=fixed.layers)
-        return
+    count = len(frame.kinds)
     modes: tuple[LayerMode, ...] = ("recompute", "save", "keep")
-    for mode in modes:
-        yield replace(pieces, layers=_uniform(mode, count))
-    for k in CHAINS if _rebuilds(sizes) else ():
-        yield replace(pieces, layers=tuple("rebuild" if i % k else "recompute" for i in range(count)))
+    yield from (uniform(mode, count) for mode in modes)
+    for k in CHAINS if rebuilds(frame) else ():
+        yield tuple("rebuild" if i % k else "recompute" for i in range(count))
 
 
 def feasible(sizes: ModelSizes, fixed: Fixed, job: Job, device: int, host: int) -> bool:
     """Whether any plan fits, without looking for the best."""
-    return any(_fit(sizes, job, plan, device, host, fixed) is not None for plan in _smallest(sizes, job, fixed))
+    frame = _frame(sizes, job, _small(sizes, job, fixed))
+    return any(_furthest(frame, modes, device, host, fixed) is not None for modes in _smallest(frame, fixed))
 
 
 def nearest_miss(sizes: ModelSizes, job: Job, host: int, fixed: Fixed) -> Memory:
     """The least device memory that can be had, with as many layers away as the host takes."""
-    misses: list[Memory] = []
-    for plan in _smallest(sizes, job, fixed):
-        if fixed.offload is not None:
-            misses.append(memory_of(sizes, job, replace(plan, offload=fixed.offload)))
-            continue
-        counts = range(len(plan.layers) + 1)
-        each = [memory_of(sizes, job, _offloaded(plan, number)) for number in counts]
-        misses.append(next((memory for memory in reversed(each) if memory.host_bytes <= host), each[0]))
+    frame = _frame(sizes, job, _small(sizes, job, fixed))
+    misses = []
+    for modes in _smallest(frame, fixed):
+        offload = fixed.offload
+        if offload is None:
+            offload = _first(modes, max(0, _most_offloaded(frame, modes, host - frame.host_beside)))
+        misses.append(frame.memory(modes, offload))
     return min(misses, key=lambda memory: memory.device_bytes)

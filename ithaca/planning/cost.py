@@ -41,9 +41,9 @@ def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *
     return token_flops(layer, job) + attention
 
 
-def tile_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
+def tile_cost(sizes: ModelSizes, job: Job, mlp_tile: int) -> int:
     """What summing weight gradients over tiles costs."""
-    tiles = -(-job.tokens // plan.mlp_tile)
+    tiles = -(-job.tokens // mlp_tile)
     if tiles == 1 or sizes.adapters:
         return 0
     return tiles * sum(layer.mlp for layer in sizes.layers) * SUMMED_BYTES * FLOPS_PER_TOUCHED_BYTE

@@ -3,15 +3,19 @@
 Memory has a peak, not a sum: while backward goes down the layers, saved tensors go and gradients come. So the terms
 are those of the worst moment: the loss, the backward of one layer's attention or MLP, or the optimizer step.
 Device and host bytes of a term stand side by side.
+
+A `Frame` holds what plans with the same tiles and head groups share, so that a search can ask it about thousands of
+them. Invariant: `Frame.fits` is true where the terms that `Frame.memory` would write out add up to no more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ithaca.errors import MemoryPlanError
 from ithaca.planning.activations import Flow, Piece, attention_work, loss_work, mlp_work, saved
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
+from ithaca.planning.plan import Job, LayerMode, MemoryPlan, chain_of
 from ithaca.planning.sizes import ModelSizes
 
 GIB = 2**30
@@ -63,7 +67,9 @@ class Memory:
 
 def memory_of(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> Memory:
     """One rank's memory under `plan`."""
-    return _Step(sizes, job, plan).memory()
+    if len(plan.layers) != len(sizes.layers):
+        raise MemoryPlanError(f"a plan of {len(plan.layers)} layers for a model of {len(sizes.layers)}")
+    return Frame(sizes, job, plan.mlp_tile, plan.loss_tile, plan.head_groups).memory(plan.layers, plan.offload)
 
 
 def standing_terms(sizes: ModelSizes, job: Job, *, rebuilds: bool = False) -> list[Term]:
@@ -82,76 +88,140 @@ def standing_terms(sizes: ModelSizes, job: Job, *, rebuilds: bool = False) -> li
     return [term for term in terms if term.device_bytes or term.host_bytes]
 
 
-class _Step:
-    """The moments of one step, worked out from what all of them share."""
+Work = tuple[str, list[Piece], int]
 
-    def __init__(self, sizes: ModelSizes, job: Job, plan: MemoryPlan) -> None:
-        if len(plan.layers) != len(sizes.layers):
-            raise MemoryPlanError(f"a plan of {len(plan.layers)} layers for a model of {len(sizes.layers)}")
-        self.sizes, self.job, self.plan = sizes, job, plan
-        self.flow = Flow.of(sizes, job, plan.head_groups)
-        self.tiled = plan.mlp_tile < job.tokens
-        self.chain = plan.chain
-        self.saved = [
-            saved(self.flow, layer, mode, tiled=self.tiled)
-            for layer, mode in zip(sizes.layers, plan.layers, strict=True)
-        ]
-        self.here = [0 if away else sum(parts) for parts, away in zip(self.saved, plan.offload, strict=True)]
-        self.away = [sum(parts) if away else 0 for parts, away in zip(self.saved, plan.offload, strict=True)]
-        # The last ones to set out never leave: they are still here when backward wants them.
-        out = [index for index, size in enumerate(self.away) if size]
-        self.late = set(out[-STAGED:])
-        self.trainable = sizes.trainable
-        self.standing = standing_terms(sizes, job, rebuilds="rebuild" in plan.layers)
+
+class Frame:
+    """One step of a job with given tiles and head groups; how layers are kept and where is asked of it."""
+
+    def __init__(self, sizes: ModelSizes, job: Job, mlp_tile: int, loss_tile: int, head_groups: int) -> None:
+        self.sizes, self.job, self.mlp_tile = sizes, job, mlp_tile
+        self.flow = Flow.of(sizes, job, head_groups)
+        self.tiled = mlp_tile < job.tokens
+        self.kinds = sizes.kinds
+        self.trainable, self.shards, self.gathers = sizes.trainable, job.shards, job.gathers
+        self.standing = {again: standing_terms(sizes, job, rebuilds=again) for again in (False, True)}
         self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8)
-        self._work: dict[tuple[LayerMode, int, int], tuple[str, list[Piece], int]] = {}
+        self.loss = loss_work(self.flow, sizes, loss_tile, trains=not sizes.adapters)
+        self.made = self._made()
+        # On the host beside saved tensors; on the device beside a layer's activations.
+        gradients = self.trainable * job.gradient_bytes // self.shards if job.gradients_on_host else 0
+        self.host_beside = sum(term.host_bytes for term in self.standing[False]) + gradients
+        unreduced = {kind: self._unreduced_bytes(self.kinds.index(kind)) for kind in set(self.kinds)}
+        pairs = zip(self.made, self.kinds, strict=True)
+        self.beside = [self._gradient_bytes(made) + unreduced[kind] for made, kind in pairs]
+        self._saved: dict[tuple[int, LayerMode], tuple[int, int]] = {}
+        self._work: dict[tuple[int, LayerMode], Work] = {}
 
-    def memory(self) -> Memory:
+    def saves(self, index: int, mode: LayerMode) -> tuple[int, int]:
+        """What layer `index` saves under `mode`: its bytes, and the same in pinned pages."""
+        key = (self.kinds[index], mode)
+        if key not in self._saved:
+            parts = saved(self.flow, self.sizes.layers[index], mode, tiled=self.tiled)
+            self._saved[key] = sum(parts), sum(-(-part // PAGE) * PAGE for part in parts)
+        return self._saved[key]
+
+    def most_saved(self, device: int, host: int) -> float:
+        """No plan saves more than this: what the host takes, and what the device has room for at the loss."""
+        return host - self.host_beside + self._most_resident(device)
+
+    def _most_resident(self, device: int) -> float:
+        free = device - sum(term.device_bytes for term in self.standing[False]) - self._gradient_bytes(0)
+        return (free + 1) / (1 + SLACK) - _total(self.loss) - self.positions
+
+    def least_offloaded(self, modes: Sequence[LayerMode], device: int) -> int:
+        """With fewer of the first layers away than this, the loss has no room."""
+        resident = sum(self.saves(index, mode)[0] for index, mode in enumerate(modes))
+        room = self._most_resident(device)
+        for index, mode in enumerate(modes):
+            if resident <= room:
+                return index
+            resident -= 0 if mode == "keep" else self.saves(index, mode)[0]
+        return len(modes)
+
+    def fits(self, modes: Sequence[LayerMode], offload: Sequence[bool], device: int) -> bool:
+        """Whether no moment takes more than `device` bytes of the device."""
+        room = device - sum(term.device_bytes for term in self.standing["rebuild" in modes])
+        resident, away = self._split(modes, offload)
+        loss = sum(resident) + sum(away[i] for i in _late(away)) + _total(self.loss) + self.positions
+        if self._gradient_bytes(self.trainable) > room or self._gradient_bytes(0) + loss + int(SLACK * loss) > room:
+            return False
+        # From the last layer on, where most is saved: what does not fit is seen soon.
+        backward = self._backward(modes, resident, away)
+        return all(self.beside[index] + held + int(SLACK * held) <= room for index, _, _, held in backward)
+
+    def pinned(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> int:
+        """Bytes of saved tensors on the host."""
+        return sum(self.saves(i, mode)[1] for i, (mode, away) in enumerate(zip(modes, offload, strict=True)) if away)
+
+    def memory(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> Memory:
         """The terms of the moment with the largest total."""
-        moments = [("optimizer step", self._gradients(self.trainable), list[Piece]())]
-        moments.append(("loss", self._gradients(0), self._at_loss()))
-        index, resident, made = self._worst_layer()
-        part, work, _ = self._layer_work(index)
+        resident, away = self._split(modes, offload)
+        backward = self._backward(modes, resident, away)
+        index, here, staged, _ = max(backward, key=lambda each: (1 + SLACK) * each[3] + self.beside[each[0]])
+        part, work, _ = self._layer_work(index, modes[index])
         unreduced = Piece("unreduced gradients", self._unreduced_bytes(index), "a layer * (c + 4) + head * c")
-        gradients = [*self._gradients(made), unreduced]
-        moments.append((f"{part} of layer {index}, backward", gradients, self._at_layer(index, resident) + work))
+        moments = [
+            ("optimizer step", self._gradients(self.trainable), list[Piece]()),
+            ("loss", self._gradients(0), self._at_loss(resident, away)),
+            (
+                f"{part} of layer {index}, backward",
+                [*self._gradients(self.made[index]), unreduced],
+                [*self._at_layer(modes, index, here, staged), *work],
+            ),
+        ]
         moment, gradients, pieces = max(moments, key=lambda m: _total(m[1]) + (1 + SLACK) * _total(m[2]))
         slack = Piece("allocator slack", int(SLACK * _total(pieces)), f"{SLACK:.0%} of activations")
         device = [Term(p.name, p.bytes, 0, p.formula) for p in (*gradients, *pieces, slack) if p.bytes]
-        return Memory(moment, (*self.standing, *device, *self.host_terms()))
+        host = self._host_terms(modes, offload)
+        return Memory(moment, (*self.standing["rebuild" in modes], *device, *host))
 
-    def _worst_layer(self) -> tuple[int, int, int]:
-        """The layer whose backward takes most, what is saved on the device up to it, and gradients made before it."""
-        made = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding
-        resident = sum(self.here)
-        worst, largest = (0, 0, 0), -1.0
-        for index in reversed(range(len(self.saved))):
-            activations = sum(self._held(index, resident)) + self._layer_work(index)[2]
-            total = (1 + SLACK) * activations + self._gradient_bytes(made) + self._unreduced_bytes(index)
-            if total > largest:
-                worst, largest = (index, resident, made), total
-            resident -= self.here[index]
-            made += self.sizes.layer_trainable(index)
-        return worst
+    def _split(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> tuple[list[int], list[int]]:
+        """Of each layer what it leaves on the device, and what it sends to the host."""
+        sizes = [self.saves(index, mode)[0] for index, mode in enumerate(modes)]
+        pairs = list(zip(sizes, offload, strict=True))
+        return [0 if away else size for size, away in pairs], [size if away else 0 for size, away in pairs]
 
-    def host_terms(self) -> list[Term]:
+    def _backward(
+        self, modes: Sequence[LayerMode], resident: list[int], away: list[int]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Layer by layer from the last: its index, what is saved on the device up to it, what is staged for the host,
+        and all activations that its backward finds or makes."""
+        places, late, here = chain_of(modes), _late(away), sum(resident)
+        x, anchor, work = self.flow.x, self.flow.anchor, self._work
+        for index in range(len(modes) - 1, -1, -1):
+            mode, place = modes[index], places[index]
+            # A chain's tensors all came back for its rebuilding; the layer before it is being prefetched.
+            first = index + 1 if mode == "keep" else max(index - place - 1, 0)
+            staged = sum(away[first : index + 1]) + sum(away[i] for i in late if i < first and i <= index)
+            key = (self.kinds[index], mode)
+            own = work[key][2] if key in work else self._layer_work(index, mode)[2]
+            again = anchor if modes[index - place] == "recompute" else 0
+            yield index, here, staged, here + staged + place * x + again + self.positions + own
+            here -= resident[index]
+
+    def _host_terms(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> list[Term]:
         """What waits in pinned memory; gradients there are counted whole."""
-        job = self.job
-        pinned = sum(
-            -(-part // PAGE) * PAGE
-            for parts, away in zip(self.saved, self.plan.offload, strict=True)
-            for part in (parts if away else ())
-        )
+        job, pinned = self.job, self.pinned(modes, offload)
         terms = [Term("saved tensors, pinned", 0, pinned, "each saved tensor of an offloaded layer, to 2 MiB")]
         if job.gradients_on_host:
             gradients = self.trainable * job.gradient_bytes // job.shards
             terms.append(Term("gradients", 0, gradients, f"{self.trainable:,} * {job.gradient_bytes}"))
         return [term for term in terms if term.host_bytes]
 
+    def _made(self) -> list[int]:
+        """Of each layer, the parameters whose gradients were made before its own backward."""
+        trained = {kind: self.sizes.layer_trainable(self.kinds.index(kind)) for kind in set(self.kinds)}
+        made, before = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding, list[int]()
+        for kind in reversed(self.kinds):
+            before.append(made)
+            made += trained[kind]
+        return before[::-1]
+
     def _gradient_bytes(self, made: int) -> int:
         """Gradients of the parameters behind us; all of them where earlier micro-batches left theirs."""
         count = self.trainable if self.job.accumulate else made
-        return 0 if self.job.gradients_on_host else count * self.job.gradient_bytes // self.job.shards
+        return 0 if self.job.gradients_on_host else count * self.job.gradient_bytes // self.shards
 
     def _gradients(self, made: int) -> list[Piece]:
         formula = "every" if self.job.accumulate else f"{made:,} made so far"
@@ -159,48 +229,45 @@ class _Step:
 
     def _unreduced_bytes(self, index: int) -> int:
         """FSDP2's: a layer's own before they are reduced, the fp32 copy that is, and the root's until the end."""
-        if not self.job.gathers:
+        if not self.gathers:
             return 0
         c = self.job.compute_bytes
         return self.sizes.layer_trainable(index) * (c + 4) + (0 if self.sizes.adapters else self.sizes.embedding * c)
 
-    def _at_loss(self) -> list[Piece]:
+    def _at_loss(self, resident: list[int], away: list[int]) -> list[Piece]:
         return [
-            Piece("saved on the device", sum(self.here), "layers not offloaded"),
-            Piece("staged for the host", sum(self.away[i] for i in self.late), "of the last layers, on their way out"),
-            *loss_work(self.flow, self.sizes, self.plan.loss_tile, trains=not self.sizes.adapters),
+            Piece("saved on the device", sum(resident), "layers not offloaded"),
+            Piece("staged for the host", sum(away[i] for i in _late(away)), "of the last layers, on their way out"),
+            *self.loss,
             Piece("positions and ids", self.positions, POSITIONS),
         ]
 
-    def _held(self, index: int, resident: int) -> tuple[int, int, int, int, int]:
-        """Bytes that a layer's backward finds: `resident` up to this layer, staged, rebuilt, attended again, positions."""
-        place = self.chain[index]
-        # A chain's tensors all came back for its rebuilding; the layer before it is being prefetched.
-        back = set() if self.plan.layers[index] == "keep" else set(range(max(index - place - 1, 0), index + 1))
-        staged = sum(self.away[i] for i in back | {i for i in self.late if i <= index})
-        again = self.flow.anchor if self.plan.layers[index - place] == "recompute" else 0
-        return resident, staged, place * self.flow.x, again, self.positions
-
-    def _at_layer(self, index: int, resident: int) -> list[Piece]:
-        resident, staged, rebuilt, again, positions = self._held(index, resident)
+    def _at_layer(self, modes: Sequence[LayerMode], index: int, here: int, staged: int) -> list[Piece]:
+        place = chain_of(modes[: index + 1])[-1]
+        again = self.flow.anchor if modes[index - place] == "recompute" else 0
         return [
-            Piece("saved on the device", resident, "layers not offloaded, those still to come in backward"),
+            Piece("saved on the device", here, "layers not offloaded, those still to come in backward"),
             Piece("staged for the host", staged, "of this layer (and its chain) and of the next one, prefetched"),
-            Piece("rebuilt inputs", rebuilt, f"{self.chain[index]} X"),
+            Piece("rebuilt inputs", place * self.flow.x, f"{place} X"),
             Piece("attention run again", again, "B*L*H*E*c + B*S*h*4"),
-            Piece("positions and ids", positions, POSITIONS),
+            Piece("positions and ids", self.positions, POSITIONS),
         ]
 
-    def _layer_work(self, index: int) -> tuple[str, list[Piece], int]:
+    def _layer_work(self, index: int, mode: LayerMode) -> Work:
         """The larger of the two halves of a layer's backward, its pieces, and their total."""
-        mode, layer = self.plan.layers[index], self.sizes.layers[index]
-        key = (mode, layer.width, layer.mlp)
+        key = (self.kinds[index], mode)
         if key not in self._work:
+            layer, trains = self.sizes.layers[index], not self.sizes.adapters
             attention = attention_work(self.flow, mode)
-            mlp = mlp_work(self.flow, layer, mode, self.plan.mlp_tile, trains=not self.sizes.adapters)
+            mlp = mlp_work(self.flow, layer, mode, self.mlp_tile, trains=trains)
             halves = [(name, work, _total(work)) for name, work in (("attention", attention), ("MLP", mlp))]
             self._work[key] = max(halves, key=lambda half: half[2])
         return self._work[key]
+
+
+def _late(away: list[int]) -> list[int]:
+    """The last ones to set out never leave: they are still here when backward wants them."""
+    return [index for index, size in enumerate(away) if size][-STAGED:]
 
 
 def _placed(name: str, size: int, formula: str, on_host: bool) -> Term:

@@ -14,6 +14,7 @@ Per decoder layer one mode:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
@@ -39,6 +40,7 @@ class Job:
     batch: int = 1
     sp: int = 1
     dp: int = 1
+    ring: int = 1
     weights: Weights = "shard"
     replicas: int = 1
     weight_bytes: int = 2
@@ -52,7 +54,7 @@ class Job:
     optimizer_on_host: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch", "sp", "dp", "replicas"):
+        for name in ("length", "batch", "sp", "dp", "ring", "replicas"):
             if getattr(self, name) < 1:
                 raise MemoryPlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.world % self.replicas:
@@ -63,7 +65,7 @@ class Job:
 
     @property
     def world(self) -> int:
-        return self.sp * self.dp
+        return self.sp * self.dp * self.ring
 
     @property
     def shards(self) -> int:
@@ -78,12 +80,20 @@ class Job:
     @property
     def tokens(self) -> int:
         """Tokens of one rank's shard, all rows: B * L."""
-        return self.batch * -(-self.length // self.sp)
+        return self.batch * -(-self.length // (self.sp * self.ring))
 
     @property
     def whole(self) -> int:
-        """Tokens of a sequence group, padding included: B * S."""
+        """Tokens that a rank has queries of while it attends, padding included: B * S, of a ring its share."""
         return self.tokens * self.sp
+
+
+def chain_of(modes: Sequence[LayerMode]) -> list[int]:
+    """How many layers each is behind the one its input is rebuilt from; 0 where the input itself is saved."""
+    places: list[int] = []
+    for mode in modes:
+        places.append(places[-1] + 1 if mode == "rebuild" else 0)
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +123,7 @@ class MemoryPlan:
     @property
     def chain(self) -> tuple[int, ...]:
         """How many layers each is behind the one its input is rebuilt from; 0 where the input itself is saved."""
-        places: list[int] = []
-        for mode in self.layers:
-            places.append(places[-1] + 1 if mode == "rebuild" else 0)
-        return tuple(places)
+        return tuple(chain_of(self.layers))
 
     def summary(self) -> str:
         """One line: '12 save, 20 recompute; 20 offloaded; MLP tile 2048, loss tile 2048, 1 head group'."""

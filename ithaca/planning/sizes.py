@@ -7,7 +7,7 @@ named in `tests/planning/test_sizes.py`; others are counted as Llama would be, w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import UnsupportedError
@@ -19,7 +19,10 @@ _TIED_UNLESS_SAID = ("gemma", "cohere")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values."""
+    """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values.
+
+    `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
+    """
 
     name: str
     hidden: int
@@ -32,6 +35,14 @@ class ModelSizes:
     layers: tuple[LayerSizes, ...]
     final_norm: int
     adapters: int = 0
+    kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    layer_parameters: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        numbers: dict[LayerSizes, int] = {}
+        kinds = tuple(numbers.setdefault(layer, len(numbers)) for layer in self.layers)
+        object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "layer_parameters", sum(layer.parameters for layer in self.layers))
 
     @classmethod
     def from_config(cls, config: Config) -> ModelSizes:
@@ -77,11 +88,12 @@ class ModelSizes:
 
     @property
     def total(self) -> int:
-        return self.root + sum(layer.parameters for layer in self.layers) + self.adapters
+        return self.root + self.layer_parameters + self.adapters
 
     @property
     def largest_layer(self) -> int:
-        return max(layer.parameters for layer in self.layers) + self.adapters // len(self.layers)
+        each = {kind: layer.parameters for kind, layer in zip(self.kinds, self.layers, strict=True)}
+        return max(each.values()) + self.adapters // len(self.layers)
 
     @property
     def trainable(self) -> int:

@@ -36,21 +36,37 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
     """
     base: Any = model.module if isinstance(model, DistributedDataParallel) else model
     target = Path(folder)
-    _on_rank_0(target, lambda: _prepare_folder(target))
     if hasattr(base, "peft_config"):
+        _on_rank_0(target, lambda: _prepare_folder(target))
         _save_adapter(base, target)
         return
+    write_model(base, target, lambda _, tensor: _gather(tensor), max_shard_size=max_shard_size)
+
+
+def write_model(
+    base: Any,
+    target: Path,
+    fetch: Callable[[str, Tensor], Tensor],
+    *,
+    max_shard_size: str | int = "50GB",
+    alone: bool = False,
+) -> None:
+    """Write `base` layer by layer; `fetch` gives a weight's whole tensor, on the host of rank 0, when it is its turn.
+
+    `alone`: this rank writes by itself, whatever other ranks there are.
+    """
+    _on_rank_0(target, lambda: _prepare_folder(target), alone)
     _describe(base)
     groups = _layers(base)
     plan, total = _plan_files(base, groups, max_shard_size)
     writer = _Writer(target, plan)
     for group in _as_filed(base, groups, plan):
-        whole = {key: _gather(tensor) for key, tensor in group.items()}
-        if _rank() == 0:
+        whole = {key: fetch(key, tensor) for key, tensor in group.items()}
+        if alone or _rank() == 0:
             writer.take(base, whole)
         # Or this layer would still be held while the next one is gathered.
         del whole
-    _on_rank_0(target, lambda: writer.finish(base, total))
+    _on_rank_0(target, lambda: writer.finish(base, total), alone)
 
 
 @dataclass(slots=True)
@@ -94,16 +110,16 @@ class _Writer:
         _write_rest(base, self.target, self.plan, total)
 
 
-def _on_rank_0(target: Path, action: Callable[[], object]) -> None:
+def _on_rank_0(target: Path, action: Callable[[], object], alone: bool = False) -> None:
     """Run `action` there, and raise on every rank if it fails: none waits for a writer that has given up."""
     problem: Exception | None = None
-    if _rank() == 0:
+    if alone or _rank() == 0:
         try:
             action()
         except Exception as error:
             problem = error
     said = [None if problem is None else str(problem) or type(problem).__name__]
-    if dist.is_initialized():
+    if dist.is_initialized() and not alone:
         dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
         raise IthacaError(f"save_pretrained could not write to {target}: {said[0]}") from problem

@@ -25,6 +25,7 @@ from ithaca.mesh import Mesh
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
 _SUMS = "_ithaca_sums_gradients"
+_HOME = "_ithaca_home"
 _REFUSED = {
     # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
     "optimizer": "optimizer state alone cannot go to the host and stay exact under clipping: use 'everything', or "
@@ -76,8 +77,9 @@ def place_weights(
         return
     model.__dict__[_SUMS] = True
     away = leaves_device(mesh, on_host)
+    model.__dict__[_HOME] = torch.device("cpu") if away else mesh.device
     if not away:
-        model.to(mesh.device)
+        move(model, mesh.device)
         if mesh.world == 1 and compute_dtype is None:
             # Nothing to shard and nothing to sum; FSDP2 would still copy every layer's weights to use them.
             return
@@ -92,6 +94,19 @@ def place_weights(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, uneven)
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move what is there; weights on the meta device stay there until they are loaded."""
+    if any(p.is_meta for p in model.parameters()):
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        model.to(device)
+
+
+def home_of(model: nn.Module) -> torch.device | None:
+    """Where weights that are still on the meta device belong; None before they are placed."""
+    return next((module.__dict__[_HOME] for module in model.modules() if _HOME in module.__dict__), None)
 
 
 def _to_host() -> OffloadPolicy:

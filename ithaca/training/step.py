@@ -9,6 +9,7 @@ averages over ranks (`weights="none"` under DDP, FSDP or DeepSpeed) the parts ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.agree import agree, try_shard
 from ithaca.sequence.batch import count_targets
 from ithaca.state.weights import averages_gradients
+from ithaca.training.positions import LossByPosition
 
 
 def causal_loss(
@@ -33,6 +35,7 @@ def causal_loss(
     count: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    by_position: LossByPosition | None = None,
 ) -> Tensor:
     """The mean loss of a whole batch's targets over all ranks; call `.backward()` on it.
 
@@ -40,6 +43,7 @@ def causal_loss(
     `count`, from `count_tokens`, is the number of targets over several micro-batches: their losses then add up to
     the mean over all. Without labels every token after a document's first is learned. `label_smoothing`: the share of
     each target that is spread over the vocabulary. `z_loss`: the weight of the squared log of the softmax's divisor.
+    `by_position` gathers this rank's token losses by how far into its document a token is.
     """
     binding = binding_of(model)
     if count is not None and count < 0:
@@ -52,7 +56,8 @@ def causal_loss(
     own = agree(mesh, batch, shard, error).count
     assert shard is not None
     divisor = max(own if count is None else count, 1)
-    total, router_logits = summed_loss(model, binding, shard, smoothing=label_smoothing, z=z_loss)
+    each = None if by_position is None else partial(by_position.add, shard)
+    total, router_logits = summed_loss(model, binding, shard, smoothing=label_smoothing, z=z_loss, each=each)
     part = total / divisor
     if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
         # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.

@@ -1,0 +1,293 @@
+"""Ranks of one machine under torchrun's elastic agent, with our own ending: signals, failures, no orphans.
+
+The agent does the rendezvous, starts the processes and waits for them. Left alone it would end all workers 30 s after
+any signal, and print a page for every failure. Here a signal is handed on once and the ranks have `grace` seconds to
+save; when one rank fails the others have a few seconds to end by themselves; what is left then is killed, with all
+that it started.
+
+Invariant: when `start_ranks` returns or raises, none of its ranks is alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+
+from ithaca.cli.failures import Verdict, judge
+from ithaca.cli.worker import Entry, Report, work
+from ithaca.errors import ConfigError
+from ithaca.training.watch import INTERRUPTED, PEER, PREEMPTED
+
+LINGER = 5.0
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines of a run and how they meet: c10d at `host:port`, held by node 0 (whichever matches, if None)."""
+
+    count: int = 1
+    rank: int | None = None
+    endpoint: str = "127.0.0.1:0"
+    patience: int = 900
+
+
+class Agent(LocalElasticAgent):
+    """The elastic agent, which also knows who is alive and ends what is left of a failed run soon."""
+
+    killed: frozenset[int] = frozenset()
+    starting = False
+
+    def alive(self) -> list[Any]:
+        return [process for process in self._processes() if process.is_alive()]
+
+    def codes(self) -> dict[int, int]:
+        """Exit codes by global rank; a rank that was never started has none."""
+        ranks = [worker.global_rank for worker in self.get_worker_group().workers]
+        return {rank: process.exitcode or 0 for rank, process in zip(ranks, self._processes(), strict=False)}
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        """End every rank at once, and what it started."""
+        ranks = [worker.global_rank for worker in self.get_worker_group().workers]
+        alive = {rank: p for rank, p in zip(ranks, self._processes(), strict=False) if p.is_alive()}
+        self.killed |= frozenset(alive)
+        for process in self._processes():
+            for end in (os.killpg, os.kill):
+                # A rank that has not yet made a group of its own has none to be killed.
+                with suppress(ProcessLookupError, PermissionError):
+                    if end is os.killpg or process.is_alive():
+                        end(process.pid, signal.SIGKILL)
+        for process in alive.values():
+            process.join(LINGER)
+
+    def _processes(self) -> list[Any]:
+        context = getattr(self._pcontext, "_pc", None)
+        return [] if context is None else list(context.processes)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.starting = True
+        try:
+            # Inherited: until it has left the terminal's group, Ctrl-C is not for a rank to hear.
+            with _ignoring(signal.SIGINT):
+                return super()._start_workers(worker_group)
+        finally:
+            self.starting = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if any(process.exitcode for process in self._processes()):
+            self._end_soon()
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self._end_soon()
+        super()._shutdown(*args, **kwargs)
+
+    def _end_soon(self) -> None:
+        deadline = time.monotonic() + LINGER
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
+
+
+class Stopped(Exception):
+    """A signal came while there was no rank to hand it to."""
+
+
+@dataclass(slots=True)
+class Handover:
+    """Signals to the launcher, handed to its ranks: the first asks them to save, Ctrl-C after that ends them."""
+
+    agent: Agent
+    grace: float
+    asked: int = 0
+    deadline: threading.Timer | None = None
+
+    def __call__(self, number: int, _frame: object = None) -> None:
+        if self.agent.starting:
+            # Half of the ranks may be there: an instant later all are, or none.
+            later = threading.Timer(0.1, os.kill, (os.getpid(), number))
+            later.daemon = True
+            later.start()
+            return
+        again, self.asked = self.asked, self.asked or number
+        if not self.agent.alive():
+            raise Stopped
+        if not again:
+            # One signal for all cases: a rank that is still importing dies of it without a word.
+            self.agent.send(signal.SIGTERM)
+            self.deadline = threading.Timer(self.grace, self.agent.kill)
+            self.deadline.daemon = True
+            self.deadline.start()
+            _say(f"stopping: the last whole step is saved within {self.grace:g} s (Ctrl-C again ends at once)")
+        elif number == signal.SIGINT:
+            self.agent.kill()
+
+    @property
+    def status(self) -> int:
+        return INTERRUPTED if self.asked == signal.SIGINT else PREEMPTED
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        # `nohup` has SIGHUP ignored, and means it.
+        heard = [n for n in HANDED_ON if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if self.deadline is not None:
+                self.deadline.cancel()
+
+
+def start_ranks(
+    entry: Entry, args: Sequence[Any], processes: int, nodes: Nodes, grace: float, variables: Mapping[str, str]
+) -> int:
+    """Run `entry(*args)` on `processes` ranks here, as a part of `nodes`; gives the status for the shell.
+
+    `variables` are for the ranks' environment, where they are not set already.
+    """
+    with tempfile.TemporaryDirectory(prefix="ithaca-") as folder, _quiet(), _environment(variables):
+        handler = _meet(nodes)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=processes,
+            entrypoint=work,
+            args=(entry, tuple(args), folder),
+            rdzv_handler=handler,
+            max_restarts=0,
+            monitor_interval=0.1,
+            local_addr="127.0.0.1" if nodes.count == 1 else None,
+        )
+        agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), start_method="spawn")
+        handover = Handover(agent, grace)
+        try:
+            with handover.installed():
+                result = _run(agent, nodes)
+        except Stopped:
+            return handover.status
+        finally:
+            agent.kill()
+            handler.shutdown()
+        return _status(agent, handover, result, Report.read_all(folder))
+
+
+def _status(agent: Agent, handover: Handover, result: RunResult | None, reports: Sequence[Report]) -> int:
+    if result is not None and not result.is_failed():
+        return max((status or 0 for status in result.return_values.values()), default=0)
+    codes = agent.codes()
+    own = [report for report in reports if not report.consequence]
+    if handover.asked and not own:
+        # Ended while starting, by the signal itself; or not done when the grace was over; or by a second Ctrl-C.
+        if agent.killed and handover.asked != signal.SIGINT:
+            _say(f"the ranks had not saved within {handover.grace:g} s and were ended: the last checkpoint stands")
+        return handover.status
+    verdict = (
+        judge(reports, codes, agent.killed) if codes else Verdict("the other machines ended before this one", PEER)
+    )
+    if verdict.text:
+        _say(verdict.text)
+    return verdict.status
+
+
+def _run(agent: Agent, nodes: Nodes) -> RunResult | None:
+    """The agent's result, or None where the machines parted before there was one."""
+    try:
+        return agent.run()
+    except RendezvousError:
+        if agent.codes():
+            return None
+        raise ConfigError(_missing(nodes)) from None
+
+
+def _meet(nodes: Nodes) -> RendezvousHandler:
+    settings: dict[str, Any] = {"timeout": nodes.patience}
+    if nodes.rank is not None:
+        settings["is_host"] = nodes.rank == 0
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=nodes.endpoint,
+        # Machines that meet at one place are of one run; on one machine no other run may be met.
+        run_id=f"ithaca-{nodes.endpoint}" if nodes.count > 1 else uuid.uuid4().hex,
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        local_addr="127.0.0.1" if nodes.count == 1 else None,
+        **settings,
+    )
+    try:
+        return rendezvous.get_rendezvous_handler(parameters)
+    except RendezvousError:
+        raise ConfigError(_missing(nodes)) from None
+
+
+def _missing(nodes: Nodes) -> str:
+    return (
+        f"not all of {nodes.count} nodes met at {nodes.endpoint} within {nodes.patience} s: start the same command on "
+        "each, --rendezvous naming a free port of the node with --node-rank 0 that the others can reach"
+    )
+
+
+@contextmanager
+def _ignoring(number: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The agent's own log lines, kept off the terminal."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    nowhere, before = logging.NullHandler(), logger.propagate
+    logger.addHandler(nowhere)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(nowhere)
+        logger.propagate = before
+
+
+@contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Variables that ranks and the agent read, for the time of a launch; of `defaults` those the user has not set."""
+    before = dict(os.environ)
+    # The agent takes over the signals named here, and none that `Handover` is for.
+    os.environ.update({**defaults, **before, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _say(text: str) -> None:
+    os.write(2, f"ithaca: {text.rstrip()}\n".encode())

@@ -1,0 +1,253 @@
+"""`ithaca plan`: will it fit, how fast, with which settings. No GPU and no torch; an answer within a second."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ithaca.config import Run
+    from ithaca.planning.known_models import KnownModel
+    from ithaca.planning.mesh_search import Option, Wanted
+
+LORA_RANK = 16
+NO_FILE = "-"
+
+
+def plan(
+    model: str = typer.Option("", help="A name, a folder or a config.json: Qwen/Qwen3-8B, llama-3.1-8b, ./my-model."),
+    length: str = typer.Option("128k", help="Tokens of a row, 128k or 1M; `max` for the longest that fits."),
+    gpus: str = typer.Option("8xH100", help="Cards of one node: 8xH100, 4xA100-80GB, RTX-4090."),
+    nodes: int | None = typer.Option(None, help="How many such nodes."),
+    host_memory: str | None = typer.Option(None, help="Host memory of one node: 1T, 512GB, 960GiB."),
+    tune: str = typer.Option("full", help="full or lora."),
+    lora_rank: int = typer.Option(LORA_RANK, help="Rank of the adapters with --tune lora."),
+    batch: int | None = typer.Option(None, help="Rows a step over all sequence groups; one for each if left out."),
+    sp: int | None = typer.Option(None, help="GPUs that share one row; the best if left out."),
+    optimizer: str | None = typer.Option(
+        None, help="adamw, adamw8bit or bf16_sr; the most exact that fits if left out."
+    ),
+    precision: str | None = typer.Option(None, help="mixed (fp32 weights, bf16 computing) or bf16."),
+    headroom: float = typer.Option(0.25, help="Share of all memory that is left free."),
+    target_tok_s: float | None = typer.Option(None, help="Tokens a second wanted: says how many GPUs give them."),
+    tokens: str | None = typer.Option(None, help="Tokens to train on, 2B: hours and GPU-hours."),
+    price: float | None = typer.Option(None, help="Price of a GPU-hour: the cost."),
+    link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
+    network: str | None = typer.Option(None, help="What joins nodes: 'InfiniBand NDR', 'Ethernet 100G'."),
+    compare: bool = typer.Option(False, help="Table every cut of the GPUs: longest length, speed, exchanges."),
+    spec: Path | None = typer.Option(None, help="Write a one-page summary in Markdown to this file."),
+    write: str = typer.Option("run.yaml", help="Where the run goes; `-` for nowhere."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, and write nothing."),
+    calibrate: bool = typer.Option(False, help="Measure this machine's GPU once; its own figures count from then on."),
+) -> None:
+    """Will it fit, how fast, with which settings: no GPU needed."""
+    if calibrate:
+        _calibrate()
+    if not model:
+        if calibrate:
+            return
+        raise typer.BadParameter("name the model to plan for: --model Qwen/Qwen3-8B", param_hint="--model")
+    from ithaca.cli.plan_inputs import read_machine, read_model, read_tokens
+    from ithaca.planning.mesh_search import Wanted
+
+    known = read_model(model)
+    sizes = known.sizes.with_lora(lora_rank) if _one_of("--tune", tune, ("full", "lora")) == "lora" else known.sizes
+    wanted = Wanted(
+        sizes,
+        read_machine(gpus, nodes, host_memory, link, network),
+        headroom=_share(headroom),
+        batch=_positive("--batch", batch),
+        sp=_positive("--sp", sp),
+        optimizer=_one_of("--optimizer", optimizer, ("adamw", "adamw8bit", "bf16_sr")),
+        precision=_one_of("--precision", precision, ("mixed", "bf16")),
+    )
+    _together(wanted)
+    from ithaca.cli.plan_files import run_of
+
+    total = None if tokens is None else read_tokens(tokens)
+    option = _chosen(wanted, length)
+    run = run_of(known, wanted, option, tokens=total, lora_rank=lora_rank if tune == "lora" else None)
+    facts = _facts(wanted, option, known, run, total, price, target_tok_s)
+    reach = _reach(wanted, option)
+    if as_json:
+        typer.echo(json.dumps(_as_json(wanted, option, known, reach, facts), indent=1))
+        return
+    _show(wanted, option, facts, reach, compare=compare)
+    _write(wanted, option, run, facts, spec, write)
+
+
+def _facts(
+    wanted: Wanted,
+    option: Option,
+    known: KnownModel,
+    run: Run,
+    tokens: int | None,
+    price: float | None,
+    target: float | None,
+) -> dict[str, str]:
+    """The plan in a few lines, what is to be known of it before it is started among them."""
+    from ithaca.cli.plan_page import cost_of, facts_of
+
+    facts = facts_of(wanted, option, known.name)
+    facts |= {} if tokens is None else {"cost": cost_of(wanted, option, tokens, price)}
+    facts |= {} if target is None else {"target": _target(wanted, option, target)}
+    return facts | _cautions(known, run)
+
+
+def _reach(wanted: Wanted, option: Option) -> list[tuple[str, int]]:
+    """How long a row can be: so cut, at all, and with a little more of something."""
+    from ithaca.planning.mesh_search import longest, longest_of_all
+    from ithaca.planning.what_if import gains
+
+    here = longest(wanted, option.degrees, option.recipe)
+    best = longest_of_all(wanted) or (here, option.degrees, option.recipe)
+    where = f"longest at all: {best[1]}{', all on the host' * best[2].on_host}"
+    return [("longest that fits, so cut", here), (where, max(here, best[0])), *gains(wanted)]
+
+
+def _chosen(wanted: Wanted, length: str) -> Option:
+    from ithaca.cli.plan_inputs import read_length
+    from ithaca.planning.mesh_search import best_options, longest_of_all
+    from ithaca.planning.what_if import refusal
+
+    if length.strip().lower() == "max":
+        best = longest_of_all(wanted)
+        if best is None:
+            raise refusal(wanted, 1024)
+        tokens = best[0]
+    else:
+        tokens = read_length(length)
+    options = best_options(wanted, tokens)
+    if not options:
+        raise refusal(wanted, tokens)
+    return options[0]
+
+
+def _show(
+    wanted: Wanted, option: Option, facts: dict[str, str], reach: list[tuple[str, int]], *, compare: bool
+) -> None:
+    from rich.console import Console
+
+    from ithaca.cli.plan_page import comparison, page, verdict
+
+    console = Console(highlight=False)
+    console.print(page(facts, wanted, option, reach))
+    if compare:
+        table, rows = comparison(wanted, option.job.length, option.recipe)
+        console.print()
+        console.print(table)
+        console.print(verdict(wanted, option.job.length, rows))
+
+
+def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:
+    from ithaca.cli.plan_files import spec_of, write_run
+
+    if spec is not None:
+        title = f"{run.model.name} at {option.job.length:,} tokens on {wanted.machine}"
+        spec.parent.mkdir(parents=True, exist_ok=True)
+        spec.write_text(spec_of(title, facts, option, wanted), encoding="utf-8")
+        typer.echo(f"\n{spec}: the summary")
+    if write == NO_FILE:
+        return
+    if write_run(Path(write), run):
+        typer.echo(f"\n{write}: the run; name your documents in it, then: ithaca train {write}")
+    else:
+        typer.echo(f"\n{write} says something else and was left alone: --write another.yaml")
+
+
+def _target(wanted: Wanted, option: Option, target: float) -> str:
+    from ithaca.planning.what_if import machine_for, show_gpus
+
+    if option.time.tokens_per_second >= target:
+        return f"{target:,.0f} tokens/s: reached"
+    machine = machine_for(wanted, option, target)
+    if machine is None:
+        return f"{target:,.0f} tokens/s: not reached by any number of these cards that was tried"
+    return f"{target:,.0f} tokens/s: {show_gpus(machine)} would do"
+
+
+def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
+    """What a user should know before starting: exactness of the architecture, jumps of context length."""
+    from importlib.resources import files
+
+    from ithaca.training.stages import advise_between
+
+    table = json.loads(files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8"))["architectures"]
+    found = table.get(known.sizes.name)
+    cautions = {}
+    if found is None or found["verdict"] != "exact":
+        reason = "not among the measured architectures" if found is None else found["reason"]
+        cautions["exactness"] = f"{known.sizes.name or 'this architecture'}: {reason}; see `ithaca models`"
+    if warnings := advise_between(known.positions or 0, run.stages):
+        cautions["stages"] = "; ".join(warnings)
+    return cautions
+
+
+def _as_json(
+    wanted: Wanted, option: Option, known: KnownModel, reach: list[tuple[str, int]], facts: dict[str, str]
+) -> dict[str, Any]:
+    machine = wanted.machine
+    return {
+        "model": known.name,
+        "parameters": wanted.sizes.total,
+        "length": option.job.length,
+        "machine": {"device": machine.device.name, "gpus": machine.gpus, "nodes": machine.nodes}
+        | {"host_memory": machine.host_memory, "measured": machine.device.measured},
+        "degrees": option.degrees._asdict(),
+        "replicas": option.job.replicas,
+        "recipe": asdict(option.recipe),
+        "plan": asdict(option.plan),
+        "memory": {"moment": option.memory.moment, "terms": [asdict(term) for term in option.memory.terms]}
+        | {"device_bytes": option.memory.device_bytes, "host_bytes": option.memory.host_bytes}
+        | {"device_budget": wanted.device_budget, "host_budget": wanted.host_budget},
+        "time": {"seconds": option.time.seconds, "terms": [asdict(term) for term in option.time.terms]}
+        | {"tokens_per_second": option.time.tokens_per_second, "exchange_share": option.time.exchange_share}
+        | {"utilisation": option.time.utilisation(machine.device.peak)},
+        "reach": dict(reach),
+        "facts": facts,
+    }
+
+
+def _calibrate() -> None:
+    from ithaca.cli.plan_inputs import calibration_file
+    from ithaca.planning.calibrated import write_measured
+    from ithaca.proof.calibrate import this_card
+
+    measured = this_card()
+    write_measured(calibration_file(), measured)
+    typer.echo(f"{calibration_file()}: {measured.name}, matrix products {measured.matmul:.0f} TFLOP/s")
+
+
+def _one_of(option: str, given: Any, allowed: tuple[str, ...]) -> Any:
+    from ithaca.errors import ConfigError
+
+    if given is not None and given not in allowed:
+        raise ConfigError(f"{option} {given}: choose one of {', '.join(allowed)}")
+    return given
+
+
+def _positive(option: str, given: int | None) -> int | None:
+    from ithaca.errors import ConfigError
+
+    if given is not None and given < 1:
+        raise ConfigError(f"{option} {given}: at least 1 is needed")
+    return given
+
+
+def _share(headroom: float) -> float:
+    from ithaca.errors import ConfigError
+
+    if not 0 <= headroom < 1:
+        raise ConfigError(f"--headroom {headroom:g}: a share of the memory from 0 to below 1, such as 0.25, is needed")
+    return headroom
+
+
+def _together(wanted: Wanted) -> None:
+    from ithaca.errors import ConfigError
+
+    if wanted.optimizer == "bf16_sr" and wanted.precision == "mixed":
+        raise ConfigError("--optimizer bf16_sr rounds bf16 weights: --precision mixed has none; use bf16")

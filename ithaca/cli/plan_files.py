@@ -1,0 +1,117 @@
+"""What `ithaca plan` leaves behind: a run.yaml that `ithaca train` takes, the change to a plain script, a page to review."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ithaca.config import Data, Launch, Lora, MeshDegrees, Model, Optimizer, Rope, Run, Source, Stage, dump_run
+from ithaca.config import Memory as MemorySection
+from ithaca.planning.known_models import KnownModel
+from ithaca.planning.memory import GIB
+from ithaca.planning.mesh_search import Option, Wanted
+
+STEPS = 1000
+USUAL_HEADROOM = 0.25
+
+
+def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | None, lora_rank: int | None) -> Run:
+    """The run that the plan is of; the documents are the user's to name."""
+    recipe, job = option.recipe, option.job
+    budget = None if wanted.headroom == USUAL_HEADROOM else wanted.device_budget
+    stage = Stage(
+        length=job.length,
+        steps=None if tokens else STEPS,
+        tokens=tokens,
+        batch=option.rows * option.degrees.dp,
+        rope=_rope(known, job.length),
+    )
+    optimizer = "adamw" if recipe.optimizer == "none" else recipe.optimizer
+    return Run(
+        output=f"runs/{known.name.rstrip('/').rsplit('/', 1)[-1].removesuffix('.json')}-{job.length}",
+        precision=recipe.precision,
+        model=Model(name=_folder(known.name)),
+        lora=Lora(rank=lora_rank) if lora_rank else None,
+        data=Data(sources=[Source(path="documents.jsonl")]),
+        stages=[stage],
+        mesh=MeshDegrees(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
+        memory=MemorySection(budget=budget, on_host="everything" if recipe.on_host else "nothing"),
+        optimizer=Optimizer(name=optimizer),
+        launch=Launch(processes=wanted.machine.gpus, device="cuda"),
+    )
+
+
+def _folder(name: str) -> str:
+    """A run names the model's folder, not the config in it."""
+    return str(Path(name).parent) if Path(name).name.endswith(".json") else name
+
+
+def _rope(known: KnownModel, length: int) -> Rope | None:
+    """Positions stretched by YaRN where the model was trained on shorter ones."""
+    if not known.positions or length <= known.positions:
+        return None
+    return Rope(kind="yarn", factor=2 ** math.ceil(math.log2(length / known.positions)), original=known.positions)
+
+
+def write_run(file: Path, run: Run) -> bool:
+    """Whether it was written: a file that says something else is left alone."""
+    text = "# Made by `ithaca plan`. Name your documents under data.sources, then: ithaca train " + file.name + "\n"
+    text += dump_run(run)
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        return False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return True
+
+
+def script_change(wanted: Wanted, option: Option) -> str:
+    """The five lines of a plain PyTorch loop that change, with this plan's settings."""
+    recipe, job = option.recipe, option.job
+    settings = ["mesh"]
+    settings += ["compute_dtype=torch.bfloat16"] if recipe.precision == "mixed" else []
+    settings += ['on_host="everything"'] if recipe.on_host else []
+    settings += [f"replicas={job.replicas}"] if job.replicas > 1 else []
+    settings += [f'optimizer="{recipe.optimizer}"'] if recipe.optimizer != "adamw" else []
+    settings += [f"memory_budget={wanted.device_budget}"] if wanted.headroom != USUAL_HEADROOM else []
+    dtype = "torch.float32" if recipe.precision == "mixed" else "torch.bfloat16"
+    return "\n".join(
+        (
+            f"+mesh  = ithaca.init_mesh(sp={option.degrees.sp})",
+            f" model = AutoModelForCausalLM.from_pretrained(name, dtype={dtype})",
+            f"+model = ithaca.parallelize(model, {', '.join(settings)})",
+            "-    loss = model(**batch).loss",
+            "+    loss = ithaca.causal_loss(model, batch, mesh)",
+            '-model.save_pretrained("out")',
+            '+ithaca.save_pretrained(model, "out")',
+        )
+    )
+
+
+def launch_line(wanted: Wanted) -> str:
+    nodes = f"--nnodes {wanted.machine.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    return f"torchrun {nodes if wanted.machine.nodes > 1 else ''}--nproc-per-node {wanted.machine.gpus} script.py"
+
+
+def spec_of(title: str, facts: dict[str, str], option: Option, wanted: Wanted) -> str:
+    """One page of Markdown: what is asked, what is chosen, what it takes, and how sure that is."""
+    device, host = wanted.budgets
+    lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in facts.items()), ""]
+    lines += ["## Memory of one GPU", "", f"Worst at the {option.memory.moment}.", ""]
+    lines += ["| term | device, GiB | host, GiB | |", "|---|---:|---:|---|"]
+    for term in option.memory.terms:
+        sizes = f"{term.device_bytes / GIB:.2f} | {term.host_bytes / GIB:.2f}"
+        lines.append(f"| {term.name} | {sizes} | {_cell(term.formula)} |")
+    total = f"{option.memory.device_bytes / GIB:.2f} of {device / GIB:.1f} | "
+    total += f"{option.memory.host_bytes / GIB:.2f} of {host / GIB:.1f}"
+    lines += [f"| all | {total} | headroom {wanted.headroom:.0%} |", "", "## Time of a step", ""]
+    lines += ["| term | seconds | share | |", "|---|---:|---:|---|"]
+    for part in option.time.terms:
+        share = part.seconds / option.time.seconds
+        lines.append(f"| {part.name} | {part.seconds:.2f} | {share:.1%} | {_cell(part.meaning)} |")
+    lines += [f"| all | {option.time.seconds:.2f} | 100% | |", "", "## In a plain script", ""]
+    lines += ["```diff", script_change(wanted, option), "```", "", f"`{launch_line(wanted)}`", ""]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("*", "\\*").replace("|", "\\|")

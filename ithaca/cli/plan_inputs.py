@@ -1,0 +1,127 @@
+"""What `ithaca plan` was given, as the planner's own values: a model, a machine, lengths and amounts.
+
+Everything a user can get wrong here is refused with the nearest that works. A model's name is looked for on disk, in
+the built-in table, and then on the hub if there is a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from ithaca.config import parse_bytes, parse_number
+from ithaca.errors import ConfigError, UnsupportedError
+from ithaca.planning.calibrated import read_measured, with_measured
+from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
+from ithaca.planning.known_models import KnownModel, find_model, known_names, nearest_models, read_config
+from ithaca.planning.traffic import Machine
+
+HUB_TIMEOUT_S = 3.0
+NODE = 8
+# What usually joins nodes of cards with such a link.
+_NETWORKS = {"NVLink 3": "InfiniBand HDR", "PCIe 4": "Ethernet 100G", "PCIe 5": "Ethernet 100G"}
+
+
+def calibration_file() -> Path:
+    """Where this machine's own figures are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache, "ithaca", "calibration.json")
+
+
+def read_length(text: str) -> int:
+    """`128k` or `1M`, of 1,024."""
+    return _amount("--length", text, lambda value: parse_number(value, 1024))
+
+
+def read_tokens(text: str) -> int:
+    """`2B`, of 1,000."""
+    return _amount("--tokens", text, lambda value: parse_number(value, 1000))
+
+
+def _amount(option: str, text: str, parse: Callable[[str], object]) -> int:
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    assert isinstance(value, int)
+    if value < 1:
+        raise ConfigError(f"{option} {text}: at least 1 is needed")
+    return value
+
+
+def read_machine(
+    gpus: str, nodes: int | None, host_memory: str | None, link: str | None, network: str | None
+) -> Machine:
+    """`8xH100`; more than a node's worth without a number of nodes is as many nodes of eight."""
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
+    count = int(found[1] or 1) if found else 0
+    if found is None or count < 1 or (nodes is not None and nodes < 1):
+        raise ConfigError(f"--gpus {gpus} --nodes {nodes or 1}: write a number and a card, such as 8xH100, of a node")
+    device = find_device(found[2], with_measured(DEVICES, read_measured(calibration_file())))
+    if nodes is None:
+        nodes = count // NODE if count > NODE and count % NODE == 0 else 1
+        count //= nodes
+    memory = count * device.host_memory
+    if host_memory is not None:
+        memory = _amount("--host-memory", host_memory, parse_bytes)
+    inside = find_link(link or device.link)
+    return Machine(device, count, nodes, memory, inside, find_link(network or _usual_network(device)))
+
+
+def _usual_network(device: Device) -> str:
+    return _NETWORKS.get(device.link, "InfiniBand NDR")
+
+
+def read_model(name: str) -> KnownModel:
+    """A folder or a config.json, a name of the built-in table, or a name on the hub."""
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json" or path.is_file():
+        return _from_file(path / "config.json" if path.is_dir() else path, name)
+    known = find_model(name)
+    if known is not None:
+        return known
+    reason = "it is no folder and no name of the built-in table"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        config = _from_hub(name)
+        if not isinstance(config, str):
+            return read_config(name, config)
+        reason += f", and the hub gave nothing ({config})"
+    near = nearest_models(name) or known_names()[:4]
+    raise UnsupportedError(f"no model {name!r}: {reason}; nearest are {', '.join(near)}; or give a config.json")
+
+
+def _from_file(file: Path, name: str) -> KnownModel:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--model {name}: {file} does not exist; a model's folder or config.json is needed") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {name}: {file} is no config.json ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--model {name}: {file} holds a {type(content).__name__}; a config.json is an object")
+    return read_config(name, content)
+
+
+def _from_hub(name: str) -> dict[str, Any] | str:
+    """The model's config.json, or why it could not be had."""
+    try:
+        from huggingface_hub import hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.utils import build_hf_headers
+
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            content = json.loads(Path(cached).read_text(encoding="utf-8"))
+        else:
+            # Asked once: the library's own download tries for half a minute where there is no network.
+            request = Request(hf_hub_url(name, "config.json"), headers=build_hf_headers())
+            with urlopen(request, timeout=HUB_TIMEOUT_S) as answer:
+                content = json.load(answer)
+    except Exception as error:
+        # Whatever a network or the hub can do wrong, it is one reason for the user.
+        return f"{type(error).__name__}: {error}"[:120]
+    return content if isinstance(content, dict) else "its config.json is no object"

@@ -1,0 +1,205 @@
+"""How a plan looks in a terminal: facts, memory and time as bars, what more would give, and the tables of `--compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ithaca.cli.plan_files import launch_line, script_change
+from ithaca.planning.hardware import Device
+from ithaca.planning.memory import GIB, Term
+from ithaca.planning.mesh_search import Degrees, Option, Recipe, Wanted, all_degrees, longest, option_of
+from ithaca.planning.traffic import LINK_SHARE, Machine
+from ithaca.planning.what_if import show_length
+
+BAR, NAME, NUMBER = 20, 22, 6
+LEAST_SHOWN = 0.005
+# Of what is said about lengths, the first are of the machine as it is.
+KNOWN = 2
+
+
+def facts_of(wanted: Wanted, option: Option, name: str) -> dict[str, str]:
+    """What was asked and what was chosen, a line each."""
+    machine, job, time = wanted.machine, option.job, option.time
+    rows = option.rows * option.degrees.dp
+    tuned = f", {wanted.sizes.adapters / 1e6:,.0f} M of them trained" if wanted.sizes.adapters else ", all trained"
+    copies = f", {job.replicas} copies of the weights" if job.replicas > 1 else ""
+    return {
+        "model": f"{name}, {wanted.sizes.total / 1e9:.2f} B parameters{tuned}",
+        "length": f"{job.length:,} tokens, {rows} row{'s' * (rows > 1)} a step, one document a row",
+        "machine": f"{machine}, {machine.host_memory / 1e9:,.0f} GB of host memory a node, {links_of(machine)}",
+        "mesh": f"{option.degrees}{copies}",
+        "optimizer": str(option.recipe),
+        "layers": option.plan.summary(),
+        "step": f"{seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s "
+        f"({time.tokens_per_second / machine.world:,.0f} a GPU)",
+        "utilisation": f"{time.utilisation(machine.device.peak):.0%} of the card's peak; exchanges "
+        f"{time.exchange_share:.1%} of the step ({time.wire_s / time.seconds:.1%} on the wire)",
+        "figures": source_of(machine.device),
+    }
+
+
+def links_of(machine: Machine) -> str:
+    between = "" if machine.nodes == 1 else f" inside, {machine.network.name} between"
+    return f"{machine.link.name}{between}"
+
+
+def source_of(device: Device) -> str:
+    """How sure the figures are."""
+    if device.measured:
+        return f"{device.name} measured; links from data sheets at {LINK_SHARE:.0%}"
+    return f"{device.name} and links from data sheets, with the shares that an H200 was measured to reach"
+
+
+def cost_of(wanted: Wanted, option: Option, tokens: int, price: float | None) -> str:
+    hours = tokens / option.time.tokens_per_second / 3600
+    text = f"{tokens:,} tokens: {hours:,.1f} hours, {hours * wanted.machine.world:,.0f} GPU-hours"
+    return text if price is None else f"{text}, {hours * wanted.machine.world * price:,.0f} at {price:g} a GPU-hour"
+
+
+def seconds(value: float) -> str:
+    if value < 0.1:
+        return f"{value * 1e3:.0f} ms"
+    return f"{value:.1f} s" if value < 600 else f"{value / 60:.1f} min"
+
+
+def page(facts: dict[str, str], wanted: Wanted, option: Option, reach: Sequence[tuple[str, int]]) -> RenderableType:
+    """The whole of it."""
+    device, host = wanted.budgets
+    terms = option.memory.terms
+    head = f"at the {option.memory.moment}"
+    parts: list[RenderableType] = [_facts(facts), Text(), _memory("device", terms, device, wanted.headroom, head)]
+    if option.memory.host_bytes:
+        parts += [Text(), _memory("host", terms, host, wanted.headroom, "one GPU's share")]
+    parts += [Text(), _time(option), Text(), _reach(reach), Text("\nIn a plain script:", style="bold")]
+    change = "\n".join(f"  {line}" for line in script_change(wanted, option).splitlines())
+    parts += [_diff(change), Text(f"  {launch_line(wanted)}", style="dim")]
+    return Group(*parts)
+
+
+def _diff(text: str) -> Text:
+    styled = Text(no_wrap=True, overflow="ignore")
+    for line in text.splitlines():
+        mark = line.lstrip()[:1]
+        styled.append(line + "\n", style={"+": "green", "-": "red"}.get(mark, ""))
+    styled.rstrip()
+    return styled
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, text in facts.items():
+        table.add_row(Text(name, style="bold"), Text(text))
+    return table
+
+
+def _bar(share: float, colour: str) -> Text:
+    eighths = round(min(share, 1.0) * BAR * 8)
+    full, part = divmod(eighths, 8)
+    return Text("█" * full + " ▏▎▍▌▋▊▉"[part].strip(), style=colour)
+
+
+def _barred(title: str, unit: str, note: str) -> Table:
+    """A name, a number, a bar and a remark, a line each: what is too long for the terminal is in `--spec` and `--json`."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", expand=True)
+    table.add_column(title, no_wrap=True, width=NAME)
+    table.add_column(unit, justify="right", no_wrap=True, width=NUMBER)
+    table.add_column("", width=BAR, no_wrap=True)
+    table.add_column(note, style="dim", header_style="dim", no_wrap=True, ratio=1)
+    return table
+
+
+def _memory(place: str, terms: Sequence[Term], budget: int, headroom: float, note: str) -> Table:
+    """Terms of one place; the bars' full width is what may be used."""
+    sizes = [(t.name, t.device_bytes if place == "device" else t.host_bytes, t.formula) for t in terms]
+    sizes = [each for each in sizes if each[1]]
+    table = _barred(f"{place} memory", "GiB", note)
+    colour = "cyan" if place == "device" else "magenta"
+    for name, size, formula in sizes:
+        table.add_row(name, f"{size / GIB:.2f}", _bar(size / budget, colour), Text(formula))
+    total = sum(size for _, size, _ in sizes)
+    table.add_row(
+        "all", f"{total / GIB:.2f}", _bar(total / budget, "bold"), f"of {budget / GIB:.1f}, {headroom:.0%} left free"
+    )
+    return table
+
+
+def _time(option: Option) -> Table:
+    table = _barred("time of a step", "s", "")
+    total = option.time.seconds
+    for term in option.time.terms:
+        if term.seconds >= LEAST_SHOWN * total or term.name == "exchange":
+            shown = f"{term.seconds:.2f}" if total < 100 else f"{term.seconds:.1f}"
+            table.add_row(term.name, shown, _bar(term.seconds / total, "yellow"), Text(term.meaning))
+    table.add_row("all", f"{total:.2f}" if total < 100 else f"{total:.1f}", "", "")
+    return table
+
+
+def _reach(reach: Sequence[tuple[str, int]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for index, (label, length) in enumerate(reach):
+        shown = (
+            show_length(length) if index < KNOWN or length > max(tokens for _, tokens in reach[:KNOWN]) else "no longer"
+        )
+        table.add_row(Text(label, style="" if index else "bold"), f"{length:,} tokens", shown)
+    return table
+
+
+def comparison(wanted: Wanted, length: int, recipe: Recipe) -> tuple[Table, list[tuple[Degrees, int, Option | None]]]:
+    """Every cut: how long it reaches, how fast it is at `length`, and what its exchanges take."""
+    rows = []
+    for degrees in all_degrees(wanted, rings=True):
+        reach = longest(wanted, degrees, recipe)
+        rows.append((degrees, reach, option_of(wanted, length, degrees, recipe) if reach >= length else None))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("dp", "ring", "sp"):
+        table.add_column(name, justify="right")
+    for name in ("longest", "s a step", "tokens/s", "exchange", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for degrees, reach, option in rows:
+        table.add_row(
+            *map(str, degrees), show_length(reach) if reach else "-", *_speeds(option), _remark(degrees, reach, length)
+        )
+    return table, rows
+
+
+def _speeds(option: Option | None) -> tuple[str, str, str, str]:
+    if option is None:
+        return "-", "-", "-", "-"
+    time = option.time
+    memory = f"{option.memory.device_bytes / GIB:.1f}"
+    return f"{time.seconds:.1f}", f"{time.tokens_per_second:,.0f}", f"{time.exchange_share:.1%}", memory
+
+
+def _remark(degrees: Degrees, reach: int, length: int) -> Text:
+    if reach < length:
+        return Text("too long for it" if reach else "does not fit", style="red")
+    return Text("not built yet", style="yellow") if degrees.ring > 1 else Text("")
+
+
+def verdict(wanted: Wanted, length: int, rows: Sequence[tuple[Degrees, int, Option | None]]) -> str:
+    """When Ulysses, ring or both, for this model on these machines."""
+    machine, heads = wanted.machine, wanted.sizes.heads
+    fitting = [option for _, _, option in rows if option is not None]
+    plain = max((o for o in fitting if o.runnable), key=lambda o: o.time.tokens_per_second, default=None)
+    turning = max((o for o in fitting if not o.runnable), key=lambda o: o.time.tokens_per_second, default=None)
+    lines = [
+        f"Ulysses (sp) as far as it goes: up to {heads} ranks, one a head, best inside a node of {machine.gpus}. A ring "
+        "beyond that, or between nodes where the network is slow; both together for more ranks than heads."
+    ]
+    if plain is not None:
+        lines.append(
+            f"Here at {show_length(length)}: {plain.degrees}, exchanges {plain.time.exchange_share:.1%} of the step."
+        )
+    if turning is not None:
+        gain = turning.time.tokens_per_second / plain.time.tokens_per_second - 1 if plain else 0.0
+        found = f"{gain:+.0%} against it" if plain else "the only cut that fits"
+        lines.append(f"The best with a ring: {turning.degrees}, {found}; ring attention is not built yet.")
+    far = {ring: max((reach for cut, reach, _ in rows if (cut.ring > 1) == ring), default=0) for ring in (False, True)}
+    if far[True] > far[False]:
+        lines.append(f"A ring would reach {show_length(far[True])}, without one {show_length(far[False])}.")
+    return "\n".join(lines)

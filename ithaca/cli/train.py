@@ -1,0 +1,105 @@
+"""`ithaca train`: from documents to a long-context checkpoint; without arguments, a small run that needs nothing.
+
+This file reads the run, starts the ranks (or finds itself to be one) and says at the end where everything is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ithaca.training.trainer import Outcome
+
+
+def train(
+    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    show: bool = typer.Option(False, "--show", help="Print the whole resolved run file and stop."),
+    processes: int = typer.Option(0, help="Ranks on this machine; all GPUs, or two on the CPU, if left out."),
+    nodes: int | None = typer.Option(None, help="Machines that take part."),
+    node_rank: int | None = typer.Option(None, help="Which of them this is, from 0."),
+    rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: a free port of the first."),
+    hosts: str = typer.Option("", metavar="A,B,...", help="Take only these of the machines that are there."),
+) -> None:
+    """Train a model on long sequences; without arguments, a small one made on the spot."""
+    from ithaca.cli.launch import launch
+    from ithaca.config import dump_run, load_run
+
+    file, overrides = split_words(words or [])
+    run = load_run(file, overrides)
+    if show:
+        typer.echo(dump_run(run), nl=False)
+        return
+    status = launch(
+        "ithaca.cli.train:work",
+        (run.model_dump_json(),),
+        processes=processes or run.launch.processes,
+        device=run.launch.device,
+        grace=run.limits.grace,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        hosts=[host for host in hosts.split(",") if host],
+    )
+    if status:
+        raise typer.Exit(status)
+
+
+def split_words(words: list[str]) -> tuple[str | None, list[str]]:
+    """The run file, if the first word is one, and the overrides."""
+    if words and "=" not in words[0]:
+        return words[0], words[1:]
+    return None, words
+
+
+def work(text: str) -> int:
+    """What one rank does; gives 75 where the run was asked to stop before its end."""
+    import logging
+
+    logging.basicConfig(level=logging.WARNING, format="ithaca: %(message)s")
+    # torchao, which transformers imports where it is installed, makes torch warn of torchao's own habits.
+    for noisy in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    from ithaca.config import Run
+    from ithaca.report.loss import draw_loss
+    from ithaca.training.folder import RunFolder
+    from ithaca.training.trainer import train as train_rank
+    from ithaca.training.watch import PREEMPTED
+
+    began = time.monotonic()
+    outcome = train_rank(Run.model_validate_json(text))
+    if not outcome.finished:
+        return PREEMPTED
+    if int(os.environ.get("RANK", "0")) == 0:
+        folder = RunFolder(outcome.folder)
+        draw_loss(folder.metrics, folder.picture)
+        typer.echo(ending(outcome, time.monotonic() - began), err=True)
+    return 0
+
+
+def ending(outcome: Outcome, seconds: float) -> str:
+    """Where everything is, and what to type next."""
+    from ithaca.report.loss import read_metrics
+    from ithaca.training.folder import RunFolder
+
+    folder = RunFolder(outcome.folder)
+    losses = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
+    last = sorted(folder.checkpoints.glob("step-*"))[-1]
+    minutes = f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.0f} seconds"
+    lines: list[tuple[str, Any]] = [
+        ("model", f"{folder.export}  (loads in plain transformers)"),
+        ("checkpoint", last),
+        ("metrics", folder.metrics),
+        ("loss", folder.picture),
+        ("settings", folder.settings),
+    ]
+    told = "\n".join(f"  {name:<12}{where}" for name, where in lines)
+    place = outcome.place
+    return (
+        f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; loss {losses[0]:.3f} -> {losses[-1]:.3f}\n{told}\n"
+        f"next: your own documents and model\n"
+        f"  ithaca train {folder.settings} output=runs/mine model.name=MODEL_FOLDER data.sources=DOCUMENTS_FOLDER"
+    )

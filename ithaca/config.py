@@ -1,0 +1,380 @@
+"""A run, as pydantic models: what `run.yaml` may say, what it means, and what is refused before anything starts.
+
+`load_run(file, overrides)` reads YAML (plain data only), lays dotted overrides such as `stages.0.length=64k` over it
+and checks all of it: an unknown key is named with the nearest right one, a wrong value with what is allowed. Lengths
+may be written `128k` or `1M` (of 1,024), numbers of tokens `2B` (of 1,000), memory `60GiB` or `80GB`.
+
+Invariant: no torch here, and nothing is looked up on disk but the file itself: a run can be read anywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ithaca.errors import ConfigError
+
+_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
+
+
+def parse_number(value: object, base: int) -> object:
+    """`128k` as a whole number, `k` being `base`; what is no such text is left for the checks that follow."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", value, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{value!r} is no number such as 4096, 128k or 1M")
+    return int(float(found[1].replace("_", "")) * base ** _POWERS[found[2].lower()])
+
+
+def parse_bytes(value: object) -> object:
+    """`60GiB` or `80GB` as bytes."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9.]+\s*[kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{value!r} is no amount of memory such as 60GiB or 80GB")
+    return parse_number(found[1], 1024 if found[2] else 1000)
+
+
+Length = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1024)), Field(ge=1)]
+Tokens = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1000)), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the file: keys it does not know are errors, and nothing changes once it is read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Model(Section):
+    """What is trained. `name`: a folder, a hub name, or "embedded", a small byte-level Llama made on the spot."""
+
+    name: str = "embedded"
+    revision: str | None = None
+    tokenizer: str | None = None
+    weights: Literal["pretrained", "random"] = "pretrained"
+    kernel: str = "auto"
+
+
+class Lora(Section):
+    """Adapters instead of full fine-tuning; saved by themselves, merged on export."""
+
+    rank: Positive = 16
+    alpha: float = 32.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+
+
+class Source(Section):
+    """Where documents come from: a file, a folder, a glob or a hub name; `kind` and `format` are found out if "auto"."""
+
+    path: str
+    format: Literal["auto", "jsonl", "parquet", "text", "code", "hub"] = "auto"
+    kind: Literal["auto", "text", "chat", "tokens"] = "auto"
+    column: str | None = None
+    labels: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    include: list[str] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class Data(Section):
+    """Documents to rows. `rows`: "packed" (best fit, documents apart) or "joined" (one stream, cut at the length)."""
+
+    sources: list[Source] = [Source(path="stdlib", format="code")]
+    rows: Literal["packed", "joined"] = "packed"
+    learn: Literal["assistant", "all"] = "assistant"
+    chat_template: str | None = None
+    streaming: bool = False
+    bad_share: Share = 0.01
+    cache: str | None = None
+    workers: Positive = 1
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _one_source(cls, value: object) -> object:
+        return value if isinstance(value, list) else [value]
+
+
+class Validation(Section):
+    """Documents held back: a share of the data's, or sources of their own; every `every` steps and after each stage."""
+
+    share: Share = 0.0
+    sources: list[Source] = []
+    every: Positive = 100
+    rows: Positive = 16
+
+
+class Rope(Section):
+    """How positions are stretched for a stage: another `theta`, or a scaling by `factor` over `original` positions."""
+
+    kind: Literal["theta", "linear", "ntk", "yarn", "llama3"]
+    theta: Annotated[float, Field(gt=0)] | None = None
+    factor: Annotated[float, Field(ge=1)] | None = None
+    original: Length | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> Rope:
+        if self.kind == "theta" and self.theta is None:
+            raise ValueError("rope of kind 'theta' needs theta, such as theta: 500000")
+        if self.kind != "theta" and self.factor is None:
+            raise ValueError(f"rope of kind {self.kind!r} needs factor, such as factor: 4")
+        return self
+
+
+class Stage(Section):
+    """One context length. `batch` is rows a step over all sequence groups; `steps` or `tokens` says how long.
+
+    Over `warmup` (a share below 1, else steps) the rate rises to `lr` from where the last stage ended; then it falls to
+    `final` of it.
+    """
+
+    length: Length
+    steps: Positive | None = None
+    tokens: Tokens | None = None
+    batch: Positive = 1
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: Annotated[float, Field(ge=0)] = 0.05
+    final: Share = 0.1
+    rope: Rope | None = None
+    sp: Positive | None = None
+
+    @model_validator(mode="after")
+    def _one_duration(self) -> Stage:
+        if (self.steps is None) == (self.tokens is None):
+            given = "neither is given" if self.steps is None else "set the other one to null"
+            raise ValueError(f"a stage takes steps or tokens: {given}")
+        return self
+
+    @property
+    def count(self) -> int:
+        """How many optimizer steps the stage takes."""
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        return max(1, round(self.tokens / (self.length * self.batch)))
+
+
+class MeshDegrees(Section):
+    """Degrees of parallelism. `sp: auto` takes all processes, up to the model's heads. `replicas`: copies of weights."""
+
+    sp: Positive | Literal["auto"] = "auto"
+    ring: Positive = 1
+    replicas: Positive = 1
+
+
+class Memory(Section):
+    """`plan: auto` keeps as much as fits `budget` (three quarters of the device); "none" leaves it to autograd."""
+
+    plan: Literal["auto", "none"] = "auto"
+    budget: Bytes | None = None
+    on_host: Literal["nothing", "everything"] = "nothing"
+
+
+class Optimizer(Section):
+    """AdamW in one of three kinds; `clip: 0` clips nothing."""
+
+    name: Literal["adamw", "adamw8bit", "bf16_sr"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    in_backward: bool = False
+
+
+class Checkpoints(Section):
+    """`save_every` steps, the last `keep` kept, besides the one at each stage's end; written while training goes on."""
+
+    save_every: Positive = 200
+    keep: Positive = 2
+    background: bool = True
+
+
+class Metrics(Section):
+    """Every `every` steps a line of metrics.jsonl; every `apart_every` also time by part and loss by position.
+
+    `trackers` are accelerate's.
+    """
+
+    every: Positive = 1
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    project: str = "ithaca"
+    apart_every: Positive = 10
+
+
+class Limits(Section):
+    """Seconds to save in when told to stop, seconds without progress before a hang is named, bad steps in a row."""
+
+    grace: Annotated[float, Field(gt=0)] = 60.0
+    hang: Annotated[float, Field(gt=0)] = 600.0
+    bad_steps: Positive = 5
+
+
+class Launch(Section):
+    """Processes on this machine: all GPUs, or two on the CPU, if "auto"."""
+
+    processes: Positive | Literal["auto"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class Run(Section):
+    """The whole file. Left out, a section has the defaults above; all of them together are the embedded run."""
+
+    output: str = "runs/first"
+    seed: Annotated[int, Field(ge=0)] = 0
+    precision: Literal["auto", "mixed", "bf16", "fp32"] = "auto"
+    model: Model = Model()
+    lora: Lora | None = None
+    data: Data = Data()
+    validation: Validation = Validation()
+    stages: Annotated[list[Stage], Field(min_length=1)] = [
+        Stage(length=2048, steps=60, batch=2, lr=3e-3, warmup=0.1),
+        Stage(length=8192, steps=20, batch=1, lr=1e-3, warmup=0.1, rope=Rope(kind="theta", theta=500_000)),
+    ]
+    mesh: MeshDegrees = MeshDegrees()
+    memory: Memory = Memory()
+    optimizer: Optimizer = Optimizer()
+    checkpoints: Checkpoints = Checkpoints()
+    metrics: Metrics = Metrics()
+    limits: Limits = Limits()
+    launch: Launch = Launch()
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _no_half(cls, value: object) -> object:
+        if value in ("fp16", "float16", "half"):
+            raise ValueError(f"{value!r} overflows without loss scaling, which is not exact: use 'mixed' or 'bf16'")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> Run:
+        if self.optimizer.name == "bf16_sr" and self.precision in ("mixed", "fp32"):
+            raise ValueError(
+                f"optimizer.name 'bf16_sr' rounds bf16 weights: precision {self.precision!r} has none; use 'bf16'"
+            )
+        if self.optimizer.in_backward and self.optimizer.clip:
+            raise ValueError("optimizer.in_backward steps before all gradients are known: set optimizer.clip=0 with it")
+        if self.optimizer.in_backward and any(stage.batch > 1 for stage in self.stages):
+            raise ValueError("optimizer.in_backward steps at the first row's gradients: use stages of batch 1 with it")
+        return self
+
+
+def load_run(file: str | Path | None, overrides: Iterable[str] = ()) -> Run:
+    """The run that a YAML file (None: the embedded default) and `key.sub=value` overrides describe."""
+    return read_run(_read(file), overrides)
+
+
+def read_run(given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Run:
+    """The same of what a file would have held."""
+    merged = _lay_over(dict(given), overrides)
+    _check_keys(Run, merged, "")
+    try:
+        return Run.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(problem) for problem in error.errors()[:3])) from None
+
+
+def dump_run(run: Run) -> str:
+    """The whole of it as YAML, defaults written out, in the order of the file's sections."""
+    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(file: str | Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist: name a run.yaml, or nothing for the embedded run") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): name a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{file} holds a {type(content).__name__}: sections such as `model:` and `stages:` are needed"
+        )
+    return content
+
+
+def _lay_over(given: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    defaults = Run().model_dump(mode="json")
+    for text in overrides:
+        path, found, value = text.partition("=")
+        if not found or not path:
+            raise ConfigError(f"{text!r} is no override: write key.sub=value, such as stages.0.length=64k")
+        try:
+            given = _put(given, path.split("."), yaml.safe_load(value), path, defaults)
+        except yaml.YAMLError:
+            raise ConfigError(f"{text!r}: the value is not YAML; quote what has brackets or colons") from None
+    return given
+
+
+def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> Any:
+    """A copy of `node` with `value` at the end of `keys`; what the file leaves out starts from `default`."""
+    if not keys:
+        return value
+    key, rest = keys[0], keys[1:]
+    node = ({} if default is None else default) if node is None else node
+    if isinstance(node, list):
+        if not key.isdigit() or int(key) > len(node):
+            raise ConfigError(f"{path}: {key!r} is no place in a list of {len(node)}: use 0 to {len(node)}")
+        at = int(key)
+        return [*node[:at], _put(node[at] if at < len(node) else {}, rest, value, path, None), *node[at + 1 :]]
+    if not isinstance(node, dict):
+        raise ConfigError(f"{path}: there is nothing under {key!r}, the value before it is {node!r}")
+    below = default.get(key) if isinstance(default, dict) else None
+    return {**node, key: _put(node.get(key), rest, value, path, below)}
+
+
+def _check_keys(section: type[BaseModel], given: object, path: str) -> None:
+    """Unknown keys first, each with the nearest right one: pydantic's own message does not have it."""
+    if not isinstance(given, Mapping):
+        return
+    for key, value in given.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), section.model_fields, 1, 0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(section.model_fields)}"
+            where = f" in {path.rstrip('.')}" if path else ""
+            raise ConfigError(f"unknown key {key!r}{where}: {hint}")
+        for inner in _sections(field.annotation):
+            for place, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                _check_keys(inner, item, f"{path}{key}." + ("" if place is None else f"{place}."))
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold, through lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (list, Union, Annotated) or hasattr(annotation, "__args__"):
+        return [found for inner in get_args(annotation) for found in _sections(inner)]
+    return []
+
+
+def _sentence(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "constrained-")))
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("value_error", "missing"):
+        return f"{where}: {message}" if where else message
+    return f"{where}: got {problem['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,90 @@
+"""`prepare`: a run's sources to tokens on disk, ready for `open_feed` to make rows of any length from.
+
+Held back for validation are documents whose hash of seed, source and number falls below the share, or sources of
+their own: never both in train and validation, and no document changes sides when another is added.
+
+Invariant: `prepare` may be called again, and by many processes at once: what is there is opened, not made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ithaca.config import Data, Validation
+from ithaca.data.hashes import Ints, held_back
+from ithaca.data.sources import locate
+from ithaca.data.store import Store
+from ithaca.data.tokenize import read_template, source_encoder, tokenize_source
+from ithaca.data.turns import Streamed
+from ithaca.errors import DataError
+
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What `open_feed` takes. `stores` hold the data's documents, `others` those of validation's own sources;
+    `streamed` is there instead of `stores` where the data is streamed."""
+
+    stores: tuple[Store, ...]
+    others: tuple[Store, ...]
+    streamed: Streamed | None
+    share: float
+    seed: int
+    pad: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Another one where the documents, their tokens or the split are others; a stream's is that of its settings."""
+        stores = [store.folder.name for store in (*self.stores, *self.others)]
+        sources = [] if self.streamed is None else [one.source.model_dump_json() for one in self.streamed.located]
+        return hashlib.sha256(repr((stores, sources, self.share, self.seed)).encode()).hexdigest()[:16]
+
+    @property
+    def has_validation(self) -> bool:
+        return self.share > 0 or bool(self.others)
+
+    def documents(self, split: Split) -> tuple[tuple[Store, ...], Ints]:
+        """The stores of a split and the numbers, counted over them, of its documents."""
+        if split == "validation" and self.others:
+            return self.others, np.arange(sum(store.about["documents"] for store in self.others))
+        kept = self._validation() if split == "validation" else ~self._validation()
+        return self.stores, np.flatnonzero(kept).astype(np.int64)
+
+    def _validation(self) -> NDArray[np.bool_]:
+        share = 0.0 if self.others else self.share
+        parts = [
+            held_back(np.arange(store.about["documents"]), self.seed, place, share)
+            for place, store in enumerate(self.stores)
+        ]
+        return np.concatenate(parts)
+
+
+def prepare(
+    data: Data, tokenizer: Any, *, validation: Validation, seed: int, folder: Path, progress: bool = False
+) -> Prepared:
+    """Tokenize what is not yet in the cache: `data.cache`, or `folder` where the run names none."""
+    cache = Path(data.cache).expanduser() if data.cache else folder
+    located = [locate(source) for source in data.sources]
+    apart = [locate(source) for source in validation.sources]
+    if not located:
+        raise DataError("data.sources is empty: name at least one file, folder or hub name")
+    streamed: Streamed | None = None
+    stores: tuple[Store, ...] = ()
+    if data.streaming:
+        template = read_template(data)
+        encoders = tuple(source_encoder(one, tokenizer, data, template) for one in located)
+        share = 0.0 if apart else validation.share
+        streamed = Streamed(tuple(located), encoders, data.bad_share, share, seed)
+    else:
+        stores = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in located)
+    others = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in apart)
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad = next(token for token in pads if token is not None)
+    return Prepared(stores, others, streamed, validation.share, seed, pad)

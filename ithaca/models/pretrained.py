@@ -1,0 +1,125 @@
+"""A pretrained model without its weights: config and modules from a folder or a hub name, parameters on the meta device.
+
+`empty_model` costs no memory whatever the model's size; `parallelize` shards what is empty and
+`state.load.load_weights` fills each rank's part. Code from the folder is never run.
+
+Invariant: buffers that no file holds (rotary frequencies, masks) are real and what transformers would have computed,
+and so are adapters, alike on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ithaca.config import Lora
+from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
+
+CONFIG = "config.json"
+# What a causal language model is made of on the hub: no code, no pickles.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+
+
+def find_folder(name: str, revision: str | None = None) -> Path:
+    """The local folder of a model: `name` itself if it is one, else the hub's files, fetched once."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model.name {name!r} is no folder: name a folder with config.json, or a hub name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.name {name!r} is neither a folder here nor found on the hub ({reason}): check the name, or "
+            "download the model and name its folder"
+        ) from None
+
+
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """The config of a causal language model's folder; anything else is refused with what is missing."""
+    file = Path(folder) / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}: it is no Hugging Face model; name a folder that has one")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        kind = content.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}): copy the model anew") from None
+    if not kind:
+        raise CheckpointError(f"{file} has no model_type: a transformers model is needed")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        own = " (its code is in the folder, and code from outside is not run)" if "auto_map" in content else ""
+        raise UnsupportedError(
+            f"{folder} is of type {kind!r}, which transformers has no causal language model for{own}: "
+            "`ithaca models` lists what can be trained"
+        )
+    if content.get("quantization_config"):
+        raise UnsupportedError(f"{folder} has quantized weights: name the model in bf16 or fp32 instead")
+    return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def empty_model(source: str | Path | PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder or config, in training mode, its parameters on the meta device."""
+    config = source if isinstance(source, PreTrainedConfig) else read_config(source)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    fill_buffers(model)
+    return model.train()
+
+
+def fill_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no file holds, by transformers' own initialisation; weights on meta stay empty."""
+    for key, buffer in list(model.named_non_persistent_buffers()):
+        where, _, name = key.rpartition(".")
+        model.get_submodule(where)._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    # On the meta device initialising a weight does nothing and costs nothing.
+    model.initialize_weights()
+
+
+def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
+    """Put LoRA adapters on a model, before `parallelize`; the rest of it is frozen. A function of `seed` alone."""
+    try:
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
+    except ImportError as error:
+        raise UnsupportedError(f"lora needs peft ({error}): pip install 'ithaca[peft]', or leave lora out") from error
+
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            adapted: Any = get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(f"lora.targets {lora.targets!r}: {error}") from None
+        for module in adapted.modules():
+            if isinstance(module, LoraLayer):
+                _fill_adapter(module)
+    return adapted
+
+
+def _fill_adapter(layer: Any) -> None:
+    """Adapters follow their weight to the meta device, which takes their values: draw them anew."""
+    for name in layer.adapter_layer_names:
+        for part in getattr(layer, name).values() if hasattr(getattr(layer, name, None), "values") else ():
+            if isinstance(part, nn.Module):
+                part.to_empty(device="cpu")
+    layer.reset_lora_parameters("default", True)

@@ -1,0 +1,57 @@
+"""Weights for a model that has none yet, so that it can be tried on a few tokens before its own are loaded.
+
+What the parts of a layer do is found by running them (`roles.py`), and does not depend on the weights' values. Layers
+of one signature share one set of random weights, so that a model of any depth needs memory for one layer of each kind
+besides its embeddings and head.
+
+Invariant: the numbers are the same on every rank, and afterwards the model is as empty as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaca.models.roles import signature
+
+
+@contextmanager
+def stand_ins(model: nn.Module, layers: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """Inside, what is on the meta device has random values on `device`."""
+    places = list(_empty_places(model, layers))
+    draw = torch.Generator(device).manual_seed(0)
+    made: dict[Any, Tensor] = {}
+    for store, key, tensor, name in places:
+        if name not in made:
+            made[name] = _drawn(tensor, draw)
+        store[key] = made[name]
+    try:
+        yield
+    finally:
+        for store, key, tensor, _ in places:
+            store[key] = tensor
+
+
+def _empty_places(
+    model: nn.Module, layers: list[nn.Module]
+) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, Any]]:
+    """Where empty tensors hang, with a name that those share which may have one stand-in."""
+    within = {module: (signature(layer), name) for layer in layers for name, module in layer.named_modules()}
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for key, tensor in store.items():
+                if tensor is not None and tensor.is_meta:
+                    yield store, key, tensor, (*within[module], key) if module in within else tensor
+
+
+def _drawn(empty: Tensor, draw: torch.Generator) -> Tensor:
+    """Matrices that keep the size of what they multiply; vectors around one, as a norm's are."""
+    values = torch.randn(empty.shape, generator=draw, device=draw.device, dtype=torch.float32)
+    values = values * empty.shape[-1] ** -0.5 if empty.dim() > 1 else 1 + 0.1 * values
+    real = values.to(empty.dtype)
+    return nn.Parameter(real, requires_grad=empty.requires_grad) if isinstance(empty, nn.Parameter) else real

@@ -1,0 +1,258 @@
+"""How long a step takes on one rank, term by term: attention, matrix products, what is run again, and what shows of
+copies and collectives that run beside them.
+
+Every term is work divided by a speed of the card's table. Nothing is fitted to a step as a whole: the steps of
+`benchmarks/results/step.json` come out within 10%, and a test holds that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ithaca.planning.activations import FP32, Flow, saved
+from ithaca.planning.cost import attention_flops, token_flops
+from ithaca.planning.layers import LayerSizes
+from ithaca.planning.memory import optimizer_bytes
+from ithaca.planning.plan import Job, LayerMode, MemoryPlan
+from ithaca.planning.sizes import ModelSizes
+from ithaca.planning.traffic import Machine, copies_s, exchange_s, exchanged, gather_s, ring_s
+
+TERA, GIGA = 1e12, 1e9
+# Backward of attention forms the scores again: five products where forward has two.
+ATTENTION_BACKWARD = 2.5
+# cuDNN takes neither windows nor wide heads: torch's FlashAttention then, at this share of its speed (H200).
+FLASH_FORWARD, FLASH_BACKWARD, WIDEST = 0.57, 0.61, 192
+# Norms, activations and sums reach this share of a plain copy's speed (H200, compiled).
+ELEMENTWISE_SHARE = 0.75
+# Products over experts' uneven shares of tokens, against one large product; not measured.
+EXPERTS_SHARE = 0.6
+# A tile's weight gradient is read, and so is the fp32 sum, which is written again.
+SUMMED_BYTES = 2 + 4 + 4
+# AdamW on the host is bound by its memory: bytes a second of one rank's share of it; not measured.
+HOST_STEP = 20 * GIGA
+
+
+@dataclass(frozen=True, slots=True)
+class TimeTerm:
+    """One share of a step, in seconds, and what it stands for."""
+
+    name: str
+    seconds: float
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One optimizer step of the whole job. `tokens`: of all rows. `flops`: the model's own, on one rank."""
+
+    terms: tuple[TimeTerm, ...]
+    tokens: int
+    flops: float
+    wire_s: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(term.seconds for term in self.terms)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def exchange_share(self) -> float:
+        """What shows of exchanges and ring, as a share of the step."""
+        return sum(term.seconds for term in self.terms if term.name in ("exchange", "ring")) / self.seconds
+
+    def utilisation(self, peak: float) -> float:
+        """The model's own FLOPs against what the card's peak (TFLOP/s) could have done meanwhile."""
+        return self.flops / (self.seconds * peak * TERA)
+
+
+def model_flops(sizes: ModelSizes, job: Job) -> float:
+    """FLOPs of one rank's forward and backward, no credit for what is run again; frozen weights have no gradient."""
+    passes = 2 if sizes.adapters else 3
+    linear = sum(token_flops(layer, job) for layer in sizes.layers) + 2 * sizes.embedding * job.tokens
+    attention = sum(attention_flops(sizes, layer, job) for layer in sizes.layers)
+    return passes * linear + (1 + ATTENTION_BACKWARD) * attention
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Seconds of one layer: computing forward and backward, and of what runs beside it, what shows."""
+
+    attention_forward: float
+    attention_backward: float
+    products: float
+    again: float
+    elementwise: float
+    exchange: float
+    ring: float
+    weights: float
+    copies: float
+    wire: float
+
+
+def step_time(sizes: ModelSizes, job: Job, plan: MemoryPlan, machine: Machine, *, rows: int = 1) -> StepTime:
+    """The step under `plan`, each sequence group taking `rows` rows one after another (`job.batch` at a time)."""
+    step = _Step(sizes, job, plan, machine)
+    known: dict[tuple[LayerSizes, LayerMode, bool], _Layer] = {}
+    layers = []
+    for key in zip(sizes.layers, plan.layers, plan.offload, strict=True):
+        if key not in known:
+            known[key] = step.layer(*key)
+        layers.append(known[key])
+    head_products, head_bytes = step.head()
+    passes = -(-rows // job.batch)
+    over = [
+        ("attention, forward", sum(x.attention_forward for x in layers), "causal, on the card's fastest kernel"),
+        ("attention, backward", sum(x.attention_backward for x in layers), "2.5 times the forward's work"),
+        ("matrix products", sum(x.products for x in layers) + head_products, "projections, MLP, head: both ways"),
+        ("run again", sum(x.again for x in layers), "forward work that backward repeats"),
+        ("element-wise", sum(x.elementwise for x in layers) + head_bytes, "norms, activations, loss, sums over tiles"),
+        ("exchange", sum(x.exchange for x in layers), "all-to-alls that no attention hides"),
+        ("ring", sum(x.ring for x in layers), "turns that outlast their attention"),
+        ("weights", sum(x.weights for x in layers) + step.root_weights(), "gathers and reductions that show"),
+        ("host copies", sum(x.copies for x in layers), "saved tensors' way out and back, where it shows"),
+    ]
+    terms = [TimeTerm(name, passes * seconds, meaning) for name, seconds, meaning in over]
+    terms.append(TimeTerm("optimizer", step.optimizer(), f"{job.optimizer}, one step"))
+    return StepTime(
+        terms=tuple(term for term in terms if term.seconds > 0),
+        tokens=passes * job.batch * job.length * job.dp,
+        flops=passes * model_flops(sizes, job),
+        wire_s=passes * sum(x.wire for x in layers),
+    )
+
+
+class _Step:
+    """Speeds and bytes that all layers of a step share."""
+
+    def __init__(self, sizes: ModelSizes, job: Job, plan: MemoryPlan, machine: Machine) -> None:
+        self.sizes, self.job, self.plan, self.machine = sizes, job, plan, machine
+        self.flow = Flow.of(sizes, job, plan.head_groups)
+        self.tiles = -(-job.tokens // plan.mlp_tile)
+        self.matmul = machine.device.matmul * TERA
+        self.touch = ELEMENTWISE_SHARE * machine.device.bandwidth * GIGA
+        self.copy = machine.device.host_copy * GIGA
+
+    def layer(self, layer: LayerSizes, mode: LayerMode, away: bool) -> _Layer:
+        forward, backward = self._attention(layer)
+        product = self._product(layer)
+        weight_passes = 1 if self.sizes.adapters else 2
+        again = self._again(layer, mode, product, forward)
+        first, second = self._elementwise(layer, mode)
+        exchange, ring, wire = self._wires(mode, forward, backward)
+        computing = forward + product + first, backward + weight_passes * product + again + second
+        return _Layer(
+            attention_forward=forward,
+            attention_backward=backward,
+            products=(1 + weight_passes) * product,
+            again=again,
+            elementwise=first + second,
+            exchange=exchange,
+            ring=ring,
+            weights=self._weights(layer, mode, *computing),
+            copies=self._copies(layer, mode, *computing) if away else 0.0,
+            wire=wire,
+        )
+
+    def _attention(self, layer: LayerSizes) -> tuple[float, float]:
+        size = max(self.sizes.key_size, self.sizes.value_size)
+        speed = self.machine.device.attention_speed(size, self.job.length)
+        flash = (layer.window is not None and layer.window < self.job.length) or size > WIDEST
+        shares = (FLASH_FORWARD, FLASH_BACKWARD) if flash else (1.0, 1.0)
+        flops = attention_flops(self.sizes, layer, self.job)
+        return (
+            flops / (shares[0] * speed.forward * TERA),
+            ATTENTION_BACKWARD * flops / (shares[1] * speed.backward * TERA),
+        )
+
+    def _product(self, layer: LayerSizes) -> float:
+        """One forward of the layer's matrix products."""
+        mlp = 2 * layer.active * self.job.tokens / (EXPERTS_SHARE if layer.experts else 1.0)
+        return (2 * layer.attention * self.job.tokens + mlp) / self.matmul
+
+    def _again(self, layer: LayerSizes, mode: LayerMode, product: float, attention: float) -> float:
+        if mode == "keep":
+            share = layer.active / (layer.attention + layer.active)
+            return product * share if self.tiles > 1 else 0.0
+        return (2 if mode == "rebuild" else 1) * product + (attention if mode == "recompute" else 0.0)
+
+    def _elementwise(self, layer: LayerSizes, mode: LayerMode) -> tuple[float, float]:
+        """Bytes touched forward and backward, what is run again included, in seconds."""
+        c, tokens = self.job.compute_bytes, self.job.tokens
+        x, wide = self.sizes.hidden * c, layer.width * c
+        rotary = 2 * (self.sizes.heads + self.sizes.kv_heads) * self.sizes.key_size * c
+        routed = 4 * layer.experts_per_token * x
+        # Two norms, two sums into the residual, rotary embeddings, the activation.
+        forward = 10 * x + rotary + (3 if layer.gated else 2) * wide + routed
+        # Norms' gradients and the residual's, sums over the three and two products of one input, the activation's.
+        backward = 19 * x + rotary + (6 if layer.gated else 4) * wide + routed
+        again = {"keep": 0, "save": 1, "rebuild": 2, "recompute": 1}[mode]
+        summed = self.tiles * layer.mlp * SUMMED_BYTES if self.tiles > 1 and not self.sizes.adapters else 0
+        packed = 2 * exchanged(self.sizes, self.job, mode, self.plan.head_groups).total
+        first = tokens * forward + packed / 3
+        return first / self.touch, (tokens * (backward + again * forward) + summed + 2 * packed / 3) / self.touch
+
+    def _wires(self, mode: LayerMode, forward: float, backward: float) -> tuple[float, float, float]:
+        """What shows of a layer's exchanges and of its ring's turns, and the exchanges' whole time on the wire."""
+        job, groups = self.job, self.flow.groups
+        wire = exchanged(self.sizes, job, mode, groups)
+        shown = whole = 0.0
+        for there, back, attention in (
+            (wire.forward_in, wire.forward_out, forward),
+            (wire.backward_in, wire.backward_out, backward),
+        ):
+            total = exchange_s(self.machine, job, there) + exchange_s(self.machine, job, back)
+            whole += total
+            # The first group's way there and the last one's back have nothing beside them.
+            shown += total / groups + max(0.0, total * (groups - 1) / groups - attention)
+        ring = [
+            max(0.0, on - beside)
+            for on, beside in zip(ring_s(self.sizes, job, self.machine), (forward, backward), strict=True)
+        ]
+        return shown, sum(ring), whole
+
+    def _weights(self, layer: LayerSizes, mode: LayerMode, forward: float, backward: float) -> float:
+        """Gathers for both passes (a third to rebuild), gradients reduced in fp32, to and from the host if they live
+        there; the next layer's run beside this one's work."""
+        job = self.job
+        if not job.gathers:
+            return 0.0
+        trained = 0 if self.sizes.adapters else layer.parameters
+        gather = gather_s(self.machine, job, layer.parameters * job.compute_bytes)
+        gather += layer.parameters * job.weight_bytes / job.shards / self.copy if job.weights_on_host else 0.0
+        reduce = gather_s(self.machine, job, trained * FP32) + copies_s(self.machine, job, trained * FP32)
+        reduce += trained * job.gradient_bytes / job.shards / self.copy if job.gradients_on_host else 0.0
+        rebuilt = gather if mode == "rebuild" else 0.0
+        return max(0.0, gather - forward) + max(0.0, gather + rebuilt + reduce - backward)
+
+    def _copies(self, layer: LayerSizes, mode: LayerMode, forward: float, backward: float) -> float:
+        moved = sum(saved(self.flow, layer, mode, tiled=self.tiles > 1)) / self.copy
+        return max(0.0, moved - forward) + max(0.0, moved - backward)
+
+    def root_weights(self) -> float:
+        """Embedding, head and the first layer: nothing runs beside their gathering, nor beside the last reduction."""
+        job, root = self.job, self.sizes.root
+        if not job.gathers:
+            return 0.0
+        trained = 0 if self.sizes.adapters else root
+        gather = gather_s(self.machine, job, (root + self.sizes.layers[0].parameters) * job.compute_bytes)
+        return 2 * gather + gather_s(self.machine, job, trained * FP32)
+
+    def head(self) -> tuple[float, float]:
+        """The head's products, each once, and the bytes of the loss, both ways at once."""
+        job, sizes = self.job, self.sizes
+        passes = 2 if sizes.adapters else 3
+        tiles = -(-job.tokens // self.plan.loss_tile)
+        summed = 0 if sizes.adapters else tiles * sizes.embedding * SUMMED_BYTES
+        touched = 3 * job.tokens * sizes.vocabulary * job.compute_bytes + summed
+        return passes * 2 * sizes.embedding * job.tokens / self.matmul, touched / self.touch
+
+    def optimizer(self) -> float:
+        """Weights and moments are read and written, gradients read; a second time for their norm."""
+        job = self.job
+        if job.optimizer == "none":
+            return 0.0
+        each = 2 * job.weight_bytes + 2 * job.gradient_bytes + 2 * optimizer_bytes(job)
+        return self.sizes.trainable / job.shards * each / (HOST_STEP if job.optimizer_on_host else self.touch)

@@ -1,0 +1,1 @@
+"""Tables and pictures from a run's files."""

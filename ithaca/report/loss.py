@@ -1,0 +1,65 @@
+"""The picture of a run's loss: every step, a running mean, validation, and where stages begin; made from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ithaca.errors import DataError
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; one cut short by the end of its process is left out."""
+    lines = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def draw_loss(metrics: Path, picture: Path) -> None:
+    """Write `picture` (PNG)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(metrics)
+    steps = [line for line in lines if line["kind"] == "step"]
+    if not steps:
+        raise DataError(f"{metrics} has no steps: there is nothing to draw yet")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
+    axes.plot(numbers, losses, color="0.75", linewidth=1, label="loss")
+    axes.plot(numbers, _running(losses), color="C0", linewidth=2, label="running mean")
+    held_out = [line for line in lines if line["kind"] == "validation"]
+    if held_out:
+        places, values = [line["step"] for line in held_out], [line["loss"] for line in held_out]
+        axes.plot(places, values, "o-", color="C1", markersize=4, label="validation")
+    _mark_stages(axes, steps)
+    axes.set(xlabel="step", ylabel="loss a token", xlim=(numbers[0], max(numbers[-1], numbers[0] + 1)))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=150)
+
+
+def _mark_stages(axes: Any, steps: list[dict[str, Any]]) -> None:
+    starts = {line["stage"]: line for line in reversed(steps)}
+    for line in starts.values():
+        axes.axvline(line["step"], color="0.5", linewidth=0.8, linestyle=":")
+        axes.annotate(
+            f" {line['length']:,} tokens", (line["step"], 1), xycoords=("data", "axes fraction"), va="top", fontsize=8
+        )
+
+
+def _running(losses: list[float]) -> list[float]:
+    """An exponential mean over about ten steps, without the weight of its start."""
+    mean, weight, means = 0.0, 0.0, []
+    for loss in losses:
+        if loss == loss and abs(loss) != float("inf"):
+            mean, weight = 0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1
+        means.append(mean / weight if weight else loss)
+    return means

@@ -1,0 +1,196 @@
+"""A checkpoint as a standard Hugging Face folder: config, generation config, tokenizer files, safetensors.
+
+One process without GPUs is enough: weights are read and written a layer at a time, and the folder is what transformers'
+own `save_pretrained` of the whole model would write. Of a model with adapters two things come out: the adapter by
+itself in `adapter/`, and the whole model with the adapter merged in.
+
+What a checkpoint does not hold is kept in its facts, under "model", as `describe_model` gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaca.errors import CheckpointError
+from ithaca.state import manifest
+from ithaca.state.load import Weights, base_of
+from ithaca.state.safetensors import write_model
+from ithaca.state.storage import Saved
+
+DESCRIPTION = "model"
+ADAPTER = "adapter"
+_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
+    "*.model", "*.tiktoken",
+)  # fmt: skip
+
+
+def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Path | None = None) -> dict[str, Any]:
+    """What an export needs besides the tensors: JSON, to be kept in a checkpoint's facts under "model".
+
+    `folder`: where the weights came from (of a model with adapters the frozen ones still do); `tokenizer`: the folder of
+    its files, the same one if None.
+    """
+    base = base_of(model)
+    adapted: Any = model if hasattr(model, "peft_config") else None
+    used = getattr(base, "_weight_conversions", None)
+    return {
+        "conversions": None if used is None else [repr(each) for each in used],
+        "config": json.loads(base.config.to_json_string()),
+        "generation": json.loads(base.generation_config.to_json_string()) if base.can_generate() else None,
+        "adapter": None if adapted is None else _plain(adapted.peft_config["default"].to_dict()),
+        "folder": str(Path(folder).resolve()),
+        "tokenizer": str(Path(tokenizer or folder).resolve()),
+    }
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """peft's sets and enums as lists and words."""
+    return {
+        key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+        for key, value in settings.items()
+    }
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """A whole checkpoint: `path` itself, or one of the run there, the newest if `step` is None."""
+    if (path / manifest.MANIFEST).is_file():
+        if step not in (None, manifest.step_of(path)):
+            raise CheckpointError(f"{path} is one checkpoint, not that of step {step}: name the run's folder instead")
+        found = [path]
+    else:
+        found = manifest.listed(path / "checkpoints") or manifest.listed(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint: name a run's folder, or a checkpoint such as step-00000200")
+    chosen = [each for each in found if step in (None, manifest.step_of(each))]
+    if not chosen:
+        there = ", ".join(str(manifest.step_of(each)) for each in reversed(found))
+        raise CheckpointError(f"{path} has no checkpoint of step {step}: there are {there}")
+    for each in chosen:
+        try:
+            files = manifest.read_manifest(each)
+            manifest.check_files(each, files, files)
+        except CheckpointError:
+            if len(chosen) == 1:
+                raise
+            continue
+        return each
+    raise CheckpointError(f"{path}: none of its {len(chosen)} checkpoints is whole")
+
+
+def export_checkpoint(
+    checkpoint: Path, to: Path, *, dtype: torch.dtype | None = None, max_shard_size: str | int = "50GB"
+) -> None:
+    """Write `checkpoint` to the folder `to`; `dtype`: what the weights are written in, as they were kept if None."""
+    description = manifest.read_facts(checkpoint).get(DESCRIPTION)
+    if not isinstance(description, dict) or "config" not in description:
+        raise CheckpointError(f"{checkpoint} says nothing of its model: it was not written by `ithaca train`")
+    saved = Saved(checkpoint)
+    if description["adapter"] is None:
+        _write_whole(description, saved, to, dtype, max_shard_size)
+    else:
+        _write_merged(description, saved, to, dtype, max_shard_size)
+    copy_tokenizer(Path(description["tokenizer"]), to)
+
+
+def copy_tokenizer(source: Path, to: Path) -> None:
+    """A tokenizer's files as they are."""
+    for file in {file for pattern in _TOKENIZER for file in source.glob(pattern) if file.is_file()}:
+        shutil.copyfile(file, to / file.name)
+
+
+def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The empty model that was trained, with the config it had then."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    settings = dict(description["config"])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.device("meta"):
+        twin: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    if description["generation"] is not None:
+        twin.generation_config = GenerationConfig.from_dict(description["generation"])
+    if description["conversions"] is not None:
+        # transformers saves under the names it found, so it must know which of its conversions loading had used.
+        known = get_model_conversion_mapping(twin)
+        twin._weight_conversions = [each for each in known if repr(each) in description["conversions"]]
+    twin.name_or_path = description["folder"]
+    return twin
+
+
+def _write_whole(
+    description: dict[str, Any], saved: Saved, to: Path, dtype: torch.dtype | None, max_shard_size: str | int
+) -> None:
+    kept = {key.removeprefix("model."): meta for key, meta in saved.tensors.items() if key.startswith("model.")}
+    width = next(meta.properties.dtype for meta in kept.values() if meta.properties.dtype.is_floating_point)
+    twin = _twin(description, dtype or width)
+    names = _kept_names(twin, set(kept))
+
+    def fetch(key: str, empty: Tensor) -> Tensor:
+        return saved.whole(f"model.{names[key]}").to(empty.dtype)
+
+    write_model(twin, to, fetch, max_shard_size=max_shard_size, alone=True)
+
+
+def _kept_names(twin: Any, kept: set[str]) -> dict[str, str]:
+    """The name each weight was kept under: its own, or that of the weight it is tied to."""
+    tied: dict[str, str] = dict(twin.all_tied_weights_keys)
+    names = {}
+    for key in twin.state_dict():
+        alike = [key, tied.get(key, key), *(other for other, source in tied.items() if source == key)]
+        found = next((name for name in alike if name in kept), None)
+        if found is None:
+            raise CheckpointError(f"the checkpoint does not hold {key}: its config is of another model")
+        names[key] = found
+    return names
+
+
+def _write_merged(
+    description: dict[str, Any], saved: Saved, to: Path, dtype: torch.dtype | None, max_shard_size: str | int
+) -> None:
+    folder = Path(description["folder"])
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}, which the adapter was trained on, is gone: put the model back there")
+    trained = next(iter(saved.tensors.values())).properties.dtype
+    twin = _twin(description, dtype or trained)
+    weights = Weights(twin, folder)
+    adapted, merge = _adapted(description, saved, trained)
+
+    def fetch(key: str, empty: Tensor) -> Tensor:
+        return merge(key, weights.whole(key).to(trained)).to(empty.dtype)
+
+    write_model(twin, to, fetch, max_shard_size=max_shard_size, alone=True)
+    adapted.save_pretrained(to / ADAPTER)
+
+
+def _adapted(
+    description: dict[str, Any], saved: Saved, dtype: torch.dtype
+) -> tuple[Any, Callable[[str, Tensor], Tensor]]:
+    """An empty model with the checkpoint's adapter on it, and what adds the adapter's part to a weight."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    settings = LoraConfig(**description["adapter"])
+    adapted: Any = get_peft_model(_twin(description, dtype), settings)
+    for name, parameter in list(adapted.named_parameters()):
+        if f"model.{name}" in saved.tensors:
+            where, _, last = name.rpartition(".")
+            real = nn.Parameter(saved.whole(f"model.{name}"), requires_grad=parameter.requires_grad)
+            adapted.get_submodule(where)._parameters[last] = real
+    layers = {name: layer for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
+
+    def merge(key: str, weight: Tensor) -> Tensor:
+        layer = layers.get(key.removesuffix(".weight"))
+        if layer is None:
+            return weight
+        # peft's own sum, in the order of its merge.
+        return weight + layer.get_delta_weight("default").to(weight.dtype)
+
+    return adapted, merge

@@ -1,0 +1,73 @@
+"""What a run shows while it runs: a bar with loss, speed, memory and time left, or a line now and then.
+
+Only the first rank shows anything. On a terminal the bar is redrawn; in a log file a line is printed every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from ithaca.training.loop import Place
+
+EVERY = 10.0
+
+
+class Display:
+    """The face of a run."""
+
+    def __init__(self, *, shows: bool, stages: int) -> None:
+        self.shows, self.stages = shows, stages
+        self.console = Console(stderr=True)
+        self.live = shows and self.console.is_terminal
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
+        self.said = 0.0
+
+    def stage(self, number: int, length: int, steps: int, done: int) -> None:
+        """A stage begins, or goes on after `done` of its steps."""
+        self.close()
+        self.say(f"stage {number + 1} of {self.stages}: {length:,} tokens a row, {steps} steps" + _gone_on(done))
+        if self.live:
+            self.bar = Progress(
+                TextColumn("stage {task.fields[stage]}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task("", total=steps, completed=done, stage=number + 1, text="")
+
+    def step(self, place: Place, facts: Mapping[str, Any]) -> None:
+        if not self.shows:
+            return
+        memory = facts["memory_gib"]
+        text = (
+            f"loss {facts['loss']:.4f}  {facts['tokens_per_second']:,.0f} tok/s  "
+            f"{memory.get('peak', memory['process']):.1f} GiB"
+        )
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=place.step, text=text)
+        elif time.monotonic() - self.said > EVERY:
+            self.said = time.monotonic()
+            self.console.print(f"step {place.total}  {text}", highlight=False)
+
+    def say(self, text: str) -> None:
+        if self.shows:
+            self.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = self.task = None
+
+
+def _gone_on(done: int) -> str:
+    return f", going on after {done}" if done else ""

@@ -1,0 +1,274 @@
+"""The steps of one stage: rows, forward, backward, clip, step; saving, validation and metrics between them.
+
+Every rank takes the same decisions, because each is made from numbers that are the same on all ranks: the reduced loss,
+the norm of all gradients, the place in the run. A step whose loss or gradient is not finite is not taken: weights and
+optimizer stay as they were, its rows are noted, and the next step follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ithaca.attention.clock import CLOCK
+from ithaca.config import Run
+from ithaca.errors import IthacaError
+from ithaca.state.tensors import set_rate
+from ithaca.training.display import Display
+from ithaca.training.metrics import (
+    NEARLY_FULL,
+    Journal,
+    device_peak,
+    full_share,
+    memory_by_kind,
+    model_flops,
+)
+from ithaca.training.positions import LossByPosition
+from ithaca.training.session import Session
+from ithaca.training.stages import rate_at
+from ithaca.training.step import causal_loss, count_tokens
+from ithaca.training.watch import Watch
+
+logger = logging.getLogger("ithaca")
+Batch = dict[str, Tensor]
+
+
+class BadStepsError(IthacaError, ArithmeticError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a run has come: `step` steps of stage `stage`, `total` of all; `bad` skipped, `in_a_row` just now."""
+
+    stage: int = 0
+    step: int = 0
+    total: int = 0
+    tokens: int = 0
+    bad: int = 0
+    in_a_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step gave; `norm` is None where gradients were stepped as they came. Seconds: all, and of the model."""
+
+    loss: float
+    norm: float | None
+    targets: int
+    seconds: float
+    busy: float
+    flops: int
+
+    @property
+    def good(self) -> bool:
+        return math.isfinite(self.loss) and (self.norm is None or math.isfinite(self.norm))
+
+
+class StageLoop:
+    """One stage, step by step."""
+
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        watch: Watch,
+        journal: Journal,
+        display: Display,
+        save: Callable[[Place], None],
+    ) -> None:
+        self.run, self.session, self.watch, self.journal, self.display = run, session, watch, journal, display
+        self.save = save
+        self.by_position = self._buckets()
+        self.peak = device_peak(session.mesh)
+        self.warned = False
+        self.place = Place()
+        self._reader = ThreadPoolExecutor(1)
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def go(self, place: Place) -> Place:
+        """All steps of the stage that are left, from `place`."""
+        stage = self.session.stage
+        self.place = place
+        try:
+            while place.step < stage.count:
+                self.place = place = self._advance(place)
+                if place.total % self.run.checkpoints.save_every == 0 and place.step < stage.count:
+                    self.save(place)
+                if place.total % self.run.validation.every == 0 or place.step == stage.count:
+                    self.validate(place)
+            return place
+        finally:
+            self._reader.shutdown(cancel_futures=True)
+
+    def _advance(self, place: Place) -> Place:
+        self.watch.at(f"step {place.total + 1}")
+        wanted = (place.total + 1) % self.run.metrics.apart_every == 0
+        with CLOCK.running(self.session.mesh.device) if wanted else nullcontext():
+            result = self._step(place)
+        times = CLOCK.seconds() if wanted else None
+        stage = self.session.stage
+        after = replace(
+            place,
+            step=place.step + 1,
+            total=place.total + 1,
+            tokens=place.tokens + stage.batch * stage.length,
+            bad=place.bad + (not result.good),
+            in_a_row=0 if result.good else place.in_a_row + 1,
+        )
+        self._record(place, after, result, times)
+        if not result.good:
+            self._note_bad(place, after, result)
+        return after
+
+    def _step(self, place: Place) -> Step:
+        session, began = self.session, time.perf_counter()
+        torch.manual_seed(step_seed(self.run.seed, place.total, session.mesh.rank))
+        rate = rate_at(self.run.stages, session.number, place.step)
+        for group in session.optimizer.param_groups:
+            set_rate(group, rate)
+        batches: list[Batch] = []
+        targets = count_tokens(self._read(place.step, batches), session.mesh)
+        at_work = time.perf_counter()
+        loss = torch.zeros((), device=session.mesh.device)
+        for batch in batches:
+            part = causal_loss(session.model, batch, session.mesh, count=targets, by_position=self.by_position)
+            part.backward()
+            loss += part.detach()
+        self.watch.at("gradient norm")
+        norm = self._clip()
+        step = Step(float(loss), None if norm is None else float(norm), targets, 0.0, 0.0, self._flops(batches))
+        if step.good:
+            session.optimizer.step()
+        session.optimizer.zero_grad(set_to_none=True)
+        if session.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        return replace(step, seconds=now - began, busy=now - at_work)
+
+    def _read(self, step: int, batches: list[Batch]) -> Iterator[Batch]:
+        """This step's rows, into `batches` too; the next step's are read while this one runs."""
+        ahead, self._ahead = self._ahead, None
+        rows = ahead[1].result() if ahead is not None and ahead[0] == step else self._rows(step)
+        if self.session.feed.rows_per_epoch is not None and step + 1 < self.session.stage.count:
+            self._ahead = step + 1, self._reader.submit(self._rows, step + 1)
+        for batch in rows:
+            batches.append(batch)
+            yield batch
+
+    def _rows(self, step: int) -> list[Batch]:
+        return [self.session.feed.row(row) for row in self.session.rows_of(step)]
+
+    def _clip(self) -> Tensor | None:
+        """The norm of all gradients of all ranks, after which none is longer than `clip`."""
+        parameters = [p for group in self.session.optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if not grads:
+            return None
+        norm = torch.nn.utils.get_total_norm(grads)
+        if self.run.optimizer.clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.run.optimizer.clip, norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _flops(self, batches: list[Batch]) -> int:
+        """Work of all sequence groups, taking the others' documents to be as long as this one's."""
+        rows = [torch.unique(batch["document_ids"][0], return_counts=True)[1].tolist() for batch in batches]
+        return model_flops(self.session.sizes, rows, self.session.stage.length) * self.session.mesh.dp
+
+    def _record(self, before: Place, after: Place, result: Step, times: dict[str, float] | None) -> None:
+        if after.total % self.run.metrics.every and times is None and result.good:
+            return
+        session = self.session
+        memory = memory_by_kind(session.model, session.optimizer, session.mesh)
+        speed = session.stage.batch * session.stage.length / result.seconds
+        facts: dict[str, Any] = {
+            "stage": session.number + 1,
+            "length": session.stage.length,
+            "loss": result.loss,
+            "rate": rate_at(self.run.stages, session.number, before.step),
+            "gradient_norm": result.norm,
+            "tokens": after.tokens,
+            "targets": result.targets,
+            "seconds": result.seconds,
+            "outside_seconds": result.seconds - result.busy,
+            "tokens_per_second": speed,
+            "tokens_per_second_per_device": speed / session.mesh.world,
+            "memory_gib": memory,
+        }
+        if self.peak:
+            facts["utilisation"] = result.flops / (result.seconds * session.mesh.world * self.peak)
+        if times is not None:
+            facts["seconds_apart"] = {**times, "rest": result.seconds - sum(times.values())}
+            facts["loss_by_position"] = self.by_position.means(session.mesh)
+            self.by_position = self._buckets()
+        self.journal.write("step", after.total, **facts)
+        self.display.step(after, facts)
+        share = full_share(memory, session.mesh)
+        if share > NEARLY_FULL and not self.warned:
+            self.warned = True
+            logger.warning("memory: %.0f%% of the device is in use; a longer batch may not fit", 100 * share)
+
+    def _note_bad(self, before: Place, after: Place, result: Step) -> None:
+        rows = self.session.rows_of(before.step)
+        named = "; ".join(self.session.feed.describe(row) for row in rows)
+        said = f"step {after.total}: loss {result.loss}, gradient norm {result.norm}: the step is not taken"
+        logger.warning("%s; its rows on this rank: %s", said, named)
+        self.journal.write("event", after.total, event="bad step", loss=str(result.loss), rows=named)
+        if after.in_a_row >= self.run.limits.bad_steps:
+            raise BadStepsError(
+                f"{said}, {after.in_a_row} in a row: the last checkpoint is kept; lower the stage's lr, look at "
+                f"{named}, or raise limits.bad_steps"
+            )
+
+    def validate(self, place: Place) -> None:
+        """The token mean over held-out rows, sharded as in training."""
+        session, feed = self.session, self.session.held_out
+        if feed is None:
+            return
+        many = min(self.run.validation.rows, feed.rows_per_epoch or self.run.validation.rows)
+        with self.watch.patient(10 * self.run.limits.hang, "validation"):
+            session.model.eval()
+            batches = [
+                _held_out_row(feed, at, many)
+                for at in range(session.mesh.dp_rank, _up(many, session.mesh.dp), session.mesh.dp)
+            ]
+            targets = count_tokens(batches, session.mesh)
+            buckets = self._buckets()
+            loss = torch.zeros((), device=session.mesh.device)
+            with torch.no_grad():
+                for batch in batches:
+                    loss += causal_loss(session.model, batch, session.mesh, count=targets, by_position=buckets)
+            session.model.train()
+        facts = {"loss": float(loss), "rows": many, "targets": targets, "loss_by_position": buckets.means(session.mesh)}
+        self.journal.write("validation", place.total, stage=session.number + 1, **facts)
+        self.display.say(f"step {place.total}: validation loss {float(loss):.4f} over {many} rows")
+
+    def _buckets(self) -> LossByPosition:
+        return LossByPosition(self.session.stage.length, self.session.mesh.device)
+
+
+def _held_out_row(feed: Any, at: int, many: int) -> Batch:
+    """Row `at`, or, where the rows do not go round, one from which nothing is learned."""
+    row: Batch = feed.row(min(at, many - 1))
+    return row if at < many else {**row, "labels": torch.full_like(row["labels"], -100)}
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def step_seed(seed: int, total: int, rank: int) -> int:
+    """Random numbers of a step are its own, so that a resumed run draws what it would have drawn."""
+    digest = hashlib.blake2b(f"{seed}/{total}/{rank}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

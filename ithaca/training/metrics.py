@@ -1,0 +1,151 @@
+"""What is written down of a run: metrics.jsonl always, and accelerate's trackers where asked.
+
+Only the first rank writes. A resumed run cuts off the lines of steps that it will take again, so the file reads as if
+nothing had happened. A line is a flat record: `kind` is "step", "validation" or "event".
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from ithaca.config import Metrics
+from ithaca.errors import ConfigError
+from ithaca.mesh import Mesh
+from ithaca.planning.cost import attention_flops, token_flops
+from ithaca.planning.hardware import find_device
+from ithaca.planning.plan import Job
+from ithaca.planning.sizes import ModelSizes
+
+GIB = 2**30
+# Above this share of the device the next longer batch may not fit.
+NEARLY_FULL = 0.75
+
+logger = logging.getLogger("ithaca")
+
+
+class Journal:
+    """The run's record, on the rank that keeps it; on others it takes everything and writes nothing."""
+
+    def __init__(self, file: Path, settings: Metrics, *, writes: bool, run: Mapping[str, Any]) -> None:
+        self.file, self.writes = file, writes
+        self.trackers = _trackers(settings, file.parent, run) if writes else []
+
+    def resume(self, total: int) -> None:
+        """Forget steps after `total`."""
+        if not self.writes or not self.file.exists():
+            return
+        kept = [line for line in self.file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= total]
+        self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def write(self, kind: str, step: int, **facts: Any) -> None:
+        if not self.writes:
+            return
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **facts}) + "\n")
+        numbers = {f"{kind}/{key}": value for key, value in _flat(facts).items()}
+        for tracker in self.trackers:
+            tracker.log(numbers, step=step)
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.finish()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        # A line cut short by the end of its process.
+        return float("inf")
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            numbers |= _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[prefix + key] = value
+    return numbers
+
+
+def _trackers(settings: Metrics, folder: Path, run: Mapping[str, Any]) -> list[Any]:
+    if not settings.trackers:
+        return []
+    from accelerate import tracking
+
+    made = []
+    for name in settings.trackers:
+        kind: Any = tracking.LOGGER_TYPE_TO_CLASS[name]
+        try:
+            where = {"logging_dir": folder / "tensorboard"} if kind.requires_logging_directory else {}
+            extra = {"dir": str(folder)} if name == "wandb" else {}
+            made.append(kind(settings.project, **where, **extra))
+            made[-1].start()
+        except ImportError as error:
+            raise ConfigError(f"metrics.trackers has {name!r}, which is not installed: pip install {name}") from error
+        made[-1].store_init_configuration({key: str(value) for key, value in run.items()})
+    return made
+
+
+def memory_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> dict[str, float]:
+    """GiB of this rank since the last call: weights, optimizer state, and the peak of all the rest with them."""
+    kinds = {
+        "weights": sum(_local_bytes(p) for p in model.parameters()),
+        "optimizer": sum(
+            _local_bytes(x) for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)
+        ),
+    }
+    if mesh.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(mesh.device)
+        kinds |= {
+            "gradients and activations": max(0, peak - sum(kinds.values())),
+            "peak": peak,
+            "reserved": torch.cuda.max_memory_reserved(mesh.device),
+        }
+        torch.cuda.reset_peak_memory_stats(mesh.device)
+    kinds["process"] = psutil.Process().memory_info().rss
+    return {name: round(size / GIB, 3) for name, size in kinds.items()}
+
+
+def _local_bytes(x: torch.Tensor) -> int:
+    local: torch.Tensor = getattr(x, "_local_tensor", x)
+    return local.nbytes
+
+
+def full_share(memory: Mapping[str, float], mesh: Mesh) -> float:
+    """How much of the device's memory the peak took; on the CPU, this rank's part of the host."""
+    if mesh.device.type == "cuda":
+        return memory["reserved"] * GIB / torch.cuda.mem_get_info(mesh.device)[1]
+    return memory["process"] * GIB * mesh.local_ranks / psutil.virtual_memory().total
+
+
+def model_flops(sizes: ModelSizes, rows: Sequence[Sequence[int]], length: int) -> int:
+    """Work of a step whose rows hold documents of these lengths: forward and twice that backward, nothing recomputed."""
+    forward = 0
+    whole = Job(length=length, batch=len(rows))
+    forward += sum(token_flops(layer, whole) for layer in sizes.layers) + 2 * sizes.embedding * whole.tokens
+    for row in rows:
+        for document in row:
+            job = Job(length=document)
+            forward += sum(attention_flops(sizes, layer, job) for layer in sizes.layers)
+    return 3 * forward
+
+
+def device_peak(mesh: Mesh) -> float | None:
+    """FLOP/s of the card by its data sheet; None where there is no such figure."""
+    if mesh.device.type != "cuda":
+        return None
+    try:
+        return find_device(torch.cuda.get_device_name(mesh.device)).peak * 1e12
+    except Exception:
+        logger.info("no peak known for %s: utilisation is left out", torch.cuda.get_device_name(mesh.device))
+        return None

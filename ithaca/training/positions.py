@@ -1,0 +1,46 @@
+"""Loss by position: how well a token is predicted, by how much of its document stands before it.
+
+A model that does not use its context has the same loss in every bucket; one that fails beyond a length shows a rise
+there. Buckets double: tokens 0-1,023, 1,024-2,047, 2,048-4,095 and so on. Sums and counts are this rank's until
+`means` adds all ranks'.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ithaca.memory.loss import IGNORE
+from ithaca.mesh import Mesh
+from ithaca.sequence.batch import Shard
+
+FIRST = 1024
+
+
+class LossByPosition:
+    """Sums of token losses in doubling buckets of position, for positions below `length`."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        edges = [FIRST]
+        while edges[-1] < length:
+            edges.append(2 * edges[-1])
+        self.edges = edges
+        self._edges = torch.tensor(edges, device=device)
+        # Row 0: sums, row 1: counts.
+        self._table = torch.zeros(2, len(edges) + 1, dtype=torch.float64, device=device)
+
+    def add(self, shard: Shard, losses_BL: Tensor) -> None:
+        """Count one shard's token losses in."""
+        learned = shard.targets.flatten() != IGNORE
+        bucket = torch.bucketize(shard.inputs["position_ids"].flatten(), self._edges, right=True)[learned]
+        self._table[0].index_add_(0, bucket, losses_BL.flatten()[learned].double())
+        self._table[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
+
+    def means(self, mesh: Mesh) -> dict[str, float]:
+        """The mean loss of every bucket that has tokens, over all ranks; named by the last position in it."""
+        total = self._table.to(torch.float64)
+        dist.all_reduce(total, group=mesh.world_group)
+        sums, counts = total.tolist()
+        names = [f"<{edge}" for edge in self.edges] + [f">={self.edges[-1]}"]
+        return {name: s / n for name, s, n in zip(names, sums, counts, strict=True) if n}

@@ -1,0 +1,151 @@
+"""A stage, built and ready to step: model, optimizer, rows, and every tensor that a checkpoint must hold.
+
+A stage always starts from files: the model that the run starts from, or a checkpoint. So the next stage, a resumed run
+and a run at another degree are one and the same thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaca.config import Run, Stage
+from ithaca.data.feed import Feed, open_feed
+from ithaca.data.prepare import Prepared
+from ithaca.errors import ConfigError, MeshError
+from ithaca.mesh import Mesh, init_mesh, largest_divisor
+from ithaca.models.auto import sizes_of
+from ithaca.models.pretrained import add_adapters, empty_model, read_config
+from ithaca.models.support import base_model
+from ithaca.parallelize import parallelize
+from ithaca.planning.sizes import ModelSizes
+from ithaca.state.load import init_weights, load_weights
+from ithaca.state.optimizers import build_optimizer
+from ithaca.state.tensors import state_tensors
+from ithaca.training.stages import apply_stages
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One stage of a run on this rank."""
+
+    number: int
+    stage: Stage
+    mesh: Mesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    feed: Feed
+    held_out: Feed | None
+    tensors: dict[str, Tensor]
+    sizes: ModelSizes
+
+    def rows_of(self, step: int) -> list[int]:
+        """The rows that this rank's sequence group takes in step `step` of the stage."""
+        first = step * self.stage.batch
+        return [row for row in range(first, first + self.stage.batch) if row % self.mesh.dp == self.mesh.dp_rank]
+
+
+def choose_sp(run: Run, number: int, world: int, config: Any) -> int:
+    """The stage's own degree, the run's, or as many ranks as divide the world and have a head each."""
+    stage = run.stages[number]
+    asked = stage.sp or run.mesh.sp
+    sp = largest_divisor(world // run.mesh.ring, int(config.num_attention_heads)) if asked == "auto" else asked
+    dp = world // (sp * run.mesh.ring)
+    if dp and stage.batch % dp:
+        raise MeshError(
+            f"stage {number + 1} has batch {stage.batch} over dp={dp} sequence groups: a multiple is needed; use "
+            f"batch {-(-stage.batch // dp) * dp}, or mesh.sp={largest_divisor(world, world // stage.batch or 1) * sp}"
+        )
+    return sp
+
+
+def precision_of(run: Run, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
+    """What weights are kept in, and what they are cast to for computing (None: themselves)."""
+    name = run.precision
+    if name == "auto":
+        mixed = device.type == "cuda" and run.optimizer.name != "bf16_sr"
+        name = "mixed" if mixed else "bf16" if run.optimizer.name == "bf16_sr" else "fp32"
+    weights = torch.bfloat16 if name == "bf16" else torch.float32
+    return weights, torch.bfloat16 if name == "mixed" else None
+
+
+def stage_config(run: Run, source: str, number: int) -> Any:
+    """The model's config in stage `number`: its positions as the stages up to it leave them."""
+    config = read_config(source)
+    random = run.model.weights == "random" or run.model.name == "embedded"
+    return apply_stages(config, run.stages[: number + 1], random=random)
+
+
+def build_session(
+    run: Run, number: int, source: str, prepared: Prepared, feed_state: dict[str, Any] | None, mesh: Mesh | None
+) -> Session:
+    """The stage with weights as the run starts from; a checkpoint is loaded over them. `mesh`: the last stage's."""
+    stage = run.stages[number]
+    config = stage_config(run, source, number)
+    mesh = _mesh_for(run, number, config, mesh)
+    weights, compute = precision_of(run, mesh.device)
+    model = empty_model(config, dtype=weights)
+    if run.lora is not None:
+        model = add_adapters(model, run.lora, seed=run.seed)
+    model = parallelize(
+        model,
+        mesh,
+        replicas=run.mesh.replicas,
+        on_host=run.memory.on_host,
+        kernel=run.model.kernel,
+        memory="auto" if run.memory.plan == "auto" else None,
+        memory_budget=run.memory.budget,
+        optimizer=run.optimizer.name,
+        compute_dtype=compute,
+    )
+    if run.model.weights == "random":
+        init_weights(model, seed=run.seed)
+    else:
+        load_weights(model, Path(source))
+    optimizer = _optimizer(run, model)
+    opened = partial(open_feed, prepared, length=stage.length, rows=run.data.rows, seed=run.seed + number)
+    feed = opened(split="train", state=feed_state)
+    held_out = opened(split="validation") if prepared.has_validation else None
+    return Session(
+        number,
+        stage,
+        mesh,
+        model,
+        optimizer,
+        feed,
+        held_out,
+        state_tensors(model, optimizer),
+        sizes_of(model, base_model(model)),
+    )
+
+
+def _mesh_for(run: Run, number: int, config: Any, mesh: Mesh | None) -> Mesh:
+    device = None if run.launch.device == "auto" else run.launch.device
+    world = mesh.world if mesh is not None else init_mesh(device=device).world
+    sp = choose_sp(run, number, world, config.get_text_config())
+    if run.mesh.ring > 1:
+        raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
+    if mesh is not None and mesh.sp == sp:
+        return mesh
+    return init_mesh(sp=sp, device=device)
+
+
+def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    settings = run.optimizer
+    return build_optimizer(
+        model,
+        settings.name,
+        lr=run.stages[0].lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        seed=run.seed,
+        in_backward=settings.in_backward,
+        clips=settings.clip > 0,
+        skips_bad_steps=not settings.in_backward,
+    )

@@ -1,0 +1,82 @@
+"""`ithaca prepare`: tables, samples with the learned tokens coloured, and mistakes in one line."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ithaca.cli import app
+from ithaca.cli.prepare import coloured
+from ithaca.data.feed import open_feed
+from ithaca.errors import DataError
+from tests.data.corpus import TOKENIZER, prepared, write_documents, write_lines
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def call(*words: str) -> str:
+    done = CliRunner().invoke(app, ["prepare", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_tables_of_sources_and_stages(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "docs.jsonl", 200)
+    with file.open("a") as more:
+        more.write("{broken\n")
+    words = [f"data.sources={file}", f"output={tmp_path / 'run'}", "validation.share=0.1", "stages.0.length=512"]
+    output = call(*words)
+    row = next(line for line in output.splitlines() if line.startswith(str(file)))
+    assert row.split()[1:3] == ["text", "200"]
+    assert row.split()[-1] == "1"
+    assert f"left out: {file}:201: not JSON" in output
+    stages = [line.split() for line in output.splitlines() if line.split()[1:2] in (["512"], ["8,192"])]
+    assert len(stages) == 2
+    assert all(stage[3].endswith("%") for stage in stages)
+    # The cache is where `ithaca train` looks for it.
+    assert list((tmp_path / "run" / "data").glob("*/about.json"))
+    assert call(*words) == output
+
+
+def test_samples(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "chat.jsonl", [{"messages": CHAT}] * 3)
+    output = call(f"data.sources={file}", f"output={tmp_path / 'run'}", "--show", "1")
+    assert f"row 0: {file}:" in output
+    assert output.count("<|user|>hi<|end|><|assistant|>yo<|end|>") == 3
+
+
+def test_learned_tokens_are_green_and_the_others_are_not(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "chat.jsonl", [{"messages": CHAT}])
+    row = open_feed(prepared(tmp_path, file), length=32, rows="packed", seed=0).row(0)
+    text = coloured(row, TOKENIZER, 1000)
+    green = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
+    assert "".join(green) == "yo<|end|>"
+    specials = [text.plain[span.start : span.end] for span in text.spans if "magenta" in str(span.style)]
+    assert "".join(specials) == "<|begin|><|user|><|end|><|assistant|><|end|>"
+    shown = io.StringIO()
+    Console(file=shown, force_terminal=True, color_system="standard").print(text)
+    assert "\x1b[32myo" in shown.getvalue()
+    # A mask moved by one token is shown as such.
+    moved = coloured({**row, "labels": row["labels"].roll(1)}, TOKENIZER, 1000)
+    assert moved.spans != text.spans
+
+
+def test_a_stream_is_not_measured_but_shown(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "docs.jsonl", 20)
+    output = call(f"data.sources={file}", f"output={tmp_path / 'run'}", "data.streaming=true", "--show", "1")
+    assert "streamed" in output
+    assert "document 1" in output
+
+
+def test_mistakes_are_data_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no file or folder"):
+        call(f"data.sources={tmp_path}/none.jsonl", f"output={tmp_path / 'run'}")

@@ -1,0 +1,66 @@
+"""Small sets of documents on disk, and what the tests of `data/` share to read them back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ithaca.config import Data, Validation
+from ithaca.data.feed import Feed
+from ithaca.data.prepare import Prepared, prepare
+from ithaca.models.embedded import BOS, EOS, embedded_tokenizer
+
+TOKENIZER = embedded_tokenizer()
+
+
+def write_lines(file: Path, records: Iterable[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return file
+
+
+def documents(count: int, *, name: str = "document") -> list[str]:
+    """Texts of many lengths, no two alike."""
+    return [f"{name} {place}:" + " word" * (place * 7 % 41) for place in range(count)]
+
+
+def write_documents(file: Path, count: int, *, name: str = "document") -> Path:
+    return write_lines(file, ({"text": text} for text in documents(count, name=name)))
+
+
+def prepared(
+    folder: Path, *sources: Any, validation: Validation | None = None, seed: int = 0, **settings: Any
+) -> Prepared:
+    """Prepare sources with the byte-level tokenizer; the cache is in `folder`."""
+    given = [str(source) if isinstance(source, Path) else source for source in sources]
+    return prepare(
+        Data(sources=given, **settings),
+        TOKENIZER,
+        validation=validation or Validation(),
+        seed=seed,
+        folder=folder / "cache",
+    )
+
+
+def texts_of(rows: Iterable[dict[str, Tensor]]) -> list[str]:
+    """The documents (or pieces) in rows, decoded, without padding."""
+    found = []
+    for row in rows:
+        ids, numbers = row["input_ids"][0], row["document_ids"][0]
+        for number in range(int(numbers.max()) + 1):
+            found.append(TOKENIZER.decode(ids[numbers == number]))
+    return found
+
+
+def epoch_of(feed: Feed) -> list[dict[str, Tensor]]:
+    assert feed.rows_per_epoch is not None
+    return [feed.row(index) for index in range(feed.rows_per_epoch)]
+
+
+def whole(text: str) -> str:
+    """A plain document as it is trained on."""
+    return f"{BOS}{text}{EOS}"

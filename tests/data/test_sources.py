@@ -1,0 +1,219 @@
+"""Sources: which files a path means, how each format is read, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ithaca.config import Source
+from ithaca.data.feed import open_feed
+from ithaca.data.read import open_rows, parse_row, raw_rows
+from ithaca.data.sources import HUGE, Located, locate
+from ithaca.errors import DataError
+from tests.data.corpus import documents, epoch_of, prepared, texts_of, whole, write_documents, write_lines
+
+
+def names(located: Located, root: Path) -> list[str]:
+    return [str(Path(file).relative_to(root)) for file in located.files]
+
+
+def texts(located: Located) -> list[str]:
+    return [parse_row(raw)["text"] for raw in raw_rows(located, open_rows(located, streaming=False))]
+
+
+def touch(root: Path, *files: str, content: str = "x = 1\n") -> None:
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(content, encoding="utf-8")
+
+
+def test_the_standard_library() -> None:
+    located = locate(Source(path="stdlib"))
+    assert located.format == "code"
+    assert len(located.files) > 300
+    top = [file for file in located.files if Path(file).parent == Path(argparse.__file__).parent]
+    assert top == sorted(top)
+    kept = {Path(file).name for file in located.files}
+    assert {"argparse.py", "decoder.py"} <= kept
+    assert not any(part in ("test", "tests", "site-packages") for file in located.files for part in Path(file).parts)
+
+
+def test_a_repository_without_what_nobody_wrote(tmp_path: Path) -> None:
+    touch(tmp_path, "src/b.py", "src/a.py", "README.md", "web/app.js")
+    touch(
+        tmp_path, ".git/config", ".hidden/x.py", "node_modules/p/i.js", "vendor/v.go", "web/app.min.js", "poetry.lock"
+    )
+    touch(tmp_path, "huge.py", content="x" * (HUGE + 1))
+    touch(tmp_path, "empty.py", content="")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "link").symlink_to(tmp_path / "src")
+    located = locate(Source(path=str(tmp_path)))
+    assert located.format == "code"
+    assert names(located, tmp_path) == ["README.md", "src/a.py", "src/b.py", "web/app.js"]
+    only = locate(Source(path=str(tmp_path), include=["*.py"]))
+    assert names(only, tmp_path) == ["src/a.py", "src/b.py"]
+
+
+def test_a_letter_cut_by_the_first_block_is_text(tmp_path: Path) -> None:
+    touch(tmp_path, "a.py", content="a" * 8191 + "é" * 10)
+    (tmp_path / "b.py").write_bytes(b"a" * 100 + b"\xe9" + b"a" * 9000)
+    assert names(locate(Source(path=str(tmp_path), format="code")), tmp_path) == ["a.py"]
+
+
+def test_a_folder_of_texts_is_one_document_a_file(tmp_path: Path) -> None:
+    touch(tmp_path / "docs", "b.txt", "sub/a.md", content="one\n\ntwo\n")
+    touch(tmp_path / "docs", "settings.json", content="{}")
+    located = locate(Source(path=str(tmp_path / "docs")))
+    assert located.format == "text"
+    assert names(located, tmp_path / "docs") == ["b.txt", "sub/a.md"]
+    feed = open_feed(prepared(tmp_path, tmp_path / "docs"), length=64, rows="packed", seed=0)
+    assert texts_of(epoch_of(feed)) == [whole("one\n\ntwo\n")] * 2
+
+
+def test_a_file_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
+    touch(tmp_path / "docs", "a.txt")
+    (tmp_path / "docs" / "b.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "docs" / "c.txt").write_bytes(b"\xef\xbb\xbfmarked")
+    about = prepared(tmp_path, tmp_path / "docs", bad_share=0.5).stores[0].about
+    assert about["documents"] == 2
+    assert about["named"] == [f"{tmp_path}/docs/b.txt: not UTF-8 (byte 3)"]
+    assert texts(locate(Source(path=str(tmp_path / "docs" / "c.txt")))) == ["marked"]
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
+def test_compressed_lines(tmp_path: Path, suffix: str, opener: object) -> None:
+    plain = write_documents(tmp_path / "plain.jsonl", 5)
+    packed = tmp_path / f"docs.json{suffix}"
+    with opener(packed, "wb") as file:
+        file.write(plain.read_bytes())
+    located = locate(Source(path=str(packed)))
+    assert located.format == "jsonl"
+    assert texts(located) == documents(5)
+
+
+def test_a_compressed_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
+    packed = tmp_path / "docs.jsonl.gz"
+    packed.write_bytes(gzip.compress(write_documents(tmp_path / "plain.jsonl", 500).read_bytes())[:-200])
+    with pytest.raises(DataError, match=r"docs.jsonl.gz cannot be read .*is it whole"):
+        texts(locate(Source(path=str(packed))))
+
+
+def test_zstd_is_read_or_named(tmp_path: Path) -> None:
+    packed = tmp_path / "docs.jsonl.zst"
+    packed.write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(DataError, match=r"zstandard|cannot be read"):
+        texts(locate(Source(path=str(packed))))
+
+
+def test_a_json_array_is_its_items(tmp_path: Path) -> None:
+    file = tmp_path / "docs.json"
+    file.write_text(json.dumps([{"text": text} for text in documents(4)], indent=1), encoding="utf-8")
+    located = locate(Source(path=str(file)))
+    assert texts(located) == documents(4)
+    assert [raw.place for raw in raw_rows(located, open_rows(located, streaming=False))][3] == f"{file}:4"
+
+
+def test_parquet(tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]] * 3
+    table = pyarrow.table({"id": [1, 2, 3], "messages": messages, "source": ["a", "b", "c"]})
+    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
+    store = prepared(tmp_path, tmp_path / "chat.parquet").stores[0]
+    assert (store.about["kind"], store.about["column"], store.about["documents"]) == ("chat", "messages", 3)
+    assert store.origin(2) == f"{tmp_path}/chat.parquet:3"
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1nonsense")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        prepared(tmp_path, tmp_path / "broken.parquet")
+
+
+def test_globs_and_folders_of_lines_are_sorted(tmp_path: Path) -> None:
+    for part in (2, 0, 1):
+        write_lines(tmp_path / "parts" / f"{part}.jsonl", [{"text": str(part)}])
+    for path in (tmp_path / "parts", tmp_path / "parts" / "*.jsonl"):
+        located = locate(Source(path=str(path)))
+        assert located.format == "jsonl"
+        assert texts(located) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "match"),
+    [
+        ("missing.jsonl", {}, "is no file or folder here"),
+        ("./missing", {}, "is no file or folder here"),
+        ("*.jsonl", {}, "no file matches"),
+        ("docs", {"include": ["*.rs"]}, r"has no text files .*include=\['\*\.rs'\]"),
+        ("docs", {"format": "parquet"}, "has no parquet files"),
+        ("mixed", {}, "holds jsonl and parquet files: set the source's format"),
+        ("mixed/*", {}, r"several formats \(jsonl, parquet\)"),
+        ("empty", {}, "has no text files"),
+    ],
+)
+def test_what_is_not_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, settings: dict[str, object], match: str
+) -> None:
+    touch(tmp_path, "docs/a.txt", "mixed/a.jsonl", "mixed/b.parquet")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=match):
+        locate(Source(path=path, **settings))
+
+
+def test_a_hub_name_without_a_network_says_so(tmp_path: Path) -> None:
+    located = locate(Source(path="nobody/nothing-here"))
+    assert located.format == "hub"
+    with pytest.raises(DataError, match=r"no file or folder here, and the hub gave no dataset of that name \("):
+        prepared(tmp_path, "nobody/nothing-here")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """A hub that has `owner/set`, in several shards; gives the calls it got."""
+    calls: list[tuple[object, ...]] = []
+
+    def load(path: str, subset: str | None, *, split: str, streaming: bool) -> object:
+        calls.append((path, subset, split, streaming))
+        rows = datasets.Dataset.from_list([{"id": place, "text": text} for place, text in enumerate(documents(90))])
+        return rows.to_iterable_dataset(num_shards=4) if streaming else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return calls
+
+
+def test_a_hub_name(tmp_path: Path, hub: list[tuple[object, ...]]) -> None:
+    store = prepared(tmp_path, Source(path="owner/set", subset="en", split="dev")).stores[0]
+    assert hub[0] == ("owner/set", "en", "dev", False)
+    assert (store.about["documents"], store.about["column"]) == (90, "text")
+    assert store.origin(16) == "owner/set:17"
+
+
+@pytest.mark.parametrize("at", [1, 30, 90])
+def test_a_hub_stream_is_resumed_exactly(tmp_path: Path, hub: list[tuple[object, ...]], at: int) -> None:
+    """`datasets`' own state is at the row, not at the batch or the shard."""
+    source = prepared(tmp_path, "owner/set", streaming=True)
+    straight = open_feed(source, length=64, rows="joined", seed=0)
+    rows = [straight.row(index) for index in range(at + 5)]
+    walked = open_feed(source, length=64, rows="joined", seed=0)
+    walked.row(at - 1)
+    resumed = open_feed(source, length=64, rows="joined", seed=0, state=json.loads(json.dumps(walked.state(at))))
+    for index in range(at, at + 5):
+        assert texts_of([resumed.row(index)]) == texts_of([rows[index]])
+        assert resumed.describe(index) == straight.describe(index)
+    assert hub[-1] == ("owner/set", None, "train", True)
+
+
+def test_the_fingerprint_follows_content_and_settings(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "docs.jsonl", 3)
+    first = locate(Source(path=str(file))).fingerprint()
+    assert locate(Source(path=str(file))).fingerprint() == first
+    assert locate(Source(path=str(file), column="text")).fingerprint() != first
+    write_documents(file, 4)
+    assert locate(Source(path=str(file))).fingerprint() != first

@@ -1,0 +1,176 @@
+"""Streaming: bounded windows, every document once an epoch, and resumed anywhere as if never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ithaca.config import Validation
+from ithaca.data.feed import Feed, open_feed
+from ithaca.data.prepare import Prepared
+from ithaca.errors import DataError
+from tests.data.corpus import documents, prepared, texts_of, whole, write_documents, write_lines
+
+LENGTH = 64
+KINDS = ("packed", "joined")
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> Prepared:
+    """Two sources, the first of two files: more than one window, less than two epochs in the rows that are read."""
+    first = [write_documents(tmp_path / "a" / f"{part}.jsonl", 45, name=f"a{part}") for part in (0, 1)]
+    second = write_documents(tmp_path / "b.jsonl", 25, name="b")
+    return prepared(tmp_path, first[0].parent, second, streaming=True)
+
+
+def feed_of(source: Prepared, kind: str, state: Any = None, **settings: Any) -> Feed:
+    return open_feed(source, length=LENGTH, rows=kind, seed=4, state=state, **settings)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def rows_of_an_epoch(feed: Any) -> int:
+    """Rows until the stream's state says that another epoch has begun."""
+    index = 0
+    while not feed.state(index)["turns"]["epoch"]:
+        feed.row(index)
+        index += 1
+    return index
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_holds_every_document_once(streamed: Prepared, kind: str) -> None:
+    count = rows_of_an_epoch(feed_of(streamed, kind))
+    feed = feed_of(streamed, kind)
+    rows = [feed.row(index) for index in range(count)]
+    expected = [
+        whole(text) for name, size in (("a0", 45), ("a1", 45), ("b", 25)) for text in documents(size, name=name)
+    ]
+    read = "".join(texts_of(rows))
+    assert len(read) == sum(map(len, expected))
+    if kind == "joined":
+        assert all(text in read for text in expected)
+        assert all((row["document_ids"] >= 0).all() for row in rows[:-1])
+    else:
+        # Documents longer than a row are in pieces, whose order is the rows'.
+        assert set(texts_of(rows)) >= {text for text in expected if len(text) <= LENGTH}
+    assert feed.rows_per_epoch is None
+    assert 0.9 < feed.fill <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_anywhere_it_is_the_same_stream(streamed: Prepared, kind: str) -> None:
+    straight = feed_of(streamed, kind)
+    count = rows_of_an_epoch(feed_of(streamed, kind)) + 45
+    rows = [straight.row(index) for index in range(count)]
+    walking = feed_of(streamed, kind)
+    for index in range(0, count - 3, 3):
+        if index:
+            walking.row(index - 1)
+        state = json.loads(json.dumps(walking.state(index)))
+        resumed = feed_of(streamed, kind, state)
+        assert all(same(resumed.row(later), rows[later]) for later in range(index, index + 3)), index
+
+
+def test_a_wrong_state_gives_other_rows(streamed: Prepared) -> None:
+    straight = feed_of(streamed, "joined")
+    row = straight.row(100)
+    state = straight.state(100)
+    assert state["skip"] > 0
+    assert same(feed_of(streamed, "joined", state).row(100), row)
+    assert not same(feed_of(streamed, "joined", state | {"skip": state["skip"] - 1}).row(100), row)
+
+
+def test_a_resumed_stream_can_be_saved_again_before_it_is_read(streamed: Prepared) -> None:
+    feed = feed_of(streamed, "packed")
+    feed.row(50)
+    state = feed.state(51)
+    again = feed_of(streamed, "packed", state)
+    assert again.state(51) == state
+    assert same(feed_of(streamed, "packed", again.state(51)).row(51), feed.row(51))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_rows_do_not_depend_on_who_reads_them(streamed: Prepared, dp: int) -> None:
+    straight = feed_of(streamed, "packed")
+    rows = [straight.row(index) for index in range(40)]
+    for group in range(dp):
+        feed = feed_of(streamed, "packed")
+        assert all(same(feed.row(index), rows[index]) for index in range(group, 40, dp))
+
+
+def test_going_back_reads_again(streamed: Prepared) -> None:
+    feed = feed_of(streamed, "packed")
+    first, told = feed.row(0), feed.describe(0)
+    feed.row(70)
+    assert same(feed.row(0), first)
+    assert feed.describe(0) == told
+    assert ".jsonl:" in told
+    state = feed_of(streamed, "packed").state(0)
+    feed.row(70)
+    later = feed_of(streamed, "packed", feed.state(70))
+    with pytest.raises(DataError, match="lies before row"):
+        later.row(0)
+    assert state["row"] == 0
+
+
+def test_another_epoch_is_another_order(streamed: Prepared) -> None:
+    count = rows_of_an_epoch(feed_of(streamed, "packed"))
+    feed = feed_of(streamed, "packed")
+    first = [feed.row(index) for index in range(count)]
+    second = [feed.row(index) for index in range(count, 2 * count)]
+    assert sorted(texts_of(first)) == sorted(texts_of(second))
+    assert texts_of(first) != texts_of(second)
+
+
+def test_validation_is_held_back_from_the_stream(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "docs.jsonl", 80)
+    stored, streamed = (
+        prepared(tmp_path, file, validation=Validation(share=0.25), seed=2, streaming=streaming)
+        for streaming in (False, True)
+    )
+    seen = {}
+    for split in ("train", "validation"):
+        count = rows_of_an_epoch(open_feed(streamed, length=512, rows="packed", seed=0, split=split))
+        feed = open_feed(streamed, length=512, rows="packed", seed=0, split=split)
+        seen[split] = sorted(texts_of(feed.row(index) for index in range(count)))
+        other = open_feed(stored, length=512, rows="packed", seed=0, split=split)
+        assert other.rows_per_epoch is not None
+        assert seen[split] == sorted(texts_of(other.row(index) for index in range(other.rows_per_epoch)))
+    assert not set(seen["train"]) & set(seen["validation"])
+
+
+def test_bad_rows_in_a_stream(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "docs.jsonl", [{"text": "good"}] * 10 + [{"text": 3}] * 10)
+    feed = open_feed(prepared(tmp_path, file, streaming=True), length=32, rows="packed", seed=0)
+    with pytest.raises(DataError, match=r"of 20 rows .*data.bad_share"):
+        feed.row(0)
+    patient = open_feed(prepared(tmp_path, file, streaming=True, bad_share=0.5), length=32, rows="packed", seed=0)
+    assert texts_of([patient.row(0)])[0] == whole("good")
+
+
+def test_a_stream_of_nothing_for_a_split(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "docs.jsonl", 5)
+    source = prepared(tmp_path, file, streaming=True, validation=Validation(share=1.0))
+    with pytest.raises(DataError, match="no document of the stream is left for training"):
+        open_feed(source, length=32, rows="packed", seed=0).row(0)
+
+
+def test_a_state_of_other_sources_is_refused(tmp_path: Path, streamed: Prepared) -> None:
+    feed = feed_of(streamed, "packed")
+    feed.row(3)
+    alone = prepared(tmp_path, tmp_path / "b.jsonl", streaming=True)
+    with pytest.raises(DataError, match="saved with 2 sources and the run has 1"):
+        feed_of(alone, "packed", feed.state(3))
+
+
+def test_nothing_is_written_in_a_stream(tmp_path: Path, streamed: Prepared) -> None:
+    feed_of(streamed, "packed").row(10)
+    assert not list((tmp_path / "cache").glob("*/tokens.bin"))

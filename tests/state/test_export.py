@@ -1,0 +1,167 @@
+"""A checkpoint exported by one process is byte for byte what the ranks that trained it would have saved.
+
+Names, file cuts, tied weights, fused experts, config and generation config included. Adapters come out by themselves
+and merged, as peft itself merges them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+from typer.testing import CliRunner
+
+from ithaca.cli import app
+from ithaca.config import Lora
+from ithaca.errors import CheckpointError, IthacaError
+from ithaca.mesh import init_mesh
+from ithaca.models.pretrained import add_adapters, empty_model
+from ithaca.parallelize import parallelize
+from ithaca.proof.small import small_batch, small_model
+from ithaca.state.checkpoints import Checkpoints
+from ithaca.state.export import ADAPTER, describe_model, export_checkpoint, find_checkpoint
+from ithaca.state.load import load_weights
+from ithaca.state.optimizers import build_optimizer
+from ithaca.state.safetensors import save_pretrained
+from ithaca.state.tensors import state_tensors
+from ithaca.training.step import causal_loss
+from tests.ranks import run_ranks
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied llama": ("llama", {"tie_word_embeddings": True}),
+    "yarn": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+    "mixtral": ("mixtral", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+}
+CUT = "20KB"
+
+
+def start_from(folder: Path, kind: str) -> Path:
+    name, overrides = KINDS[kind]
+    model: Any = small_model(name, dtype=torch.float32, **overrides)
+    model.generation_config = GenerationConfig(do_sample=True, top_k=7, eos_token_id=2)
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"a": 1}')
+    return folder
+
+
+def train_and_save(start: str, run: str, lora: Lora | None) -> int:
+    """Two steps, a checkpoint, and beside it what the ranks themselves save; bytes of the checkpoint."""
+    mesh = init_mesh(sp=2)
+    model: Any = empty_model(start, dtype=torch.float32)
+    model = add_adapters(model, lora, seed=0) if lora else model
+    model = parallelize(model, mesh, memory=None, allow_untested=True)
+    load_weights(model, start)
+    base = model.get_base_model() if lora else model
+    base.set_experts_implementation("eager")
+    optimizer = build_optimizer(model, lr=1e-2)
+    tensors = state_tensors(model, optimizer)
+    keeper = Checkpoints(Path(run) / "checkpoints", 3, mesh, background=False)
+    facts = {"model": describe_model(model, folder=start)}
+    for step in (1, 2):
+        causal_loss(model, small_batch(), mesh).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        keeper.save(step, tensors, facts)
+    save_pretrained(model, Path(run) / "live", max_shard_size=CUT)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if "llama" in kind or kind == "mixtral" else pytest.mark.slow) for kind in KINDS],
+)
+def test_the_export_is_what_the_ranks_would_have_saved(kind: str, tmp_path: Path) -> None:
+    start_from(tmp_path / "start", kind)
+    run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
+    export_checkpoint(find_checkpoint(tmp_path), tmp_path / "export", max_shard_size=CUT)
+    ours, theirs = contents(tmp_path / "export"), contents(tmp_path / "live")
+    assert ours.pop("tokenizer_config.json") == b'{"a": 1}'
+    assert sorted(ours) == sorted(theirs)
+    assert len(ours) > 5
+    assert [name for name in theirs if ours[name] != theirs[name]] == []
+    # Another step is another model: the comparison sees it.
+    export_checkpoint(find_checkpoint(tmp_path, 1), tmp_path / "earlier", max_shard_size=CUT)
+    assert any(
+        ours[name] != data for name, data in contents(tmp_path / "earlier").items() if name.endswith("safetensors")
+    )
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert loaded.generation_config.top_k == 7
+
+
+def test_adapters_are_kept_alone_and_merged_on_export(tmp_path: Path) -> None:
+    start_from(tmp_path / "start", "llama")
+    kept = run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), Lora(rank=2, alpha=8))[0]
+    assert kept < 0.5 * (tmp_path / "start" / "model.safetensors").stat().st_size
+    export_checkpoint(find_checkpoint(tmp_path), tmp_path / "export")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    merged = PeftModel.from_pretrained(base, str(tmp_path / "export" / ADAPTER)).merge_and_unload()
+    ours = load_file(tmp_path / "export" / "model.safetensors")
+    theirs = merged.state_dict()
+    assert sorted(ours) == sorted(theirs)
+    assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
+    before = load_file(tmp_path / "start" / "model.safetensors")
+    changed = [key for key in before if not torch.equal(before[key], ours[key])]
+    assert len(changed) == 14
+    live, exported = (
+        load_file(tmp_path / each / "adapter_model.safetensors") for each in ("live", f"export/{ADAPTER}")
+    )
+    assert sorted(live) == sorted(exported)
+    assert all(torch.equal(live[key], exported[key]) for key in live)
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["export", *arguments])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    start_from(tmp_path / "start", "tied llama")
+    run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
+    done = invoke(str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "step-00000002" in done.output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto").dtype == torch.float32
+    done = invoke(str(tmp_path), "--step", "1", "--to", str(tmp_path / "half"), "--dtype", "bf16")
+    assert done.exit_code == 0, done.output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    for arguments, match in (
+        ((str(tmp_path / "nowhere"),), "holds no checkpoint"),
+        ((str(tmp_path), "--step", "7"), "no checkpoint of step 7: there are 1, 2"),
+        ((str(tmp_path / "checkpoints/step-00000001"), "--step", "2"), "not that of step 2"),
+    ):
+        raised = invoke(*arguments).exception
+        assert isinstance(raised, IthacaError)
+        assert match in str(raised)
+
+
+def test_a_broken_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    start_from(tmp_path / "start", "llama")
+    run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
+    newest = find_checkpoint(tmp_path)
+    file = next(newest.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert find_checkpoint(tmp_path).name == "step-00000001"
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        find_checkpoint(tmp_path, 2)

@@ -1,0 +1,132 @@
+"""run.yaml: what is read, what is laid over it, and the one sentence that a mistake gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ithaca.config import Run, Stage, dump_run, load_run, read_run
+from ithaca.errors import ConfigError
+
+
+def test_nothing_is_the_embedded_run() -> None:
+    run = load_run(None)
+    assert run == Run()
+    assert (run.model.name, len(run.stages)) == ("embedded", 2)
+    assert (run.checkpoints.save_every, run.checkpoints.keep) == (200, 2)
+
+
+def test_what_is_written_out_reads_back_the_same() -> None:
+    run = read_run(
+        {"lora": {"rank": 4}, "stages": [{"length": "1M", "tokens": "2B", "rope": {"kind": "ntk", "factor": 2}}]}
+    )
+    assert read_run(yaml.safe_load(dump_run(run))) == run
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("128k", 131_072), ("1M", 1_048_576), ("1.5k", 1536), ("4096", 4096), ("1_000", 1000), (7, 7)]
+)
+def test_lengths_are_of_1024(text: str | int, number: int) -> None:
+    assert Stage(length=text, steps=1).length == number  # type: ignore[arg-type]
+
+
+def test_tokens_are_of_1000_and_become_steps() -> None:
+    stage = Stage(length="1k", tokens="2M", batch=4)  # type: ignore[arg-type]
+    assert stage.tokens == 2_000_000
+    assert stage.count == round(2_000_000 / (1024 * 4))
+
+
+@pytest.mark.parametrize(("text", "number"), [("60GiB", 60 * 2**30), ("80GB", 80 * 10**9), ("80gb", 80 * 10**9)])
+def test_memory_may_be_written_both_ways(text: str, number: int) -> None:
+    assert load_run(None, [f"memory.budget={text}"]).memory.budget == number
+
+
+def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 3\nstages:\n- {length: 4k, steps: 5}\n")
+    run = load_run(file, ["stages.0.length=8k", "stages.1.length=16k", "stages.1.steps=2", "mesh.sp=2", "lora.rank=8"])
+    assert run.seed == 3
+    assert [(s.length, s.steps) for s in run.stages] == [(8192, 5), (16_384, 2)]
+    assert run.mesh.sp == 2
+    assert run.lora is not None
+    assert run.lora.rank == 8
+
+
+def test_an_override_of_what_the_file_leaves_out_keeps_the_defaults_beside_it() -> None:
+    run = load_run(None, ["stages.0.length=64k"])
+    assert run.stages[0].length == 65_536
+    assert run.stages[0].steps == Run().stages[0].steps
+    assert run.stages[1] == Run().stages[1]
+
+
+def test_sources_may_be_plain_paths() -> None:
+    run = load_run(None, ["data.sources=books/"])
+    assert [source.path for source in run.data.sources] == ["books/"]
+    two = read_run({"data": {"sources": ["a.jsonl", {"path": "b", "kind": "chat"}]}})
+    assert [(source.path, source.kind) for source in two.data.sources] == [("a.jsonl", "auto"), ("b", "chat")]
+
+
+WRONG = [
+    (["stage.0.length=4k"], "unknown key 'stage': did you mean 'stages'?"),
+    (["stages.0.lenght=4k"], "unknown key 'lenght' in stages.0: did you mean 'length'?"),
+    (["data.sources.0.formt=text"], "did you mean 'format'?"),
+    (["optimizer.zzz=1"], "it takes name, betas"),
+    (["precision=fp16"], "use 'mixed' or 'bf16'"),
+    (["stages.7.length=4k"], "use 0 to 2"),
+    (["stages.0.tokens=5M"], "set the other one to null"),
+    (["stages=[{length: 4k}]"], "neither is given"),
+    (["stages=[]"], "stages"),
+    (["stages.0.length=long"], "'long' is no number such as 4096, 128k or 1M"),
+    (["stages.0.steps=0"], "stages.0.steps: got 0"),
+    (["memory.budget=lots"], "60GiB or 80GB"),
+    (["model.kernel"], "write key.sub=value"),
+    (["seed.x=1"], "nothing under 'x'"),
+    (["stages.0.rope={kind: yarn}"], "needs factor"),
+    (["stages.0.rope={kind: theta}"], "needs theta"),
+    (["optimizer.name=bf16_sr", "precision=fp32"], "use 'bf16'"),
+    (["optimizer.in_backward=true"], "set optimizer.clip=0"),
+    (["optimizer.in_backward=true", "optimizer.clip=0"], "stages of batch 1"),
+    (["model={"], "not YAML"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_a_mistake_is_one_sentence_that_helps(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(None, overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_run(tmp_path / "no.yaml")
+    listed = tmp_path / "list.yaml"
+    listed.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="holds a list"):
+        load_run(listed)
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_run(broken)
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    assert load_run(empty) == Run()
+
+
+def test_a_file_runs_no_code(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'made'}]\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_run(file)
+    assert not (tmp_path / "made").exists()
+
+
+def test_config_needs_no_torch() -> None:
+    code = "import sys, ithaca.config as c; c.load_run(None); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

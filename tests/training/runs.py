@@ -1,0 +1,121 @@
+"""Whole runs of `train` on the pool's ranks: a tiny Llama that reads bytes, a few documents, stops where asked.
+
+`run_train(world, run, stop=...)` gives what rank 0 saw: the outcome and the lines of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ithaca.config import Run, read_run
+from ithaca.models.embedded import embedded_tokenizer
+from ithaca.training import loop
+from ithaca.training.trainer import train
+from tests.ranks import run_ranks
+
+POSITIONS = 64
+
+
+def tiny_model(folder: Path, **more: Any) -> Path:
+    """A Hugging Face folder: two layers, four heads, two key-value heads, positions up to 64."""
+    tokenizer = embedded_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **{
+            **sizes,
+            "num_key_value_heads": 2,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": POSITIONS,
+            **more,
+        }
+    )
+    torch.manual_seed(7)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def documents(folder: Path, count: int = 40) -> Path:
+    """Text files of 20 to 300 letters, always the same."""
+    draw = random.Random(3)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["sea", "ship", "wind", "oar", "isle", "home", "wine-dark", "king", "loom", "bow"]
+    for number in range(count):
+        text = " ".join(draw.choice(words) for _ in range(draw.randint(4, 50)))
+        (folder / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def small_run(folder: Path, output: str, **more: Any) -> Run:
+    """Twelve steps of four rows of 64 tokens, saved every five."""
+    model, texts = folder / "model", folder / "texts"
+    if not model.exists():
+        tiny_model(model)
+        documents(texts)
+    given = {
+        "output": str(folder / output),
+        "model": {"name": str(model)},
+        "data": {"sources": [str(texts)], "cache": str(folder / "cache")},
+        "stages": [{"length": 64, "steps": 12, "batch": 4, "lr": 3e-3, "warmup": 2}],
+        "checkpoints": {"save_every": 5},
+        "limits": {"hang": 120},
+        "launch": {"device": "cpu"},
+    }
+    return read_run({**given, **more})
+
+
+def run_train(world: int, run: Run, **options: Any) -> dict[str, Any]:
+    return run_ranks(world, _train, run.model_dump_json(), **options)[0]
+
+
+def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, Any]:
+    """`stop`: ask for an end when so many steps are done, at the first boundary whose label starts with `at`."""
+    run = Run.model_validate_json(text)
+    kept = loop.StageLoop._advance
+    try:
+        if stop is not None:
+            loop.StageLoop._advance = _asking(kept, stop, at)  # type: ignore[method-assign]
+        outcome = train(run)
+    finally:
+        loop.StageLoop._advance = kept  # type: ignore[method-assign]
+    return {"finished": outcome.finished, "place": outcome.place, "metrics": metrics(run), "sum": export_sum(run)}
+
+
+def _asking(advance: Any, stop: int, at: str) -> Any:
+    def asking(self: Any, place: Any) -> Any:
+        if place.total == stop:
+            boundary = self.watch.at
+
+            def ask(label: str) -> None:
+                if label.startswith(at):
+                    self.watch.ask()
+                    # The ask travels by the store: give it the time that a long layer would.
+                    while not self.watch.asked:
+                        pass
+                boundary(label)
+
+            self.watch.at = ask
+        return advance(self, place)
+
+    return asking
+
+
+def metrics(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run.output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return [line["loss"] for line in result["metrics"] if line["kind"] == "step"]
+
+
+def export_sum(run: Run) -> str | None:
+    """One number for all bytes of the exported weights."""
+    files = sorted((Path(run.output) / "export").glob("*.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None

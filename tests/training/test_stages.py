@@ -1,0 +1,110 @@
+"""Rates, RoPE changes and the lengths between stages, against figures worked out by hand and by transformers."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ithaca.config import Rope, Stage
+from ithaca.errors import ConfigError
+from ithaca.training.stages import advise_between, apply_stages, rate_at
+
+TWO = [
+    Stage(length=8192, steps=10, lr=1.0, warmup=0.2, final=0.1),
+    Stage(length=32_768, steps=6, lr=0.5, warmup=2, schedule="linear", final=0.0, rope=Rope(kind="yarn", factor=4)),
+]
+
+
+def test_the_first_stage_warms_up_from_zero_and_falls_by_a_cosine() -> None:
+    rates = [rate_at(TWO, 0, step) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 4 / 8)) / 2)
+    assert all(a > b for a, b in pairwise(rates[2:]))
+    assert rate_at(TWO, 0, 10) == pytest.approx(0.1)
+
+
+def test_the_next_stage_rises_from_where_the_last_one_ended() -> None:
+    rates = [rate_at(TWO, 1, step) for step in range(6)]
+    assert rates[:2] == [pytest.approx(0.1 + 0.4 / 2), pytest.approx(0.5)]
+    assert rates[2:] == [pytest.approx(0.5 * (1 - at / 4)) for at in range(4)]
+
+
+def test_no_warmup_and_a_constant_rate() -> None:
+    stages = [Stage(length=8, steps=3, lr=2.0, warmup=0, schedule="constant")]
+    assert [rate_at(stages, 0, step) for step in range(3)] == [2.0] * 3
+
+
+def test_a_jump_above_fourfold_proposes_the_lengths_between() -> None:
+    stages = [Stage(length=131_072, steps=1), Stage(length=524_288, steps=1)]
+    (warning,) = advise_between(8192, stages)
+    assert "from 8,192 to 131,072" in warning
+    assert "32,768" in warning
+    assert advise_between(32_768, stages) == []
+    assert advise_between(0, stages) == []
+
+
+def llama(**more: Any) -> LlamaConfig:
+    return LlamaConfig(
+        max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, **more
+    )
+
+
+def frequencies(config: Any) -> torch.Tensor:
+    """What transformers itself makes of a config."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        size = config.hidden_size // config.num_attention_heads
+        return 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2) / size)
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
+
+
+@pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
+def test_scalings_slow_the_lowest_frequency_by_the_factor(kind: str) -> None:
+    stage = Stage(length=32_768, steps=1, rope=Rope(kind=kind, factor=4))  # type: ignore[arg-type]
+    plain, scaled = llama(), apply_stages(llama(), [stage], random=False)
+    assert scaled.max_position_embeddings == 32_768
+    assert frequencies(plain)[-1] / frequencies(scaled)[-1] == pytest.approx(4, rel=1e-4)
+    if kind != "linear":
+        assert frequencies(plain)[0] / frequencies(scaled)[0] == pytest.approx(1, rel=1e-4)
+
+
+def test_theta_replaces_the_base_and_the_given_config_is_untouched() -> None:
+    given = llama()
+    changed = apply_stages(given, [Stage(length=16_384, steps=1, rope=Rope(kind="theta", theta=5e5))], random=False)
+    assert changed.rope_parameters["rope_theta"] == 5e5
+    assert given.rope_parameters["rope_theta"] == 10_000.0
+    assert given.max_position_embeddings == 8192
+
+
+def test_a_change_holds_for_later_stages() -> None:
+    config = apply_stages(llama(), [*TWO, Stage(length=32_768, steps=1)], random=False)
+    assert config.rope_parameters["rope_type"] == "yarn"
+    assert config.rope_parameters["original_max_position_embeddings"] == 8192
+
+
+def test_windows_keep_their_positions() -> None:
+    config = apply_stages(Gemma3TextConfig(max_position_embeddings=8192), TWO, random=False)
+    assert config.rope_parameters["full_attention"]["rope_type"] == "yarn"
+    assert config.rope_parameters["sliding_attention"]["rope_type"] == "default"
+
+
+def test_a_stage_beyond_the_positions_is_refused_with_what_to_add() -> None:
+    with pytest.raises(ConfigError, match=r"stage 1 has 65,536 tokens.*8,192.*kind: yarn, factor: 8"):
+        apply_stages(llama(), [Stage(length=65_536, steps=1)], random=False)
+    assert apply_stages(llama(), [Stage(length=65_536, steps=1)], random=True).max_position_embeddings == 65_536
+
+
+def test_a_factor_that_is_too_small_is_refused_with_the_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"factor 2 over 8,192 positions reaches 16,384.*factor: 8"):
+        apply_stages(llama(), [Stage(length=65_536, steps=1, rope=Rope(kind="yarn", factor=2))], random=False)
+
+
+def test_a_model_without_rotary_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gpt2 has no rotary positions"):
+        apply_stages(GPT2Config(), [Stage(length=512, steps=1, rope=Rope(kind="theta", theta=1e6))], random=False)

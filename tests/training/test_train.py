@@ -1,0 +1,264 @@
+"""`train`: the same losses at every degree, and a run that was stopped ends as one that was not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ithaca.config import Rope, Run, Stage
+from ithaca.training.stages import rate_at
+from tests.ranks import RankError, run_ranks
+from tests.tolerances import FP32_LOSS_AFTER_20_STEPS
+from tests.training.runs import losses, run_train, small_run, tiny_model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> dict[str, Any]:
+    """Twenty steps in one process: what everything else is held against."""
+    return run_train(1, twenty(place, "alone"))
+
+
+def twenty(place: Path, output: str, **more: Any) -> Run:
+    stages = [{"length": 64, "steps": 20, "batch": 4, "lr": 3e-3, "warmup": 2}]
+    return small_run(place, output, **{"stages": stages, **more})
+
+
+def farthest(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(("world", "sp"), [(4, 4), (4, 2), (4, 1), (2, 2)], ids=["sp4", "dp2xsp2", "dp4", "sp2"])
+def test_all_degrees_train_to_the_same_losses(place: Path, alone: dict[str, Any], world: int, sp: int) -> None:
+    got = run_train(world, twenty(place, f"w{world}s{sp}", mesh={"sp": sp}))
+    assert got["finished"]
+    assert losses(alone)[-1] < losses(alone)[0] - 0.3
+    assert farthest(losses(got), losses(alone)) < FP32_LOSS_AFTER_20_STEPS
+
+
+def test_rows_taken_twice_would_be_seen(place: Path, alone: dict[str, Any]) -> None:
+    """The comparison above catches a sequence group that reads another's rows."""
+    (got, *_) = run_ranks(2, _same_rows, twenty(place, "planted", mesh={"sp": 1}).model_dump_json())
+    assert farthest(got, losses(alone)) > 100 * FP32_LOSS_AFTER_20_STEPS
+
+
+def _same_rows(text: str) -> list[float]:
+    from ithaca.training import session
+    from tests.training.runs import _train
+
+    kept = session.Session.rows_of
+    try:
+        session.Session.rows_of = lambda self, step: [4 * step, 4 * step + 1]  # type: ignore[method-assign]
+        return losses(_train(text))
+    finally:
+        session.Session.rows_of = kept  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("at", ["step", "forward layer 1", "backward layer 1", "gradient norm"])
+def test_a_stop_inside_a_step_loses_nothing(place: Path, at: str) -> None:
+    whole = run_train(2, small_run(place, "whole"))
+    name = "stopped " + at
+    first = run_train(2, small_run(place, name), stop=7, at=at)
+    assert not first["finished"]
+    assert first["place"].total in (7, 8)
+    second = run_train(2, small_run(place, name))
+    assert second["finished"]
+    assert losses(second) == losses(whole)
+    assert second["sum"] == whole["sum"] is not None
+
+
+def test_a_run_goes_on_at_other_degrees(place: Path) -> None:
+    whole = run_train(2, small_run(place, "whole2", mesh={"sp": 2}))
+    run_train(2, small_run(place, "moved", mesh={"sp": 2}), stop=3)
+    run_train(4, small_run(place, "moved", mesh={"sp": 4}), stop=8)
+    last = run_train(1, small_run(place, "moved"))
+    assert last["finished"]
+    assert [line["step"] for line in last["metrics"] if line["kind"] == "step"] == list(range(1, 13))
+    assert farthest(losses(last), losses(whole)) < FP32_LOSS_AFTER_20_STEPS
+
+
+STAGES = [
+    Stage(length=64, steps=4, batch=2, lr=3e-3, warmup=1),
+    Stage(length=128, steps=4, batch=2, lr=1e-3, warmup=2, rope=Rope(kind="yarn", factor=4), sp=1),
+]
+
+
+def test_two_stages_with_a_yarn_change(place: Path) -> None:
+    more = {"stages": [stage.model_dump() for stage in STAGES], "mesh": {"sp": 2}}
+    whole = run_train(2, small_run(place, "stages", **more))
+    rates = [line["rate"] for line in whole["metrics"] if line["kind"] == "step"]
+    assert rates == [rate_at(STAGES, number, step) for number in (0, 1) for step in range(4)]
+    root = place / "stages"
+    first, second = (json.loads((root / "stages" / name / "config.json").read_text()) for name in ("1-64", "2-128"))
+    assert first["rope_parameters"]["rope_type"] == "default"
+    assert second["rope_parameters"] | {"rope_theta": 0} == {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 0,
+    }  # fmt: skip
+    assert (first["max_position_embeddings"], second["max_position_embeddings"]) == (64, 128)
+    for stop in (3, 4, 5):
+        name = f"stages stopped at {stop}"
+        run_train(2, small_run(place, name, **more), stop=stop)
+        assert run_train(2, small_run(place, name, **more))["sum"] == whole["sum"], stop
+
+
+def test_the_export_is_the_trained_model(place: Path) -> None:
+    run = small_run(place, "exported")
+    got = run_train(2, run)
+    model = AutoModelForCausalLM.from_pretrained(Path(run.output) / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(Path(run.output) / "export")
+    ids = tokenizer("the wine-dark sea", return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert loss < losses(got)[0] - 0.3
+    trained = run_ranks(2, _logits_of_checkpoint, run.model_dump_json(), ids)[0]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, trained)
+
+
+def _logits_of_checkpoint(text: str, ids: torch.Tensor) -> torch.Tensor:
+    """What the model itself, resumed from its last checkpoint, says of `ids`, unsharded."""
+    import ithaca
+    from ithaca.mesh import init_mesh
+    from ithaca.training.display import Display
+    from ithaca.training.folder import RunFolder
+    from ithaca.training.session import build_session
+    from ithaca.training.trainer import _Trainer
+    from ithaca.training.watch import Watch
+
+    run = Run.model_validate_json(text)
+    mesh = init_mesh(sp=2)
+    with Watch.of(mesh) as watch:
+        trainer = _Trainer(run, RunFolder(Path(run.output)), mesh, watch, Display(shows=False, stages=1))
+        trainer.source = trainer._source()
+        session = build_session(run, 0, trainer.source, trainer._prepare(), None, mesh)
+        path = trainer.checkpoints.latest()
+        assert path is not None
+        trainer.checkpoints.load(path, session.tensors)
+        session.model.eval()
+        with torch.no_grad(), ithaca.unsharded(session.model):
+            return session.model(input_ids=ids).logits
+
+
+def test_validation_is_the_same_at_every_degree_and_held_back(place: Path) -> None:
+    more = {"validation": {"share": 0.2, "every": 6, "rows": 3}}
+    results = [
+        run_train(world, small_run(place, f"valid{world}{sp}", **more, mesh={"sp": sp}))
+        for world, sp in [(1, 1), (2, 1), (2, 2)]
+    ]
+    found = [[line["loss"] for line in got["metrics"] if line["kind"] == "validation"] for got in results]
+    assert len(found[0]) == 2
+    for other in found[1:]:
+        assert farthest(other, found[0]) < FP32_LOSS_AFTER_20_STEPS
+
+
+def _bad(kind: str) -> Callable[..., Any]:
+    from ithaca.training import loop
+
+    real = loop.causal_loss
+
+    def causal_loss(model: Any, batch: Any, mesh: Any, **options: Any) -> Any:
+        loss = real(model, batch, mesh, **options)
+        return loss * float(kind)
+
+    return causal_loss
+
+
+def _with_bad_steps(text: str, steps: list[int], kind: str) -> dict[str, Any]:
+    from ithaca.training import loop
+    from tests.training.runs import _train
+
+    kept, real = loop.StageLoop._step, loop.causal_loss
+
+    def step(self: Any, place: Any) -> Any:
+        loop.causal_loss = _bad(kind) if place.total in steps else real  # type: ignore[assignment]
+        return kept(self, place)
+
+    try:
+        loop.StageLoop._step = step  # type: ignore[method-assign]
+        return _train(text)
+    finally:
+        loop.StageLoop._step, loop.causal_loss = kept, real  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_a_step_that_is_not_finite_is_not_taken(place: Path, kind: str) -> None:
+    run = small_run(place, f"bad {kind}")
+    got = run_ranks(2, _with_bad_steps, run.model_dump_json(), [4, 5], kind)[0]
+    assert got["finished"]
+    assert got["place"].bad == 2
+    notes = [line for line in got["metrics"] if line["kind"] == "event" and line["event"] == "bad step"]
+    assert [note["step"] for note in notes] == [5, 6]
+    assert ".txt" in notes[0]["rows"]
+    assert losses(got)[-1] < losses(got)[0]
+
+
+def test_too_many_of_them_in_a_row_end_the_run(place: Path) -> None:
+    run = small_run(place, "too bad", limits={"bad_steps": 3, "hang": 120})
+    with pytest.raises(RankError, match="3 in a row: the last checkpoint is kept; lower the stage's lr"):
+        run_ranks(2, _with_bad_steps, run.model_dump_json(), [6, 7, 8, 9], "nan")
+    assert [path.name for path in (Path(run.output) / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_another_model_another_seed_and_a_folder_in_use_are_refused(place: Path) -> None:
+    run_train(1, small_run(place, "taken"), stop=6)
+    with pytest.raises(RankError, match="holds a run with another seed: set output="):
+        run_train(1, small_run(place, "taken", seed=5))
+    other = tiny_model(place / "other", hidden_size=64)
+    with pytest.raises(RankError, match=r"holds a run with another model\.name"):
+        run_train(1, small_run(place, "taken", model={"name": str(other)}))
+    from ithaca.training.folder import RunFolder
+
+    with RunFolder(place / "taken").lock(), pytest.raises(RankError, match="is in use by another run"):
+        run_train(2, small_run(place, "taken"))
+
+
+def test_weights_swapped_under_a_run_are_refused(place: Path) -> None:
+    model = tiny_model(place / "swapped model")
+    more = {"model": {"name": str(model)}}
+    run_train(1, small_run(place, "swapped", **more), stop=6)
+    tiny_model(model, num_hidden_layers=3)
+    with pytest.raises(RankError, match="the checkpoint is of a LlamaForCausalLM of"):
+        run_train(1, small_run(place, "swapped", **more))
+
+
+def test_a_stage_beyond_the_positions_ends_before_anything_is_built(place: Path) -> None:
+    stages = [{"length": 256, "steps": 2, "batch": 2}]
+    with pytest.raises(RankError, match=r"stage 1 has 256 tokens.*positions end at 64.*factor: 4"):
+        run_train(1, small_run(place, "too long", stages=stages))
+
+
+def test_a_batch_that_the_groups_do_not_divide_is_refused(place: Path) -> None:
+    stages = [{"length": 64, "steps": 2, "batch": 3}]
+    with pytest.raises(RankError, match=r"batch 3 over dp=2 sequence groups.*use batch 4"):
+        run_train(2, small_run(place, "uneven", stages=stages, mesh={"sp": 1}))
+
+
+def test_streaming_goes_on_with_the_very_next_sample(place: Path) -> None:
+    data = {"sources": [str(place / "texts")], "streaming": True}
+    small_run(place, "first")
+    whole = run_train(2, small_run(place, "streamed", data=data))
+    run_train(2, small_run(place, "streamed twice", data=data), stop=7)
+    again = run_train(2, small_run(place, "streamed twice", data=data))
+    assert losses(again) == losses(whole)
+    assert again["sum"] == whole["sum"]
+
+
+def test_adapters_train_and_are_merged(place: Path) -> None:
+    more = {"lora": {"rank": 4}, "mesh": {"sp": 2}}
+    whole = run_train(2, small_run(place, "lora", **more))
+    run_train(2, small_run(place, "lora twice", **more), stop=7)
+    again = run_train(2, small_run(place, "lora twice", **more))
+    assert losses(again) == losses(whole)
+    assert again["sum"] == whole["sum"]
+    assert (place / "lora" / "export" / "adapter" / "adapter_config.json").exists()
