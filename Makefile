@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: venv test test-all lint format clean
+.PHONY: venv demo test test-all lint format clean
 
 venv: $(STAMP)
 
@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml
 	@$(PY) -m pip install -q '$(TORCH)'
 	@$(PY) -m pip install -q -e '.[dev]'
 	@touch $@
+
+demo: venv
+	@$(VENV)/bin/ithaca train
 
 lint: venv
 	@$(PY) -m ruff check -q .

@@ -18,3 +18,7 @@ EVAL_LOSS = 1e-6
 # Weights after those steps. AdamW divides by the root of a gradient's square: where a gradient is near zero, rounding
 # decides a step of up to the learning rate (3e-3); a wrong step anywhere else is of that size too, in most weights.
 WEIGHT = 1e-4
+
+# A step's time predicted from the speeds of single kernels, against the step measured: clocks follow power and
+# temperature by a few percent, and what is done again is 10% and more of a step.
+PREDICTED_STEP = 0.10

@@ -16,35 +16,24 @@ import signal
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ithaca.cli.failures import Verdict, judge
+from ithaca.cli.nodes import Nodes, meet, missing
 from ithaca.cli.worker import Entry, Report, work
 from ithaca.errors import ConfigError
 from ithaca.training.watch import INTERRUPTED, PEER, PREEMPTED
 
 LINGER = 5.0
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """The machines of a run and how they meet: c10d at `host:port`, held by node 0 (whichever matches, if None)."""
-
-    count: int = 1
-    rank: int | None = None
-    endpoint: str = "127.0.0.1:0"
-    patience: int = 900
 
 
 class Agent(LocalElasticAgent):
@@ -171,7 +160,7 @@ def start_ranks(
     `variables` are for the ranks' environment, where they are not set already.
     """
     with tempfile.TemporaryDirectory(prefix="ithaca-") as folder, _quiet(), _environment(variables):
-        handler = _meet(nodes)
+        handler = meet(nodes)
         spec = WorkerSpec(
             role="rank",
             local_world_size=processes,
@@ -220,34 +209,7 @@ def _run(agent: Agent, nodes: Nodes) -> RunResult | None:
     except RendezvousError:
         if agent.codes():
             return None
-        raise ConfigError(_missing(nodes)) from None
-
-
-def _meet(nodes: Nodes) -> RendezvousHandler:
-    settings: dict[str, Any] = {"timeout": nodes.patience}
-    if nodes.rank is not None:
-        settings["is_host"] = nodes.rank == 0
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=nodes.endpoint,
-        # Machines that meet at one place are of one run; on one machine no other run may be met.
-        run_id=f"ithaca-{nodes.endpoint}" if nodes.count > 1 else uuid.uuid4().hex,
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        local_addr="127.0.0.1" if nodes.count == 1 else None,
-        **settings,
-    )
-    try:
-        return rendezvous.get_rendezvous_handler(parameters)
-    except RendezvousError:
-        raise ConfigError(_missing(nodes)) from None
-
-
-def _missing(nodes: Nodes) -> str:
-    return (
-        f"not all of {nodes.count} nodes met at {nodes.endpoint} within {nodes.patience} s: start the same command on "
-        "each, --rendezvous naming a free port of the node with --node-rank 0 that the others can reach"
-    )
+        raise ConfigError(missing(nodes)) from None
 
 
 @contextmanager

@@ -14,14 +14,12 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from ithaca.cli.nodes import Nodes
 from ithaca.cli.slurm import Task, read_task
 from ithaca.cli.worker import Entry, Report, run_entry
 from ithaca.errors import ConfigError, IthacaError
-
-if TYPE_CHECKING:
-    from ithaca.cli.agent import Nodes
 
 PORT = 29_400
 
@@ -101,8 +99,6 @@ def _place(
     task: Task | None, nodes: int | None, node_rank: int | None, rendezvous: str | None, hosts: Sequence[str]
 ) -> Nodes:
     """Which of how many nodes this is, and where they meet."""
-    from ithaca.cli.agent import Nodes
-
     if task is not None and task.world > 1:
         # One task a node, which starts the ranks of its node.
         return Nodes(task.world, task.rank, f"{task.hosts[0]}:{task.port}")
@@ -120,8 +116,6 @@ def _place(
 
 
 def _among(hosts: Sequence[str], rendezvous: str | None) -> Nodes:
-    from ithaca.cli.agent import Nodes
-
     endpoint = _endpoint(rendezvous or f"{hosts[0]}:{PORT}")
     own = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
     for rank, host in enumerate(hosts):

@@ -57,6 +57,7 @@ def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
     """The model that the content of a config.json describes."""
     try:
         sizes = ModelSizes.from_config(config)
+        _check(sizes)
         text = config.get("text_config") or config
         positions = text.get("max_position_embeddings")
         return KnownModel(name, sizes, None if positions is None else int(positions))
@@ -67,6 +68,14 @@ def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
             f"{name} has values that no causal language model has ({type(error).__name__}: {error}): its own "
             "config.json is needed"
         ) from None
+
+
+def _check(sizes: ModelSizes) -> None:
+    counts = (sizes.hidden, sizes.heads, sizes.kv_heads, sizes.key_size, sizes.value_size, sizes.vocabulary)
+    if min(*counts, len(sizes.layers)) < 1 or sizes.heads % sizes.kv_heads:
+        raise ValueError(
+            f"{sizes.heads} heads over {sizes.kv_heads} key-value heads of {sizes.key_size}, {len(sizes.layers)} layers"
+        )
 
 
 @cache

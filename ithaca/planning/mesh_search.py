@@ -233,11 +233,12 @@ def _widest(wanted: Wanted) -> list[Degrees]:
 def miss(wanted: Wanted, length: int) -> tuple[Degrees, Recipe, Memory] | None:
     """The nearest miss of the most exact numerics; None where no cut is possible at all."""
     cuts = _widest(wanted)
-    if not cuts:
-        return None
-    recipe = next(recipes(wanted))[-1]
-    job, _ = job_of(wanted, length, cuts[0], recipe)
-    return cuts[0], recipe, nearest_miss(wanted.sizes, job, wanted.host_budget, _ANY)
+    misses = []
+    for recipe in next(recipes(wanted)) if cuts else ():
+        job, _ = job_of(wanted, length, cuts[0], recipe)
+        misses.append((cuts[0], recipe, nearest_miss(wanted.sizes, job, wanted.host_budget, _ANY)))
+    device, host = wanted.budgets
+    return min(misses, key=lambda each: max(each[2].device_bytes / device, each[2].host_bytes / host), default=None)
 
 
 def _divisors(number: int) -> list[int]:

@@ -29,7 +29,8 @@ MODES: tuple[LayerMode, ...] = get_args(LayerMode)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rank's share of a step. `length` is the whole sequence, `batch` the rows of one sequence group.
+    """One rank's share of a step. `length` is the whole sequence, `batch` the rows of one sequence group, which is cut
+    into `sp` x `ring` shards.
 
     `weights`: "shard" (FSDP2 over the world, or over world / `replicas`), "replicate", or "none" (the model's own
     parameters, nothing gathered). `accumulate`: gradients of earlier micro-batches exist when a step begins. `fused`:

@@ -190,7 +190,7 @@ class _Step:
         backward = 19 * x + rotary + (6 if layer.gated else 4) * wide + routed
         again = {"keep": 0, "save": 1, "rebuild": 2, "recompute": 1}[mode]
         summed = self.tiles * layer.mlp * SUMMED_BYTES if self.tiles > 1 and not self.sizes.adapters else 0
-        packed = 2 * exchanged(self.sizes, self.job, mode, self.plan.head_groups).total
+        packed = 2 * exchanged(self.sizes, self.job, mode, self.flow.groups).total
         first = tokens * forward + packed / 3
         return first / self.touch, (tokens * (backward + again * forward) + summed + 2 * packed / 3) / self.touch
 

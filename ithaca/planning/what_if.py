@@ -80,7 +80,7 @@ def refusal(wanted: Wanted, length: int) -> MemoryPlanError | MeshError:
         return _no_cut(wanted)
     degrees, recipe, memory = nearest
     device, host = wanted.budgets
-    short = memory.host_bytes > host
+    short = memory.host_bytes / host > memory.device_bytes / device
     blame = memory.largest(host=short)
     size = blame.host_bytes if short else blame.device_bytes
     tried = list(_changes(wanted, length))

@@ -22,11 +22,11 @@ from ithaca.planning.time import ATTENTION_BACKWARD
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the trials are: (head size, length) of attention, tokens of a product, bytes of a copy."""
+    """How large the trials are: (head size, length) of attention, tokens, inputs and outputs of a product, bytes of a copy."""
 
     attention: tuple[tuple[int, int], ...] = ((64, 32_768), (64, 131_072), (128, 32_768), (128, 131_072))
     heads: tuple[int, int] = (8, 2)
-    tokens: int = 16_384
+    product: tuple[int, int, int] = (16_384, 4096, 14_336)
     copied: int = 2**30
     window: float = 0.5
 
@@ -68,8 +68,9 @@ def _attention(device: torch.device, sizes: Sizes, size: int, length: int) -> At
 
 def _matmul(device: torch.device, sizes: Sizes) -> float:
     """FLOP/s of an MLP's product."""
-    x, weight = _random(device, sizes.tokens, 4096), _random(device, 4096, 14_336)
-    return 2.0 * sizes.tokens * 4096 * 14_336 / _seconds(partial(torch.matmul, x, weight), device, sizes.window)
+    tokens, inputs, outputs = sizes.product
+    x, weight = _random(device, tokens, inputs), _random(device, inputs, outputs)
+    return 2.0 * tokens * inputs * outputs / _seconds(partial(torch.matmul, x, weight), device, sizes.window)
 
 
 def _bandwidth(device: torch.device, sizes: Sizes) -> float:

@@ -80,8 +80,10 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 def _trackers(settings: Metrics, folder: Path, run: Mapping[str, Any]) -> list[Any]:
     if not settings.trackers:
         return []
-    from accelerate import tracking
+    from accelerate import PartialState, tracking
 
+    # accelerate's trackers ask it who they are.
+    PartialState(cpu=not torch.cuda.is_available())
     made = []
     for name in settings.trackers:
         kind: Any = tracking.LOGGER_TYPE_TO_CLASS[name]

@@ -143,6 +143,7 @@ class _Trainer:
             self.session, self.mesh = session, session.mesh
             if path is not None:
                 self._load(path, facts, session)
+            self.checkpoints.check_room(session.tensors)
         self.display.stage(place.stage, session.stage.length, session.stage.count, place.step)
         take_off = self.watch.install(decoder_layers(base_model(session.model)))
         try:

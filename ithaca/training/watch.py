@@ -21,17 +21,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.utils._pytree import tree_leaves
 
 from ithaca.mesh import Mesh
+from ithaca.training.boundaries import put_boundaries
 from ithaca.training.hangs import Post, explain, locate
 from ithaca.training.signals import Signals
 
@@ -149,27 +148,7 @@ class Watch:
         """A boundary before every layer's forward and before every layer's backward; gives what takes them off."""
         if not layers and self.rank == 0:
             logger.warning("this model names no layers: a stop or a hang is seen between steps only")
-        handles = []
-        for index, layer in enumerate(layers):
-            handles.append(layer.register_forward_pre_hook(partial(self._before, f"forward layer {index}")))
-            handles.append(layer.register_forward_hook(partial(self._after, f"backward layer {index}")))
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
-
-    def _before(self, label: str, _module: nn.Module, _args: Any) -> None:
-        self.at(label)
-
-    def _after(self, label: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        # A hook on the output's gradient, not on the module: those put views around outputs, and a layer that is run
-        # again inside backward would count twice.
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _grad: self.at(label))
-                return
+        return put_boundaries(layers, self.at)
 
     @contextmanager
     def patient(self, seconds: float, label: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ import torch
 
 from ithaca.cli.failures import judge
 from ithaca.cli.launch import _place, count_processes, launch
+from ithaca.cli.nodes import Nodes, meet
 from ithaca.cli.slurm import expand_counts, expand_hosts, read_task
 from ithaca.cli.worker import Report, resolve
 from ithaca.errors import ConfigError, DataError, PeerError
@@ -100,6 +101,13 @@ def test_hosts_without_slurm() -> None:
 def test_wrong_nodes_are_refused(settings: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _place(None, *settings, ())
+
+
+def test_nodes_that_do_not_come_are_told_of() -> None:
+    with pytest.raises(
+        ConfigError, match=r"not all of 2 nodes met at 127\.0\.0\.1:1 within 1 s: start the same command"
+    ):
+        meet(Nodes(2, 1, "127.0.0.1:1", patience=1))
 
 
 def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:

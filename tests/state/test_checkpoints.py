@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ithaca.errors import CheckpointError
 from ithaca.mesh import init_mesh
@@ -22,10 +22,12 @@ from ithaca.parallelize import parallelize
 from ithaca.proof.small import small_batch, small_model
 from ithaca.state import storage
 from ithaca.state.checkpoints import Checkpoints
+from ithaca.state.eight_bits import moment
+from ithaca.state.load import bounds
 from ithaca.state.optimizers import build_optimizer
 from ithaca.state.tensors import check_fingerprint, fingerprint, start, state_tensors
 from ithaca.training.step import causal_loss
-from tests.ranks import run_ranks
+from tests.ranks import expect_refusal, run_ranks
 
 
 def build(sp: int, *, dp: int = 1, seed: int = 0, **settings: Any) -> tuple[Any, Any, torch.optim.Optimizer]:
@@ -224,3 +226,81 @@ def test_an_optimizer_is_started_without_a_trace(in_backward: bool) -> None:
     assert [list(group["params"]) for group in optimizer.param_groups] == groups
     assert all(not value.any() for state in optimizer.state.values() for value in state.values())
     assert len(optimizer.state) == len(before)
+
+
+CODED = {"rows": (32, 512), "flat": (128, 160), "uneven": (33, 512), "small": (16, 16)}
+
+
+def coded(shape: tuple[int, int], mesh: Any, fill: bool) -> dict[str, Tensor]:
+    """A moment in 8 bits, as torchao keeps it on this rank; its numbers tell where in the whole they belong."""
+    from torchao.optim import AdamW8bit
+
+    whole = torch.zeros(shape)
+    parameter = distribute_tensor(whole, mesh.weights, [Shard(0)]) if mesh.world > 1 else whole
+    optimizer = AdamW8bit([torch.nn.Parameter(parameter)])
+    value = optimizer._new_buffer(parameter, True)
+    if fill:
+        first = bounds(parameter)[0].start * shape[1]
+        own: Any = value.to_local() if isinstance(value, DTensor) else value
+        if hasattr(own, "codes"):
+            own.codes.copy_((torch.arange(own.numel()) + first).view(own.shape) % 251)
+            own.scale.copy_(torch.arange(own.scale.numel()) + first // 256)
+        else:
+            own.copy_((torch.arange(own.numel()) + first).view(own.shape))
+    return moment("m", value, parameter, optimizer.block_size)  # type: ignore[arg-type]
+
+
+def write_coded(folder: str) -> None:
+    mesh = init_mesh()
+    for name, shape in CODED.items():
+        Checkpoints(Path(folder) / name, 1, mesh, background=False).save(1, coded(shape, mesh, True), {})
+
+
+def read_coded(folder: str, names: list[str]) -> list[str]:
+    """Names of moments that are not what this rank would have had itself."""
+    mesh = init_mesh()
+    wrong = []
+    for name in names:
+        tensors, expected = (coded(CODED[name], mesh, fill) for fill in (False, True))
+        Checkpoints(Path(folder) / name, 1, mesh, background=False).load(Path(folder) / name / "step-00000001", tensors)
+        wrong += [f"{name} {key}" for key in differs(whole(tensors), whole(expected))]
+    return wrong
+
+
+def test_eight_bit_moments_at_any_degrees_that_cut_them_alike(tmp_path: Path) -> None:
+    for wrote in (1, 4):
+        run_ranks(wrote, write_coded, str(tmp_path))
+        for world in (1, 2, 4):
+            # The last shard of the uneven one is too small to be coded on four ranks, and large enough on fewer.
+            names = [name for name in CODED if name != "uneven" or (wrote == 4) == (world == 4)]
+            assert run_ranks(world, read_coded, str(tmp_path), names) == [[]] * world
+    for world in (1, 2):
+        expect_refusal(
+            world,
+            read_coded,
+            str(tmp_path),
+            ["uneven"],
+            error="CheckpointError",
+            match=r"8-bit moments such as m\.codes were cut into other blocks",
+        )
+
+
+def resume_eight_bits(folder: str) -> list[str]:
+    mesh, model, optimizer = build(2)
+    optimizer = build_optimizer(model, "adamw8bit", lr=3e-3)
+    keeper = Checkpoints(Path(folder), 1, mesh, background=True)
+    tensors = state_tensors(model, optimizer)
+    train(model, optimizer, mesh, range(2))
+    keeper.save(2, tensors, {})
+    train(model, optimizer, mesh, range(2, 4))
+    expected = whole(tensors)
+    path = keeper.latest()
+    assert path is not None
+    keeper.load(path, tensors)
+    train(model, optimizer, mesh, range(2, 4))
+    return differs(whole(tensors), expected)
+
+
+@pytest.mark.slow
+def test_a_run_with_eight_bit_moments_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    assert run_ranks(2, resume_eight_bits, str(tmp_path)) == [[], []]

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -289,6 +289,36 @@ def test_layers_have_boundaries_forward_and_backward_until_taken_off() -> None:
     remove()
     model(torch.ones(1, 3)).sum().backward()
     assert len(watch.labels) == 6
+
+
+class FakeEvent:
+    """A device that reaches an event only when it is waited for."""
+
+    waited: ClassVar[list[int]] = []
+    recorded: ClassVar[int] = 0
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a waiting host must not burn the core that prepares data"
+
+    def record(self) -> None:
+        FakeEvent.recorded += 1
+        self.number = FakeEvent.recorded
+
+    def synchronize(self) -> None:
+        FakeEvent.waited.append(self.number)
+
+
+def test_the_host_stays_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two boundaries ahead at most, and the label is the one that the device has reached."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    watch = alone(device=torch.device("cuda"))
+    labels = []
+    for number in range(1, 6):
+        watch.at(f"layer {number}")
+        labels.append(watch.label)
+    assert FakeEvent.waited == [1, 2, 3]
+    assert labels == ["start", "start", "layer 1", "layer 2", "layer 3"]
+    assert watch.count == 5
 
 
 def test_nothing_here_speaks_to_the_store_from_the_training_thread() -> None:

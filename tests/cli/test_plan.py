@@ -1,0 +1,274 @@
+"""`ithaca plan` as a user runs it: what it says, what it writes, how long it takes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ithaca.cli import main
+from ithaca.config import load_run
+from ithaca.planning.calibrated import Measured, write_measured
+from ithaca.planning.hardware import AttentionSpeed
+from ithaca.planning.plan import MemoryPlan
+from tests.planning.models import LLAMA_8B
+
+BASE = ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH100")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Status, output and errors of `ithaca plan ...`."""
+    monkeypatch.setattr(sys, "argv", ["ithaca", "plan", *words])
+    status = 0
+    try:
+        main()
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda *words: plan(monkeypatch, capsys, *words)
+
+
+def test_the_page_says_all_of_it(run: Any) -> None:
+    status, out, _ = run(*BASE, "--tokens", "2B", "--price", "2.5", "--host-memory", "1T", "--target-tok-s", "10000")
+    assert status == 0
+    for said in (
+        "Qwen/Qwen3-8B, 8.19 B parameters", "1,048,576 tokens", "dp=1, sp=8", "1,000 GB of host memory",
+        "adamw, fp32 weights, bf16 computing", "device memory", "optimizer state", "25% left free", "host memory",
+        "saved tensors, pinned", "attention, backward", "tokens/s", "of the card's peak", "GPU-hours", "data sheets",
+        "longest that fits", "one more GPU", "twice the host memory", "+mesh  = ithaca.init_mesh(sp=8)",
+        "10,000 tokens/s: --gpus 8xH100 --nodes", "torchrun --nproc-per-node 8", "ithaca train run.yaml",
+    ):  # fmt: skip
+        assert said in out, said
+
+
+def test_the_run_is_the_plans(run: Any) -> None:
+    assert run(*BASE, "--tokens", "2B")[0] == 0
+    written = load_run("run.yaml")
+    assert (written.mesh.sp, written.mesh.ring, written.stages[0].length) == (8, 1, 2**20)
+    assert (written.precision, written.optimizer.name, written.stages[0].tokens) == ("mixed", "adamw", 2 * 10**9)
+    assert (written.model.name, written.launch.processes, written.memory.budget) == ("Qwen/Qwen3-8B", 8, None)
+    # 40,960 positions were trained: 32 times as many are needed.
+    assert written.stages[0].rope is not None
+    assert (written.stages[0].rope.kind, written.stages[0].rope.factor) == ("yarn", 32)
+
+
+def test_a_file_of_the_users_is_left_alone(run: Any) -> None:
+    Path("run.yaml").write_text("seed: 3\n")
+    status, out, _ = run(*BASE)
+    assert status == 0
+    assert "was left alone" in out
+    assert Path("run.yaml").read_text() == "seed: 3\n"
+    assert "other.yaml: the run" in run(*BASE, "--write", "other.yaml")[1]
+    # Its own may be written again.
+    assert "other.yaml: the run" in run(*BASE, "--write", "other.yaml")[1]
+    assert run("--model", "qwen3-8b", "--length", "64k", "--write", "-")[0] == 0
+    assert sorted(path.name for path in Path().glob("*.yaml")) == ["other.yaml", "run.yaml"]
+
+
+def test_settings_reach_the_run_and_the_script(run: Any) -> None:
+    words = (
+        "--model",
+        "llama-3.1-8b",
+        "--length",
+        "256k",
+        "--gpus",
+        "4xA100-80GB",
+        "--headroom",
+        "0.1",
+        "--batch",
+        "4",
+    )
+    _, out, _ = run(*words, "--tune", "lora", "--lora-rank", "8", "--sp", "4")
+    written = load_run("run.yaml")
+    assert written.lora is not None
+    assert (written.lora.rank, written.precision, written.mesh.sp, written.stages[0].batch) == (8, "bf16", 4, 4)
+    assert written.memory.budget == int(0.9 * int(79.2 * 2**30))
+    assert f"memory_budget={written.memory.budget}" in out
+    assert "dtype=torch.bfloat16" in out
+    assert "4 rows a step" in out
+
+
+def test_json_has_the_whole_plan(run: Any) -> None:
+    status, out, _ = run(*BASE, "--json")
+    assert status == 0
+    said = json.loads(out)
+    assert said["degrees"] == {"dp": 1, "ring": 1, "sp": 8}
+    plan = MemoryPlan(
+        **{**said["plan"], "layers": tuple(said["plan"]["layers"]), "offload": tuple(said["plan"]["offload"])}
+    )
+    assert len(plan.layers) == 36
+    terms = said["memory"]["terms"]
+    assert (
+        sum(term["device_bytes"] for term in terms) == said["memory"]["device_bytes"] <= said["memory"]["device_budget"]
+    )
+    assert sum(term["seconds"] for term in said["time"]["terms"]) == pytest.approx(said["time"]["seconds"])
+    assert said["time"]["tokens_per_second"] == pytest.approx(2**20 / said["time"]["seconds"])
+    assert not Path("run.yaml").exists()
+
+
+def test_the_longest_length(run: Any) -> None:
+    status, out, _ = run("--model", "llama-3.2-1b", "--gpus", "1xA100-40GB", "--length", "max", "--json")
+    assert status == 0
+    longest = json.loads(out)["length"]
+    assert longest > 128 * 1024
+    assert run("--model", "llama-3.2-1b", "--gpus", "1xA100-40GB", "--length", str(longest), "--write", "-")[0] == 0
+    status, _, err = run("--model", "llama-3.2-1b", "--gpus", "1xA100-40GB", "--length", str(int(1.03 * longest)))
+    assert status == 2
+    assert "any one of these fits" in err
+
+
+def test_compare_tables_every_cut(run: Any) -> None:
+    _, out, _ = run(*BASE, "--compare", "--write", "-")
+    table = out[out.index("dp  ring  sp") :]
+    rows = [line.split() for line in table.splitlines()[1:8]]
+    assert [tuple(map(int, row[:3])) for row in rows if row[1] == "1"] == [(8, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8)]
+    assert all("not built yet" in " ".join(row) for row in rows if row[1] != "1")
+    assert "Ulysses (sp) as far as it goes: up to 32 ranks" in out
+    assert "ring attention is not built yet" in " ".join(out.split())
+
+
+def test_the_summary_is_one_page_of_markdown(run: Any) -> None:
+    assert run(*BASE, "--spec", "docs/spec.md", "--write", "-")[0] == 0
+    text = Path("docs/spec.md").read_text()
+    assert text.startswith("# Qwen/Qwen3-8B at 1,048,576 tokens on 8xH100\n")
+    assert len(text.splitlines()) < 80
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = re.split(r"(?<!\\)\|", line)
+            assert len(cells) in (4, 6), line
+
+
+def test_a_config_of_ones_own(run: Any) -> None:
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 8}))
+    for name in ("mine", "mine/config.json"):
+        _, out, _ = run("--model", name, "--length", "32k", "--gpus", "2xH100", "--write", f"{len(name)}.yaml")
+        assert "2.80 B parameters" in out
+        assert load_run(f"{len(name)}.yaml").model.name == "mine"
+
+
+def test_more_than_a_node_is_several(run: Any) -> None:
+    said = json.loads(run("--model", "llama-3.1-70b", "--gpus", "32xH100", "--json")[1])
+    assert (said["machine"]["gpus"], said["machine"]["nodes"]) == (8, 4)
+    said = json.loads(run("--model", "llama-3.1-8b", "--gpus", "8xH100", "--nodes", "2", "--json")[1])
+    assert said["degrees"]["dp"] * said["degrees"]["sp"] == 16
+
+
+def test_a_calibration_counts(run: Any, tmp_path: Path) -> None:
+    words = ("--model", "llama-3.1-8b", "--length", "64k", "--gpus", "8xH100", "--json")
+    before = json.loads(run(*words)[1])
+    speeds = (AttentionSpeed(128, 65_536, 100.0, 100.0),)
+    file = tmp_path / "cache" / "ithaca" / "calibration.json"
+    write_measured(file, Measured("NVIDIA H100 80GB HBM3", 85 * 10**9, 600.0, speeds, 2900.0, 50.0, "2.11.0"))
+    after = json.loads(run(*words)[1])
+    assert (before["machine"]["measured"], after["machine"]["measured"]) == (False, True)
+    assert after["time"]["seconds"] > 1.5 * before["time"]["seconds"]
+    file.write_text("[]")
+    assert run(*words)[0] == 2
+
+
+def test_architectures_that_are_not_exact_are_named(run: Any) -> None:
+    Path("config.json").write_text(json.dumps({**LLAMA_8B, "model_type": "never_heard_of"}))
+    assert "not among the measured architectures" in run("--model", "config.json", "--write", "-")[1]
+    assert "exactness" not in run(*BASE, "--write", "-")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "lama-3.1-8b"), "nearest are meta-llama/Llama-3.1-8B"),
+        (("--model", "qwen3-8b", "--gpus", "8xH1000"), "no card 'H1000' in the table: nearest are H100"),
+        (("--model", "qwen3-8b", "--gpus", "0xH100"), "such as 8xH100"),
+        (("--model", "qwen3-8b", "--network", "Infiniband"), "nearest are InfiniBand"),
+        (("--model", "qwen3-8b", "--length", "12Q"), "'12Q' is no number"),
+        (("--model", "qwen3-8b", "--length", "0"), "--length 0: at least 1"),
+        (("--model", "qwen3-8b", "--length", "900M"), "do not fit 8xH100"),
+        (("--model", "qwen3-8b", "--host-memory", "lots"), "no amount of memory"),
+        (("--model", "qwen3-8b", "--tokens", "many"), "'many' is no number"),
+        (("--model", "qwen3-8b", "--sp", "3"), "sp=3 over 8 GPUs and 32 heads"),
+        (("--model", "qwen3-8b", "--batch", "0"), "--batch 0: at least 1"),
+        (("--model", "qwen3-8b", "--headroom", "1"), "--headroom 1"),
+        (("--model", "qwen3-8b", "--tune", "some"), "choose one of full, lora"),
+        (("--model", "qwen3-8b", "--optimizer", "sgd"), "choose one of adamw"),
+        (("--model", "qwen3-8b", "--precision", "fp16"), "choose one of mixed, bf16"),
+        (("--model", "qwen3-8b", "--precision", "mixed", "--optimizer", "bf16_sr"), "rounds bf16 weights"),
+        (("--model", "not.json"), "not.json is no config.json"),
+        (("--model", "list.json"), "holds a list"),
+        (("--model", "other.json"), "no hidden_size"),
+        (("--model", "odd.json"), "values that no causal language model has"),
+        (("--model", "missing.json"), "does not exist"),
+        (("--model", "empty"), "does not exist"),
+        ((), "--model"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(run: Any, words: tuple[str, ...], said: str) -> None:
+    Path("not.json").write_text("{")
+    Path("list.json").write_text("[]")
+    Path("other.json").write_text('{"name": "package"}')
+    Path("odd.json").write_text(json.dumps({**LLAMA_8B, "num_attention_heads": "many"}))
+    Path("empty").mkdir()
+    status, out, err = run(*words)
+    assert status == 2
+    assert said in err
+    assert "Traceback" not in out + err
+    assert not Path("run.yaml").exists()
+
+
+def test_a_hub_that_does_not_answer_is_one_reason(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no route to the hub")
+
+    monkeypatch.setattr("ithaca.cli.plan_inputs.urlopen", refuse)
+    status, _, err = run("--model", "org/qwen3-9b")
+    assert status == 2
+    assert "the hub gave nothing (OSError: no route to the hub)" in err
+    assert "Qwen/Qwen3-8B" in err
+
+
+def test_calibrating_without_a_gpu_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, _, err = run("--calibrate")
+    assert status == 2
+    assert "no GPU here" in err
+
+
+SLOWEST = ("--model", "llama-3.1-405b", "--length", "128k", "--gpus", "8xH200", "--nodes", "16")
+
+
+@pytest.mark.parametrize("words", [BASE, SLOWEST], ids=["usual", "large"])
+def test_an_answer_takes_less_than_a_second_and_no_torch(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from ithaca.cli import app; app(sys.argv[1:], standalone_mode=False); "
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    least = float("inf")
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", code, "plan", *words, "--write", "-"], capture_output=True, text=True, check=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Others use the machine too: what counts is this process's own time.
+        least = min(least, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if least < 1:
+            break
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert least < 1

@@ -1,0 +1,117 @@
+"""`ithaca train` as it is typed: settings shown, mistakes in a sentence, a run to its end, a run told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ithaca.cli import app
+from ithaca.cli.train import split_words
+from ithaca.config import Run, load_run, read_run
+from ithaca.errors import ConfigError
+from tests.training.runs import small_run
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def typed(*words: str, folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "ithaca.cli", "train", *words]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_show_prints_the_whole_resolved_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 4\n")
+    result = CliRunner().invoke(app, ["train", str(file), "stages.0.length=4k", "--show"])
+    assert result.exit_code == 0
+    shown = read_run(yaml.safe_load(result.stdout))
+    assert shown == load_run(file, ["stages.0.length=4k"])
+    assert (shown.seed, shown.stages[0].length) == (4, 4096)
+    assert set(yaml.safe_load(result.stdout)) == set(Run.model_fields)
+
+
+def test_the_first_word_is_a_file_unless_it_is_a_setting() -> None:
+    assert split_words(["run.yaml", "seed=3"]) == ("run.yaml", ["seed=3"])
+    assert split_words(["seed=3"]) == (None, ["seed=3"])
+    assert split_words([]) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no.yaml"], r"no\.yaml does not exist"),
+        (["stages.0.lenght=4k"], "did you mean 'length'"),
+        (["launch.device=cuda", "launch.processes=2"], "torch sees no GPU here"),
+        (["--nodes", "2"], "--nodes 2 needs --rendezvous"),
+    ],
+)
+def test_mistakes_are_told_before_a_rank_starts(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CliRunner().invoke(app, ["train", *words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"model": {"name": "./nowhere"}}, "model.name './nowhere' is no folder"),
+        ({"data": {"sources": ["nothing/"]}}, "nothing/"),
+        ({"mesh": {"sp": 3}}, "sp=3 does not divide a world of 2 processes"),
+    ],
+    ids=["model", "data", "mesh"],
+)
+@pytest.mark.slow
+def test_mistakes_that_ranks_find_are_one_sentence(tmp_path: Path, more: dict[str, object], said: str) -> None:
+    run = small_run(tmp_path, "wrong", **more)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    output = (job := typed("run.yaml", folder=tmp_path)).communicate(timeout=120)[0]
+    assert job.returncode == 2, output
+    assert said in output
+    assert "Traceback" not in output
+    assert len([line for line in output.splitlines() if line.startswith("ithaca:")]) == 1
+
+
+@pytest.mark.slow
+def test_a_run_told_to_stop_goes_on_when_typed_again(tmp_path: Path) -> None:
+    stages = [{"length": 64, "steps": 400, "batch": 2, "lr": 1e-3}]
+    run = small_run(tmp_path, "told", stages=stages, launch={"processes": 2, "device": "cpu"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    job = typed("run.yaml", folder=tmp_path)
+    lines = Path(run.output) / "metrics.jsonl"
+    while not lines.exists() or len(lines.read_bytes().splitlines()) < 5:
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    output = job.communicate(timeout=90)[0]
+    assert job.returncode == 75, output
+    assert "saved: the same command goes on from there" in output
+    again = typed("run.yaml", folder=tmp_path)
+    output = again.communicate(timeout=300)[0]
+    assert again.returncode == 0, output
+    assert "going on from" in output
+    assert "loads in plain transformers" in output
+    assert (Path(run.output) / "loss.png").stat().st_size > 5000
+    last = typed("run.yaml", folder=tmp_path)
+    output = last.communicate(timeout=90)[0]
+    assert last.returncode == 0, output
+    assert len(lines.read_bytes().splitlines()) == 401
+
+
+@pytest.mark.slow
+def test_the_embedded_run_needs_nothing(tmp_path: Path) -> None:
+    job = typed("stages.0.steps=3", "stages.1.steps=2", folder=tmp_path)
+    output = job.communicate(timeout=400)[0]
+    assert job.returncode == 0, output
+    for name in ("export/model.safetensors", "export/tokenizer.json", "metrics.jsonl", "loss.png", "run.yaml"):
+        assert (tmp_path / "runs" / "first" / name).exists(), name
+    assert "ithaca train runs/first/run.yaml output=runs/mine" in output

@@ -1,0 +1,82 @@
+"""Metrics go to a file always, and to accelerate's trackers where asked: an offline run is read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ithaca.config import Metrics
+from ithaca.errors import ConfigError
+from ithaca.training.metrics import Journal
+from tests.ranks import run_ranks
+from tests.training.runs import small_run
+
+
+def test_a_resumed_journal_forgets_what_will_be_done_again(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    journal = Journal(file, Metrics(), writes=True, run={})
+    for step in (1, 2, 3):
+        journal.write("step", step, loss=float(step))
+    with file.open("a") as handle:
+        handle.write('{"kind": "step", "st')
+    journal.resume(2)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2]
+    Journal(file, Metrics(), writes=False, run={}).write("step", 9, loss=0.0)
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_a_tracker_that_is_not_there_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "trackio", None)
+    with pytest.raises(ConfigError, match="pip install trackio"):
+        Journal(tmp_path / "m.jsonl", Metrics(trackers=["trackio"]), writes=True, run={})
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: a LevelDB log after seven bytes, in blocks of 32 KiB."""
+    assert content.startswith(b":W&B")
+    at, block, held = 7, 32_768, b""
+    while at + 7 <= len(content):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<xxxxHB", content, at)
+        if kind == 0:
+            break
+        held += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield held
+            held = b""
+
+
+def _tracked(text: str, environment: dict[str, str]) -> dict[str, Any]:
+    from tests.training.runs import _train
+
+    os.environ.update(environment)
+    return _train(text)
+
+
+@pytest.mark.slow
+def test_an_offline_wandb_run_is_read_back(tmp_path: Path) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    run = small_run(tmp_path, "tracked", metrics={"trackers": ["wandb", "tensorboard"], "project": "voyage"})
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    got = run_ranks(2, _tracked, run.model_dump_json(), environment)[0]
+    wanted = [(line["step"], line["loss"]) for line in got["metrics"] if line["kind"] == "step"]
+    (stored,) = Path(run.output).glob("wandb/offline-run-*/*.wandb")
+    found = []
+    for data in log_records(stored.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
+        if "step/loss" in items:
+            found.append((record.history.step.num, json.loads(items["step/loss"])))
+    assert found == wanted
+    assert list(Path(run.output).glob("tensorboard/**/events.out.*"))
