@@ -137,8 +137,8 @@ def _json_array(file: str, content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow
+    import pyarrow.parquet
 
     for file in files:
         number = 0

@@ -22,7 +22,7 @@ from ithaca.data.prepare import Prepared, prepare
 from ithaca.errors import CheckpointError, IthacaError
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.embedded import build_embedded
-from ithaca.models.pretrained import find_folder
+from ithaca.models.pretrained import find_folder, read_config
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.models.tokenizer import load_tokenizer
 from ithaca.state.checkpoints import Checkpoints
@@ -83,7 +83,7 @@ class _Trainer:
         with self.watch.patient(24 * 3600.0, "preparing data"):
             self.source = self._source()
             prepared = self._prepare()
-        self._warn_of_jumps()
+        self._look_ahead()
         place, path = self._find_start()
         if path is not None and place.stage and not place.step:
             self._export(path, place)
@@ -118,11 +118,12 @@ class _Trainer:
             progress=self.mesh.rank == 0,
         )
 
-    def _warn_of_jumps(self) -> None:
-        config = stage_config(self.run, self.source, len(self.run.stages) - 1)
-        known = int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
+    def _look_ahead(self) -> None:
+        """Of jumps from stage to stage, and of stages that the model cannot do, before anything is built."""
+        stage_config(self.run, self.source, len(self.run.stages) - 1)
+        known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
         pretrained = self.run.model.weights == "pretrained" and self.run.model.name != "embedded"
-        for warning in advise_between(known if pretrained else 0, self.run.stages):
+        for warning in advise_between(int(known) if pretrained else 0, self.run.stages):
             self.display.say(f"warning: {warning}")
 
     def _find_start(self) -> tuple[Place, Path | None]:

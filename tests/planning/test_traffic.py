@@ -46,11 +46,10 @@ def test_copies_of_kv_heads(name: str) -> None:
     known = find_model(name)
     assert known is not None
     sizes = known.sizes
-    for sp in (1, 2, 4, 8, 16):
-        if sp <= sizes.heads and (sp >= sizes.kv_heads) == (sp % sizes.kv_heads == 0 or sp >= sizes.kv_heads):
-            split = split_heads(sizes.heads, sizes.kv_heads, sp)
-            if sizes.kv_heads % sp == 0 or sp % sizes.kv_heads == 0:
-                assert kv_copies(sizes, sp) == split.kv_copies
+    whole = [sp for sp in (1, 2, 4, 8, 16) if sp <= sizes.heads and not (sizes.kv_heads % sp and sp % sizes.kv_heads)]
+    assert whole
+    for sp in whole:
+        assert kv_copies(sizes, sp) == split_heads(sizes.heads, sizes.kv_heads, sp).kv_copies
 
 
 def test_modes_send_more_or_less() -> None:

@@ -138,6 +138,7 @@ def _one_fails() -> None:
         time.sleep(60)  # not in a collective, which would see its peer leave
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_the_others_within_seconds() -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
