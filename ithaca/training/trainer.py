@@ -75,7 +75,7 @@ class _Trainer:
         self.journal = Journal(folder.metrics, run.metrics, writes=mesh.rank == 0, run=run.model_dump(mode="json"))
         self.session: Session | None = None
         self.loop: StageLoop | None = None
-        self.source = ""
+        self.source, self.documents = "", ""
         self.saved: Place | None = None
 
     def go(self) -> Outcome:
@@ -83,6 +83,7 @@ class _Trainer:
         with self.watch.patient(24 * 3600.0, "preparing data"):
             self.source = self._source()
             prepared = self._prepare()
+            self.documents = prepared.fingerprint
         self._look_ahead()
         place, path = self._find_start()
         if path is not None and place.stage and not place.step:
@@ -156,6 +157,11 @@ class _Trainer:
 
     def _load(self, path: Path, facts: dict[str, Any], session: Session) -> None:
         check_fingerprint(facts["fingerprint"], session.model)
+        if facts["data"] != self.documents:
+            raise CheckpointError(
+                f"the documents are not those that {path} was trained on, and its rows would be others: put them back, "
+                "or start anew from its export with model.name=... and output=..."
+            )
         self.checkpoints.load(path, session.tensors)
 
     def _end_stage(self, session: Session, place: Place) -> Place:
@@ -185,6 +191,7 @@ class _Trainer:
             "place": asdict(place),
             "fingerprint": fingerprint(session.model),
             DESCRIPTION: describe_model(session.model, folder=self.source, tokenizer=self.run.model.tokenizer),
+            "data": self.documents,
             "feed": session.feed.state(row) if place.stage == session.number else {},
             "degrees": {"dp": session.mesh.dp, "sp": session.mesh.sp},
         }

@@ -15,7 +15,7 @@ from ithaca.config import Rope, Run, Stage
 from ithaca.training.stages import rate_at
 from tests.ranks import RankError, run_ranks
 from tests.tolerances import FP32_LOSS_AFTER_20_STEPS
-from tests.training.runs import losses, run_train, small_run, tiny_model
+from tests.training.runs import documents, losses, run_train, small_run, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +230,16 @@ def test_weights_swapped_under_a_run_are_refused(place: Path) -> None:
     tiny_model(model, num_hidden_layers=3)
     with pytest.raises(RankError, match="the checkpoint is of a LlamaForCausalLM of"):
         run_train(1, small_run(place, "swapped", **more))
+
+
+def test_documents_changed_under_a_run_are_refused(place: Path, tmp_path: Path) -> None:
+    small_run(place, "first")
+    texts = documents(tmp_path / "texts")
+    more = {"data": {"sources": [str(texts)]}}
+    run_train(1, small_run(place, "changed", **more), stop=6)
+    (texts / "999.txt").write_text("one more island")
+    with pytest.raises(RankError, match="the documents are not those that"):
+        run_train(1, small_run(place, "changed", **more))
 
 
 def test_a_stage_beyond_the_positions_ends_before_anything_is_built(place: Path) -> None:
