@@ -10,6 +10,7 @@ What a checkpoint does not hold is kept in its facts, under "model", as `describ
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from ithaca.state.load import Weights, base_of
 from ithaca.state.safetensors import write_model
 from ithaca.state.storage import Saved
 
+logger = logging.getLogger("ithaca")
 DESCRIPTION = "model"
 ADAPTER = "adapter"
 _TOKENIZER = (
@@ -36,9 +38,10 @@ def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Pat
     """What an export needs besides the tensors: JSON, to be kept in a checkpoint's facts under "model".
 
     `folder`: where the weights came from (of a model with adapters the frozen ones still do); `tokenizer`: the folder of
-    its files, the same one if None.
+    its files or a hub name, the same folder if None.
     """
     base = base_of(model)
+    tokenizer = tokenizer or folder
     adapted: Any = model if hasattr(model, "peft_config") else None
     used = getattr(base, "_weight_conversions", None)
     return {
@@ -47,7 +50,7 @@ def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Pat
         "generation": json.loads(base.generation_config.to_json_string()) if base.can_generate() else None,
         "adapter": None if adapted is None else _plain(adapted.peft_config["default"].to_dict()),
         "folder": str(Path(folder).resolve()),
-        "tokenizer": str(Path(tokenizer or folder).resolve()),
+        "tokenizer": str(Path(tokenizer).resolve() if Path(tokenizer).is_dir() else tokenizer),
     }
 
 
@@ -97,13 +100,22 @@ def export_checkpoint(
         _write_whole(description, saved, to, dtype, max_shard_size)
     else:
         _write_merged(description, saved, to, dtype, max_shard_size)
-    copy_tokenizer(Path(description["tokenizer"]), to)
+    copy_tokenizer(description["tokenizer"], to)
 
 
-def copy_tokenizer(source: Path, to: Path) -> None:
-    """A tokenizer's files as they are."""
-    for file in {file for pattern in _TOKENIZER for file in source.glob(pattern) if file.is_file()}:
-        shutil.copyfile(file, to / file.name)
+def copy_tokenizer(source: str, to: Path) -> None:
+    """A tokenizer's files: as they are from a folder, else those that transformers saves of a hub name's."""
+    if Path(source).is_dir():
+        for file in {file for pattern in _TOKENIZER for file in Path(source).glob(pattern) if file.is_file()}:
+            shutil.copyfile(file, to / file.name)
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(to)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        logger.warning("%s has no tokenizer: %r cannot be found (%s); copy its files there", to, source, reason)
 
 
 def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:

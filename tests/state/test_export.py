@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.parallelize import parallelize
 from ithaca.proof.small import small_batch, small_model
+from ithaca.state import export as module
 from ithaca.state.checkpoints import Checkpoints
 from ithaca.state.export import ADAPTER, describe_model, export_checkpoint, find_checkpoint
 from ithaca.state.load import load_weights
@@ -165,3 +167,15 @@ def test_a_broken_checkpoint_is_not_exported(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path).name == "step-00000001"
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         find_checkpoint(tmp_path, 2)
+
+
+def test_a_tokenizer_that_is_gone_is_reported_and_the_weights_are_there(tmp_path: Path) -> None:
+    start_from(tmp_path / "start", "llama")
+    run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
+    for file in (tmp_path / "start").iterdir():
+        file.unlink()
+    (tmp_path / "start").rmdir()
+    with patch.object(module.logger, "warning") as said:
+        export_checkpoint(find_checkpoint(tmp_path), tmp_path / "export")
+    assert "has no tokenizer" in said.call_args.args[0]
+    assert (tmp_path / "export" / "model.safetensors").is_file()

@@ -1,0 +1,268 @@
+"""The checks of `ithaca verify`, one function each: a pair of models and a sample in, lines of the checklist out.
+
+Every function runs on all ranks alike and gives the same lines there. Those at the end of `CHECKS` change weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ithaca.models.experts import has_experts, wants_auxiliary_loss
+from ithaca.models.rope import depends_on_length
+from ithaca.proof.limits import SHARE, Limits, limits_for
+from ithaca.proof.pair import Pair
+from ithaca.proof.parity import reference
+from ithaca.proof.promote import relative_error
+from ithaca.proof.sample import Batch, Sample
+from ithaca.proof.sharding import kept_for_backward, watched
+from ithaca.state.checkpoints import Checkpoints
+from ithaca.state.optimizers import build_optimizer
+from ithaca.state.safetensors import save_pretrained
+from ithaca.state.storage import read_tensors
+from ithaca.state.tensors import state_tensors
+
+# A step that moves the loss, and yet stays where rounding is not blown up.
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the checklist: it is right where `figure` is at most `limit`."""
+
+    name: str
+    figure: float
+    limit: float
+    detail: str
+
+    @property
+    def ok(self) -> bool:
+        return self.figure <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a check works on. `folder` is empty, and the same for all ranks."""
+
+    pair: Pair
+    sample: Sample
+    folder: Path
+
+    @property
+    def limits(self) -> Limits:
+        dtype = next(self.pair.parallel.parameters()).dtype
+        return limits_for(dtype, experts=has_experts(self.pair.parallel))
+
+    def parity(self, name: str, batches: list[Batch], detail: str, **options: Any) -> Line:
+        """The part of a comparison that is nearest to its limit."""
+        part, error, limit = self.pair.compare(batches, **options).worst(self.limits)
+        return Line(name, error, limit, f"{detail}; worst: {part}")
+
+
+def first_step(bench: Bench) -> Iterator[Line]:
+    """Loss, logits and every gradient of the user's own rows."""
+    batches = bench.sample.plain
+    errors, limits = bench.pair.compare(batches), bench.limits
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    rows = f"{len(batches)} row{'s' if len(batches) > 1 else ''} of {bench.sample.origin}, {tokens} tokens"
+    count = sum(1 for _ in bench.pair.parallel.parameters())
+    yield Line("loss", errors.loss, limits.loss, rows)
+    yield Line("logits", errors.logits, limits.logits, "of every token")
+    yield Line("gradients", errors.gradients, limits.gradients, f"of all {count} weights; worst: {errors.where}")
+
+
+def documents(bench: Bench) -> Iterator[Line]:
+    """Packed documents learn as if alone, and see nothing of each other."""
+    batch, spans = bench.sample.packed, bench.sample.spans
+    yield bench.parity("documents", [batch], f"{len(spans)} in a row, against each alone")
+    start, end = spans[2]
+    # The last token but one: later tokens of the document see the change, and the next document begins right after.
+    place = end - 2
+    other = batch["input_ids"].clone()
+    other[0, place] = (other[0, place] + 1) % bench.pair.config.vocab_size
+    before, shard = bench.pair.own_logits(batch)
+    after, _ = bench.pair.own_logits({**batch, "input_ids": other})
+    tokens = torch.arange(shard.layout.padded)[shard.layout.shard(bench.pair.mesh.sequence_rank)]
+    inside = (tokens >= place) & (tokens < end)
+    outside = (tokens < place) | ((tokens >= end) & (tokens < bench.sample.length))
+    changed = max(bench.pair.gathered(_largest(before - after, inside)))
+    leaked = max(bench.pair.gathered(_largest(before - after, outside)))
+    if not changed:
+        leaked = float("inf")
+    kind = "bit for bit" if not bench.limits.isolation else "but for the order of experts' sums"
+    detail = f"others unchanged {kind} where a token of one changes (its own logits move by {changed:.1e})"
+    yield Line("isolation", leaked, bench.limits.isolation, detail)
+
+
+def padding(bench: Bench) -> Iterator[Line]:
+    """Padding is not attended, and counts in no loss."""
+    yield bench.parity("left padding", [bench.sample.left_padded], "two rows, a third of one")
+    yield bench.parity("right padding", [bench.sample.right_padded], "two rows, a third of one")
+
+
+def positions(bench: Bench) -> Iterator[Line]:
+    """Positions are global, and a RoPE that looks at the length sees the whole sequence's."""
+    config, length = bench.pair.config, bench.sample.length
+    by_length = any(depends_on_length(module) for module in bench.pair.parallel.modules())
+    most = int(getattr(config, "max_position_embeddings", None) or 2048)
+    first = min(max(most - length, 0), 1000)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind = str(rope.get("rope_type", "default" if rope else "none"))
+    if by_length:
+        # So that the first shard ends before the length at which the frequencies change, and the last one after.
+        turn = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        first = max(int(turn or most) - length // 2, 0)
+    detail = f"RoPE {kind}{', which looks at the length' if by_length else ''}; positions from {first}"
+    yield bench.parity("positions", [bench.sample.from_position(first)], detail)
+
+
+def masked_shards(bench: Bench) -> Iterator[Line]:
+    yield bench.parity("masked shards", [bench.sample.learned_at_the_end], "targets on the last shard only")
+
+
+def accumulation(bench: Bench) -> Iterator[Line]:
+    yield bench.parity("accumulation", bench.sample.unequal, "three micro-batches of unequal size, one token mean")
+
+
+def evaluation(bench: Bench) -> Iterator[Line]:
+    """The same loss, and still on shards."""
+    batches = [bench.sample.packed]
+    with watched() as seen:
+        errors = bench.pair.compare(batches, evaluate=True)
+    layers = bench.pair.config.num_hidden_layers
+    # One pass for the loss and one for the logits, two exchanges a layer each.
+    sharded = seen.exchanges == 4 * layers
+    error = errors.loss if sharded else float("inf")
+    detail = f"eval() and no_grad(): {seen.exchanges // 2} exchanges in {layers} layers forward"
+    yield Line("evaluation", error, bench.limits.loss, detail)
+
+
+def router_loss(bench: Bench) -> Iterator[Line]:
+    """The auxiliary loss over the whole batch, its gradient through the routers included."""
+    if not wants_auxiliary_loss(bench.pair.parallel, True):
+        return
+    batch: Any = {**bench.sample.right_padded, "output_router_logits": True}
+    yield bench.parity("router loss", [batch], "auxiliary loss of the whole batch")
+
+
+def sharded(bench: Bench) -> Iterator[Line]:
+    """Every layer's kernel saw all tokens of some heads, and backward keeps a rank's share."""
+    pair = bench.pair
+    batch = bench.sample.right_padded
+    with watched() as seen, kept_for_backward(pair.parallel) as kept:
+        pair.loss([batch], backward=True)
+    ranks, padded = pair.mesh.shards, -(-batch["input_ids"].shape[1] // pair.mesh.shards) * pair.mesh.shards
+    everyone = pair.gathered((seen.brought, seen.attended))
+    layers = pair.config.num_hidden_layers
+    wrong = sum(
+        1
+        for layer in zip(*(list(zip(brought, attended, strict=False)) for brought, attended in everyone), strict=True)
+        if not _is_whole(list(layer), ranks, padded)
+    )
+    missing = max(0, layers - min(len(attended) for _, attended in everyone))
+    heads = [attended[0][1] if attended else 0 for _, attended in everyone]
+    each = ", ".join(map(str, heads))
+    detail = f"{layers} layers, all {padded} tokens of {each} heads on a rank, {seen.exchanges} exchanges a step"
+    off = wrong + missing + abs(seen.exchanges - 4 * layers)
+    yield Line("attention is sharded", float(off), 0.0, detail)
+    yield _share_kept(bench, batch, max(pair.gathered(kept.bytes)))
+
+
+def _share_kept(bench: Bench, batch: Batch, most: int) -> Line:
+    """A rank's saved bytes as a share of what one process saves."""
+    pair = bench.pair
+
+    def alone(plain: PreTrainedModel) -> int:
+        plain.set_attn_implementation("sdpa" if plain._supports_sdpa else "eager")
+        with pair.mode(), kept_for_backward(plain) as kept:
+            plain(**pair.placed(batch), use_cache=False)
+        return kept.bytes
+
+    whole = int(pair.on_rank_0(alone))
+    detail = f"{most / 2**20:.2f} MiB kept for backward on a rank, {whole / 2**20:.2f} MiB in one process"
+    return Line("activation memory", most / max(whole, 1), SHARE / pair.mesh.shards, detail)
+
+
+def saving(bench: Bench) -> Iterator[Line]:
+    """What `save_pretrained` writes loads in plain transformers to the same logits."""
+    pair, folder = bench.pair, bench.folder / "saved"
+    save_pretrained(pair.parallel, folder)
+    batch = {key: bench.sample.right_padded[key] for key in ("input_ids", "attention_mask")}
+
+    def load(plain: PreTrainedModel) -> float:
+        config = AutoConfig.from_pretrained(folder)
+        config._experts_implementation = plain.config._experts_implementation
+        dtype = next(plain.parameters()).dtype
+        loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager")
+        loaded = loaded.to(pair.mesh.device).train()
+        plain.set_attn_implementation("eager")
+        with pair.mode(), torch.no_grad():
+            got, want = (model(**pair.placed(batch), use_cache=False).logits for model in (loaded, plain))
+        return relative_error(got, want)
+
+    yield Line("save", pair.on_rank_0(load), bench.limits.logits, "save_pretrained, loaded by transformers: logits")
+
+
+def resuming(bench: Bench) -> Iterator[Line]:
+    """A checkpoint of all ranks, taken up by one process: the same losses from there on."""
+    pair = bench.pair
+    optimizer = build_optimizer(pair.parallel, lr=LEARNING_RATE)
+    tensors = state_tensors(pair.parallel, optimizer)
+    keeper = Checkpoints(bench.folder / "checkpoints", 1, pair.mesh, background=False)
+    batches = bench.sample.unequal
+    losses = []
+    for number, batch in enumerate(batches):
+        pair.parallel.zero_grad(set_to_none=True)
+        losses.append(pair.loss([batch], backward=True))
+        optimizer.step()
+        if number == 0:
+            keeper.save(1, tensors, {}, wait=True)
+    path = keeper.latest()
+    assert path is not None
+
+    def take_up(plain: PreTrainedModel) -> list[float]:
+        own = build_optimizer(plain, lr=LEARNING_RATE)
+        read_tensors(path, state_tensors(plain, own), None)
+        found = []
+        for batch in batches[1:]:
+            plain.zero_grad(set_to_none=True)
+            with pair.mode():
+                found.append(reference(plain, [[pair.placed(batch)]]).loss)
+            own.step()
+        return found
+
+    found = pair.on_rank_0(take_up)
+    error = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses[1:], found, strict=True))
+    detail = f"saved by {pair.mesh.world} ranks, taken up by one: the next {len(found)} losses"
+    yield Line("resume", error, bench.limits.steps, detail)
+
+
+Check = Callable[[Bench], Iterator[Line]]
+CHECKS: tuple[Check, ...] = (
+    first_step, documents, padding, positions, masked_shards, accumulation, evaluation, router_loss, sharded, saving,
+    resuming,
+)  # fmt: skip
+
+
+def run_again(bench: Bench) -> Iterator[Line]:
+    """For a pair whose layers are run again in backward, in tiles."""
+    line = bench.parity("layers run again", [bench.sample.packed], "from saved inputs and anchors, in tiles")
+    yield replace(line)
+
+
+def _largest(difference: torch.Tensor, where: torch.Tensor) -> float:
+    kept = difference[:, where.to(difference.device)]
+    return float(kept.abs().max()) if kept.numel() else 0.0
+
+
+def _is_whole(layer: list[tuple[tuple[int, int], tuple[int, int]]], ranks: int, padded: int) -> bool:
+    """Of one layer on all ranks: (tokens, heads) brought and attended."""
+    tokens = all(brought[0] * ranks == padded and attended[0] == padded for brought, attended in layer)
+    return tokens and sum(attended[1] for _, attended in layer) == layer[0][0][1]

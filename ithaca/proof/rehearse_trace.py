@@ -1,0 +1,155 @@
+"""Memory without a GPU: every storage a step makes is followed from its making to its end, real or fake.
+
+`Trace` is a dispatch mode around a step on the CPU. It sees what operators return, so a kernel's own workspace is not
+in it. FSDP2 frees gathered weights by shrinking their storage, which no operator tells of: sizes are therefore read
+anew after every operator. Saved tensors that a plan sends to the host are counted there while they are away, since on
+the CPU nothing moves.
+
+Invariant: peaks are of bytes that are alive at one moment, and `Kinds` of a peak adds up to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ithaca.memory.offload import STAGED, HostStore, Ticket
+from ithaca.state.load import local
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Bytes of one moment, by what they are of. `working`: activations, gathered weights, buffers."""
+
+    weights: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.working
+
+
+class Trace(TorchDispatchMode):
+    """Follows storages while it is entered. `held` gives the tensors of weights, optimizer state and gradients."""
+
+    def __init__(self, held: Callable[[], dict[str, list[Tensor]]]) -> None:
+        super().__init__()
+        self._held = held
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self.away = 0
+        self.pinned = 0
+        self.peak = Kinds()
+        for tensors in held().values():
+            self._see(tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        # Arguments too: a buffer may have been made before the trace began.
+        self._see(x for x in tree_leaves((given, args)) if isinstance(x, Tensor))
+        self._measure()
+        return given
+
+    def begin(self) -> None:
+        """A new phase: its peak starts from what is there."""
+        self.peak = Kinds()
+        self._measure()
+
+    def moved(self, size: int) -> None:
+        """So many bytes left for the host, or came back."""
+        self.away += size
+        self.pinned = max(self.pinned, self.away)
+
+    def _see(self, tensors: Iterable[Tensor]) -> None:
+        for x in tensors:
+            if x.layout is torch.strided and x.device.type != "meta":
+                storage = x.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = weakref.ref(storage, _forgets(self._alive, storage._cdata))
+
+    def _measure(self) -> None:
+        storages = [found() for found in list(self._alive.values())]
+        now = sum(storage.nbytes() for storage in storages if storage is not None) - self.away
+        if now > self.peak.total:
+            held = {name: _size(tensors) for name, tensors in self._held().items()}
+            self.peak = Kinds(**held, working=now - sum(held.values()))
+
+
+def _forgets(alive: dict[int, weakref.ref[Any]], key: int) -> Callable[[Any], None]:
+    def forget(dead: Any) -> None:
+        # The address may be another storage's by now.
+        if alive.get(key) is dead:
+            del alive[key]
+
+    return forget
+
+
+def _size(tensors: list[Tensor]) -> int:
+    """Bytes of distinct storages."""
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def held_by(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
+    """This rank's own tensors that stay from step to step; on whichever device."""
+    parameters = list(model.parameters())
+    state = [] if optimizer is None else [x for each in optimizer.state.values() for x in tree_leaves(dict(each))]
+    return {
+        "weights": [local(p) for p in parameters],
+        "optimizer": [plain for x in state if isinstance(x, Tensor) for plain in _plain(local(x))],
+        "gradients": [local(p.grad) for p in parameters if p.grad is not None],
+    }
+
+
+def _plain(x: Tensor) -> list[Tensor]:
+    """The tensors inside a quantized one."""
+    if not hasattr(x, "__tensor_flatten__") or type(x).__name__ == "FakeTensor":
+        return [x]
+    return [part for name in x.__tensor_flatten__()[0] for part in _plain(getattr(x, name))]
+
+
+@dataclass(slots=True, eq=False)
+class TracedStore(HostStore):
+    """A host store on the CPU that tells a trace what would have left and come back, as on a GPU."""
+
+    trace: Trace | None = field(default=None, repr=False)
+
+    def put(self, tensors: list[Tensor]) -> Ticket:
+        ticket = TracedTicket(self, list(tensors), None, [], size=_size(tensors))
+        self.staged.append(ticket)
+        while len(self.staged) > STAGED:
+            self.staged.popleft().let_go()
+        return ticket
+
+
+@dataclass(slots=True, eq=False)
+class TracedTicket(Ticket):
+    """`size` bytes that count as the host's from `let_go` to `prefetch`."""
+
+    size: int = 0
+    gone: bool = False
+
+    def let_go(self) -> None:
+        self._count(True)
+
+    def prefetch(self) -> None:
+        if self in self.store.staged:
+            self.store.staged.remove(self)
+        self._count(False)
+
+    def drop(self) -> None:
+        self._count(False)
+        Ticket.drop(self)
+
+    def _count(self, gone: bool) -> None:
+        trace = self.store.trace if isinstance(self.store, TracedStore) else None
+        if trace is not None and gone != self.gone:
+            trace.moved(self.size if gone else -self.size)
+        self.gone = gone

@@ -1,0 +1,120 @@
+"""Tokens of the user's data, or made-up ones, as every awkward kind of batch: what `ithaca verify` runs on.
+
+Each batch is a plain Hugging Face batch, so that transformers alone can run it too. A document's first token is never
+a target, because transformers would train the last token of what stands before it on it. Lengths are odd: no degree
+divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`ids_T`: a stretch of tokens to cut batches from. `rows`: rows of the run's own feed, as they come, shortened.
+
+    `length`: tokens of the longest batch. `origin`: where the tokens are from, in words.
+    """
+
+    ids_T: Tensor
+    length: int
+    rows: tuple[Batch, ...] = ()
+    origin: str = "made-up tokens"
+
+    @property
+    def plain(self) -> list[Batch]:
+        """The user's own rows where there are some, else one row of one document."""
+        return list(self.rows) or [self._cut(1, self.length)]
+
+    @property
+    def right_padded(self) -> Batch:
+        return self._padded(left=False)
+
+    @property
+    def left_padded(self) -> Batch:
+        return self._padded(left=True)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Documents of `packed`: uneven, one of a single token."""
+        bounds = [0, 2 * self.length // 5, 2 * self.length // 5 + 1, 3 * self.length // 5, self.length]
+        return list(zip(bounds, bounds[1:], strict=False))
+
+    @property
+    def packed(self) -> Batch:
+        """Four documents in a row."""
+        batch = self._cut(1, self.length, at=3)
+        positions = torch.cat([torch.arange(end - start) for start, end in self.spans])[None]
+        labels = batch["labels"].masked_fill(positions == 0, IGNORE)
+        return {**batch, "labels": labels, "position_ids": positions}
+
+    @property
+    def learned_at_the_end(self) -> Batch:
+        """Only the last two tokens are targets: the other shards have none."""
+        batch = self._cut(1, self.length, at=5)
+        labels = batch["input_ids"].clone()
+        labels[:, :-2] = IGNORE
+        return {**batch, "labels": labels}
+
+    @property
+    def unequal(self) -> list[Batch]:
+        """Micro-batches with very unequal numbers of targets; one has hardly more tokens than there are ranks."""
+        return [self.learned_at_the_end, self._cut(2, self.length - 4, at=7), self._cut(1, 3, at=11)]
+
+    def from_position(self, first: int) -> Batch:
+        """One document whose positions count from `first`."""
+        batch = self._cut(1, self.length, at=13)
+        return {**batch, "position_ids": first + torch.arange(self.length)[None]}
+
+    def _padded(self, *, left: bool) -> Batch:
+        """Two rows, the second a third padding."""
+        batch = self._cut(2, self.length - 2, at=17)
+        length = self.length - 2
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[1, slice(0, length // 3) if left else slice(length - length // 3, length)] = 0
+        hidden = (mask == 0) | (mask.cumsum(1) == 1)
+        return {**batch, "labels": batch["labels"].masked_fill(hidden, IGNORE), "attention_mask": mask}
+
+    def _cut(self, rows: int, length: int, at: int = 0) -> Batch:
+        """Tokens from place `at` on, around the end if need be; about a fifth of them are no targets."""
+        places = (torch.arange(rows * length) + at) % len(self.ids_T)
+        ids = self.ids_T[places].view(rows, length)
+        draw = torch.Generator().manual_seed(at)
+        keep = torch.rand(rows, length, generator=draw) < 0.8
+        keep[:, -1] = True
+        return {"input_ids": ids, "labels": ids.masked_fill(~keep, IGNORE)}
+
+
+def made_up(vocabulary: int, length: int, seed: int = 0) -> Sample:
+    """Random tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    return Sample(torch.randint(min(3, vocabulary - 1), vocabulary, (4 * length,), generator=draw), length)
+
+
+def from_rows(rows: Iterable[Mapping[str, Tensor]], vocabulary: int, length: int, origin: str) -> Sample:
+    """Of rows as a feed gives them ([1, S] each, `document_ids` -1 on padding); ids beyond `vocabulary` come around."""
+    own = tuple(_as_given(row, vocabulary) for row in rows)
+    ids_T = torch.cat([row["input_ids"][0] for row in own])
+    learned = tuple(row for row in own if (row["labels"] != IGNORE).any())
+    return Sample(ids_T, length, learned, origin)
+
+
+def _as_given(row: Mapping[str, Tensor], vocabulary: int) -> Batch:
+    """A row without its padding, its documents told by positions, which transformers understands."""
+    real = row["document_ids"] >= 0
+    documents = row["document_ids"][real][None]
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents.diff(dim=1) != 0
+    count = torch.arange(documents.shape[1])[None]
+    positions = count - torch.where(starts, count, 0).cummax(1).values
+    labels = row["labels"][real][None]
+    labels = torch.where(labels == IGNORE, labels, labels % vocabulary).masked_fill(starts, IGNORE)
+    return {"input_ids": row["input_ids"][real][None] % vocabulary, "labels": labels, "position_ids": positions}

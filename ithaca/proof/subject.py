@@ -1,0 +1,189 @@
+"""The user's model, made small enough to be run beside itself: fewer layers, the same widths and the same code.
+
+Of every kind of layer (sliding and full attention, dense and experts, with and without RoPE) at least one stays.
+Windows are shortened so that they bite within the sample, dropout is off. Where memory is short the numbers get
+narrower first (fp32 for fp64), then the vocabulary; what was cut is told, and what still does not fit is refused.
+
+Invariant: `Subject.build` gives the same weights on every rank and on every call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ithaca.errors import ConfigError, UnsupportedError
+from ithaca.models.roles import signature
+from ithaca.models.support import decoder_layers
+from ithaca.proof.small import build as build_random
+
+LEAST_LAYERS = 2
+# Sixteen thousand tokens of vocabulary are looked up and learned like any other number of them.
+SMALL_VOCABULARY = 16_384
+# Copies of the weights while verifying: one a rank before it is cut, the whole one with its gradients, and the shards
+# of weights, gradients and two moments.
+_COPIES = 6
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that is verified. `folder`: where its weights are read from; None for random ones."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    folder: Path | None
+    notes: tuple[str, ...]
+
+    def build(self) -> PreTrainedModel:
+        """Whole, on the host, in training mode."""
+        if self.folder is None:
+            return build_random(self.config, dtype=self.dtype)
+        config = copy.deepcopy(self.config)
+        config._experts_implementation = "eager"
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.folder, config=config, dtype=self.dtype, attn_implementation="eager", trust_remote_code=False
+        )
+        return model.train()
+
+
+def make_subject(
+    config: PreTrainedConfig,
+    *,
+    length: int,
+    ranks: int,
+    room: int,
+    layers: int | None = None,
+    folder: Path | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Subject:
+    """Cut `config` for a sample of `length` tokens on `ranks` ranks that share `room` bytes.
+
+    `layers`: how many to keep. `folder`: take its weights where what is kept are the first layers of a whole vocabulary.
+    """
+    cut, first, notes = cut_layers(config, layers)
+    notes += _quieten(cut.get_text_config(), length)
+    text = cut.get_text_config()
+    while (needed := _weights(cut) * dtype.itemsize * (ranks + _COPIES)) > room:
+        if dtype == torch.float64:
+            dtype = torch.float32
+            notes.append("fp32: fp64 would not fit in memory")
+        elif text.vocab_size > SMALL_VOCABULARY:
+            notes.append(f"{SMALL_VOCABULARY:,} of {text.vocab_size:,} tokens of vocabulary")
+            _cut_vocabulary(text, SMALL_VOCABULARY)
+        else:
+            raise UnsupportedError(
+                f"{text.num_hidden_layers} layers of this model need about {needed / 2**30:.1f} GiB to be verified and "
+                f"{room / 2**30:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
+            )
+    own = folder is not None and first and any(folder.glob("*.safetensors")) and _same_vocabulary(config, cut)
+    notes.append("weights of the folder" if own else "random weights")
+    return Subject(cut, dtype, folder if own else None, tuple(notes))
+
+
+def cut_layers(config: PreTrainedConfig, layers: int | None = None) -> tuple[Any, bool, list[str]]:
+    """A copy with few layers, whether those are the model's first ones, and a note of what was cut.
+
+    The first layer of each kind where lists in the config say what each layer is, else as many of the first layers
+    as it takes to have every kind.
+    """
+    text = config.get_text_config()
+    whole = int(text.num_hidden_layers)
+    kinds = _kinds(config)
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    if layers is not None and not len(firsts) <= layers <= whole:
+        raise ConfigError(
+            f"--layers {layers}: this model has {whole} layers of {len(firsts)} kinds, and one of each is needed; "
+            f"use {len(firsts)} to {whole}"
+        )
+    count = min(whole, max(layers or LEAST_LAYERS, len(firsts)))
+    chosen = sorted([*firsts, *[i for i in range(whole) if i not in firsts][: count - len(firsts)]])
+    for keep in (chosen, list(range(max(firsts) + 1)), list(range(whole))):
+        for cut in _with_layers(config, keep):
+            if _kinds(cut) == [kinds[i] for i in keep]:
+                note = [f"{len(keep)} of {whole} layers"] if len(keep) < whole else []
+                return cut, keep == list(range(len(keep))), note
+    raise UnsupportedError(f"{config.model_type}: its layers cannot be cut; verify it whole with --layers {whole}")
+
+
+def _with_layers(config: PreTrainedConfig, keep: list[int]) -> Iterator[PreTrainedConfig]:
+    """Configs that may have just the layers `keep`; the caller looks whether they do."""
+    for dense in (None, 1):
+        cut = copy.deepcopy(config)
+        text = cut.get_text_config()
+        whole = text.num_hidden_layers
+        for key, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == whole:
+                setattr(text, key, [value[i] for i in keep])
+        text.num_hidden_layers = len(keep)
+        if dense is not None and getattr(text, "first_k_dense_replace", None):
+            text.first_k_dense_replace = dense
+        yield cut
+
+
+def _kinds(config: PreTrainedConfig) -> list[Any]:
+    """What each layer is: its weights' names and shapes, its settings, and what lists in the config say of it."""
+    try:
+        model = _empty(config)
+    except (ValueError, IndexError, KeyError, TypeError):
+        return []
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == count]
+    layers = decoder_layers(model)
+    told = [tuple(str(value[i]) for value in lists) for i in range(count)]
+    return [(signature(layer), _settings(layer), *told[i : i + 1]) for i, layer in enumerate(layers)]
+
+
+def _settings(layer: nn.Module) -> tuple[Any, ...]:
+    """Windows, scales and switches of a layer, but for its number."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, plain) and not key.startswith("_") and "idx" not in key and "layer" not in key
+    )
+
+
+def _empty(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+
+
+def _weights(config: PreTrainedConfig) -> int:
+    return sum(p.numel() for p in _empty(config).parameters())
+
+
+def _quieten(text: Any, length: int) -> list[str]:
+    """Windows that bite, and no dropout: attention's own is left for `parallelize` to refuse."""
+    notes = []
+    window = getattr(text, "sliding_window", None)
+    if isinstance(window, int) and window > length // 3:
+        text.sliding_window = length // 3
+        notes.append(f"window {length // 3} for {window}")
+    for key, value in list(vars(text).items()):
+        noise = ("drop" in key and "att" not in key) or key.endswith("jitter_noise")
+        if noise and isinstance(value, float) and value > 0:
+            setattr(text, key, 0.0)
+            notes.append(f"{key} 0 for {value:g}")
+    return notes
+
+
+def _cut_vocabulary(text: Any, size: int) -> None:
+    text.vocab_size = size
+    for key in _TOKENS:
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value >= size:
+            setattr(text, key, None)
+
+
+def _same_vocabulary(config: PreTrainedConfig, cut: PreTrainedConfig) -> bool:
+    return config.get_text_config().vocab_size == cut.get_text_config().vocab_size

@@ -1,0 +1,88 @@
+"""`verify`: all checks on one model and one sample, on every rank of a mesh; the checklist out.
+
+On GPUs (`verify_devices`) the same question is asked of what only they have: the kernels in bf16 and NCCL.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ithaca.mesh import Mesh
+from ithaca.models.support import decoder_layers, memory_refusal
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.proof.checks import CHECKS, Bench, Check, Line, run_again
+from ithaca.proof.pair import Build, Pair
+from ithaca.proof.sample import Sample
+
+# Few tokens at once, so that a shard of the sample is several tiles and a short last one.
+_MLP_TILE, _LOSS_TILE = 5, 7
+
+
+def verify(
+    build: Build,
+    sample: Sample,
+    mesh: Mesh,
+    *,
+    promote: bool = True,
+    checks: Iterable[Check] = CHECKS,
+    tell: Callable[[Line], None] = lambda line: None,
+    **options: Any,
+) -> list[Line]:
+    """The checklist, the same on all ranks. `build` gives the whole model; `options` go to `parallelize`.
+
+    `promote`: for models in fp64, that they really compute in it. `tell` hears of every line as it comes.
+    """
+    lines: list[Line] = []
+
+    def run(pair: Pair, chosen: Iterable[Check], folder: Path) -> None:
+        for check in chosen:
+            for line in check(Bench(pair, sample, folder)):
+                lines.append(line)
+                tell(line)
+
+    folder = _shared_folder(mesh)
+    try:
+        pair = Pair(build, lambda model, its: parallelize(model, its, **options), mesh, promote=promote)
+        refused = memory_refusal(pair.parallel)
+        run(pair, checks, folder)
+        # Or two pairs would be held at once.
+        del pair
+        if refused is None and tuple(checks) == CHECKS:
+            run(Pair(build, _with_layers_run_again(options), mesh, promote=promote), (run_again,), folder)
+    finally:
+        if mesh.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return lines
+
+
+def _with_layers_run_again(options: dict[str, Any]) -> Callable[[PreTrainedModel, Mesh], Any]:
+    """`parallelize` with work in tiles and every layer run again in backward, one in two its attention too."""
+
+    def prepare(model: PreTrainedModel, mesh: Mesh) -> Any:
+        count = len(decoder_layers(model))
+        modes: tuple[LayerMode, ...] = tuple("recompute" if index % 2 else "save" for index in range(count))
+        plan = MemoryPlan(modes, (False,) * count, mlp_tile=_MLP_TILE, loss_tile=_LOSS_TILE)
+        return parallelize(model, mesh, **{**options, "memory": plan})
+
+    return prepare
+
+
+def _shared_folder(mesh: Mesh) -> Path:
+    """An empty folder of this machine, the same for all ranks."""
+    made = [tempfile.mkdtemp(prefix="ithaca-verify-") if mesh.rank == 0 else ""]
+    dist.broadcast_object_list(made, src=0, group=mesh.world_group)
+    return Path(made[0])
+
+
+def promotes(dtype: torch.dtype) -> bool:
+    """Whether a model in `dtype` is made to compute in it throughout."""
+    return dtype == torch.float64
