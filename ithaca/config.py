@@ -246,8 +246,8 @@ class Run(Section):
     data: Data = Data()
     validation: Validation = Validation()
     stages: Annotated[list[Stage], Field(min_length=1)] = [
-        Stage(length=2048, steps=60, batch=2, lr=3e-3, warmup=0.1),
-        Stage(length=8192, steps=20, batch=1, lr=1e-3, warmup=0.1, rope=Rope(kind="theta", theta=500_000)),
+        Stage(length=1024, steps=60, batch=2, lr=3e-3, warmup=0.1),
+        Stage(length=4096, steps=16, batch=1, lr=1e-3, warmup=0.1, rope=Rope(kind="theta", theta=500_000)),
     ]
     mesh: MeshDegrees = MeshDegrees()
     memory: Memory = Memory()

@@ -15,6 +15,15 @@ LOSS = 1e-5
 NORM = 1e-4
 # One evaluation in fp32 after those steps, a mean over a few hundred tokens.
 EVAL_LOSS = 1e-6
+# The same where ranks of several groups made the steps, so that sums over rows are taken in another order: see
+# tests/integrations/test_trainer.py, where one process with its rows in another order drifts as far.
+EVAL_LOSS_AFTER_STEPS = 1e-5
+# Logits of one fp32 forward, of about 1 in size: sums of 16 to 64 products, two layers deep.
+LOGITS = 1e-5
+# A gradient norm over another's that should equal it: NORM, over a norm of about 10.
+NORM_RATIO = 1e-5
+# One bf16 forward against another that rounds elsewhere: 8 bits of mantissa over two layers.
+BF16_LOSS = 1e-2
 # Weights after those steps. AdamW divides by the root of a gradient's square: where a gradient is near zero, rounding
 # decides a step of up to the learning rate (3e-3); a wrong step anywhere else is of that size too, in most weights.
 WEIGHT = 1e-4
@@ -22,3 +31,7 @@ WEIGHT = 1e-4
 # A step's time predicted from the speeds of single kernels, against the step measured: clocks follow power and
 # temperature by a few percent, and what is done again is 10% and more of a step.
 PREDICTED_STEP = 0.10
+
+# A traced step's peak against the plan's, kernels' workspace and allocator left out of both: tiny layers, where ids and
+# norms weigh more than in any real model.
+TRACED_MEMORY = 0.10

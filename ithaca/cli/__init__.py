@@ -11,7 +11,9 @@ from ithaca.cli.export import export
 from ithaca.cli.models import models
 from ithaca.cli.plan import plan
 from ithaca.cli.prepare import prepare
+from ithaca.cli.rehearse import rehearse
 from ithaca.cli.train import train
+from ithaca.cli.verify import verify
 from ithaca.errors import IthacaError
 
 app = typer.Typer(
@@ -22,6 +24,8 @@ app = typer.Typer(
 )
 app.command()(models)
 app.command()(plan)
+app.command()(rehearse)
+app.command()(verify)
 app.command()(prepare)
 app.command()(train)
 app.command()(export)

@@ -47,6 +47,12 @@ def find_model(name: str) -> KnownModel | None:
     return None
 
 
+def known_config(name: str) -> dict[str, Any] | None:
+    """The config values that the table has of the model that `name` means, or None."""
+    found = find_model(name)
+    return None if found is None else dict(_table()[found.name]["config"])
+
+
 def nearest_models(name: str, count: int = 4) -> list[str]:
     """Names of the table most like `name`."""
     plain = {_plain(known): known for known in _table()}

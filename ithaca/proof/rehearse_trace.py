@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ithaca.memory.offload import STAGED, HostStore, Ticket
@@ -45,7 +45,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self._held = held
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self.away = 0
+        self.away = self._kept = 0
         self.pinned = 0
         self.peak = Kinds()
         for tensors in held().values():
@@ -66,11 +66,16 @@ class Trace(TorchDispatchMode):
     def moved(self, size: int) -> None:
         """So many bytes left for the host, or came back."""
         self.away += size
-        self.pinned = max(self.pinned, self.away)
+
+    def reserved(self, size: int) -> None:
+        """The host keeps so many bytes more for saved tensors, or fewer."""
+        self._kept += size
+        self.pinned = max(self.pinned, self._kept)
 
     def _see(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
-            if x.layout is torch.strided and x.device.type != "meta":
+            # What wraps other tensors (DTensor, quantized ones) has no memory of its own; shapes are tried out on meta.
+            if x.layout is torch.strided and x.device.type != "meta" and not is_traceable_wrapper_subclass(x):
                 storage = x.untyped_storage()
                 if storage._cdata not in self._alive:
                     self._alive[storage._cdata] = weakref.ref(storage, _forgets(self._alive, storage._cdata))
@@ -97,10 +102,12 @@ def _size(tensors: list[Tensor]) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def held_by(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
-    """This rank's own tensors that stay from step to step; on whichever device."""
-    parameters = list(model.parameters())
-    state = [] if optimizer is None else [x for each in optimizer.state.values() for x in tree_leaves(dict(each))]
+def held_by(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """This rank's own tensors that stay from step to step; on whichever device.
+
+    `parameters` are taken while the model is at rest: in a step FSDP2 puts gathered ones in their place.
+    """
+    state = [x for each in optimizer.state.values() for x in tree_leaves(dict(each))]
     return {
         "weights": [local(p) for p in parameters],
         "optimizer": [plain for x in state if isinstance(x, Tensor) for plain in _plain(local(x))],
@@ -110,7 +117,7 @@ def held_by(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
 
 def _plain(x: Tensor) -> list[Tensor]:
     """The tensors inside a quantized one."""
-    if not hasattr(x, "__tensor_flatten__") or type(x).__name__ == "FakeTensor":
+    if not is_traceable_wrapper_subclass(x):
         return [x]
     return [part for name in x.__tensor_flatten__()[0] for part in _plain(getattr(x, name))]
 
@@ -123,6 +130,8 @@ class TracedStore(HostStore):
 
     def put(self, tensors: list[Tensor]) -> Ticket:
         ticket = TracedTicket(self, list(tensors), None, [], size=_size(tensors))
+        if self.trace is not None:
+            self.trace.reserved(ticket.size)
         self.staged.append(ticket)
         while len(self.staged) > STAGED:
             self.staged.popleft().let_go()
@@ -146,10 +155,15 @@ class TracedTicket(Ticket):
 
     def drop(self) -> None:
         self._count(False)
+        if self.tensors is not None and self._trace is not None:
+            self._trace.reserved(-self.size)
         Ticket.drop(self)
 
+    @property
+    def _trace(self) -> Trace | None:
+        return self.store.trace if isinstance(self.store, TracedStore) else None
+
     def _count(self, gone: bool) -> None:
-        trace = self.store.trace if isinstance(self.store, TracedStore) else None
-        if trace is not None and gone != self.gone:
-            trace.moved(self.size if gone else -self.size)
+        if self._trace is not None and gone != self.gone:
+            self._trace.moved(self.size if gone else -self.size)
         self.gone = gone

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Sample:
     def spans(self) -> list[tuple[int, int]]:
         """Documents of `packed`: uneven, one of a single token."""
         bounds = [0, 2 * self.length // 5, 2 * self.length // 5 + 1, 3 * self.length // 5, self.length]
-        return list(zip(bounds, bounds[1:], strict=False))
+        return list(pairwise(bounds))
 
     @property
     def packed(self) -> Batch:

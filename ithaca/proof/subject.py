@@ -42,6 +42,11 @@ class Subject:
     folder: Path | None
     notes: tuple[str, ...]
 
+    @property
+    def exact(self) -> bool:
+        """Whether it is in fp64, and to be computed in fp64 throughout."""
+        return self.dtype == torch.float64
+
     def build(self) -> PreTrainedModel:
         """Whole, on the host, in training mode."""
         if self.folder is None:

@@ -1,17 +1,19 @@
 """`verify`: all checks on one model and one sample, on every rank of a mesh; the checklist out.
 
-On GPUs (`verify_devices`) the same question is asked of what only they have: the kernels in bf16 and NCCL.
+`devices.py` asks the same of what only GPUs have.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -46,21 +48,19 @@ def verify(
     def run(pair: Pair, chosen: Iterable[Check], folder: Path) -> None:
         for check in chosen:
             for line in check(Bench(pair, sample, folder)):
+                # NaN is no figure that ranks could agree on: it counts as infinitely wrong.
+                line = replace(line, figure=inf) if isnan(line.figure) else line
                 lines.append(line)
                 tell(line)
 
-    folder = _shared_folder(mesh)
-    try:
+    with shared_folder(mesh) as folder:
         pair = Pair(build, lambda model, its: parallelize(model, its, **options), mesh, promote=promote)
         refused = memory_refusal(pair.parallel)
         run(pair, checks, folder)
         # Or two pairs would be held at once.
         del pair
-        if refused is None and tuple(checks) == CHECKS:
+        if refused is None:
             run(Pair(build, _with_layers_run_again(options), mesh, promote=promote), (run_again,), folder)
-    finally:
-        if mesh.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
     return lines
 
 
@@ -76,13 +76,13 @@ def _with_layers_run_again(options: dict[str, Any]) -> Callable[[PreTrainedModel
     return prepare
 
 
-def _shared_folder(mesh: Mesh) -> Path:
-    """An empty folder of this machine, the same for all ranks."""
+@contextmanager
+def shared_folder(mesh: Mesh) -> Iterator[Path]:
+    """An empty folder of this machine, the same for all ranks, gone afterwards."""
     made = [tempfile.mkdtemp(prefix="ithaca-verify-") if mesh.rank == 0 else ""]
     dist.broadcast_object_list(made, src=0, group=mesh.world_group)
-    return Path(made[0])
-
-
-def promotes(dtype: torch.dtype) -> bool:
-    """Whether a model in `dtype` is made to compute in it throughout."""
-    return dtype == torch.float64
+    try:
+        yield Path(made[0])
+    finally:
+        if mesh.rank == 0:
+            shutil.rmtree(made[0], ignore_errors=True)

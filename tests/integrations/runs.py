@@ -21,6 +21,8 @@ from ithaca.proof.small import small_model
 from tests.tolerances import EVAL_LOSS, LOSS, NORM, WEIGHT
 
 Example = dict[str, list[int]]
+# Of a script's options those that Trainer takes itself; the others are its arguments'.
+OWN = ("compute_loss_func", "compute_metrics", "optimizer_cls_and_kwargs")
 
 
 def reset() -> None:
@@ -82,7 +84,7 @@ def logged(trainer: Trainer, key: str) -> list[float]:
 
 
 def trainer(folder: str, sp: int | None, ulysses: dict[str, Any], **options: Any) -> Trainer:
-    own = {key: options.pop(key) for key in ("compute_loss_func", "compute_metrics") if key in options}
+    own = {key: options.pop(key) for key in OWN if key in options}
     rows, eval_rows = options.pop("rows", 24), options.pop("eval_rows", 8)
     stream, collator = options.pop("stream", False), options.pop("collate", collate)
     made: Any = Dataset.from_list(examples(rows))

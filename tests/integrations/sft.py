@@ -63,6 +63,7 @@ def fine_tune(
     kind: str,
     lora: bool = False,
     stream: bool = False,
+    rows: int = 24,
     resume: str | None = None,
     **options: Any,
 ) -> Any:
@@ -77,11 +78,11 @@ def fine_tune(
         "max_grad_norm": 0.5, "use_cpu": True, "seed": 3, "dataloader_pin_memory": False, "bf16": False,
     }  # fmt: skip
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", lora_alpha=8)
-    rows = dataset(kind)
+    made = dataset(kind, rows)
     trainer = SFTTrainer(
         model=small_model("llama", dtype=torch.float32),
         args=SFTConfig(**defaults | KINDS[kind] | options, parallelism_config=config(sp)),
-        train_dataset=rows.to_iterable_dataset() if stream else rows,
+        train_dataset=made.to_iterable_dataset() if stream else made,
         eval_dataset=dataset(kind, 8),
         processing_class=tokenizer(),
         peft_config=adapter if lora else None,

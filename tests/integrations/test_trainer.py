@@ -22,7 +22,7 @@ from tests.integrations.runs import (
     trainer,
 )
 from tests.ranks import expect_refusal, run_ranks
-from tests.tolerances import EVAL_LOSS, LOSS
+from tests.tolerances import EVAL_LOSS, EVAL_LOSS_AFTER_STEPS, LOGITS, LOSS
 
 DEGREES = [(1, 2), (2, 2), (1, 4)]
 SLOW = pytest.mark.slow
@@ -40,7 +40,7 @@ def _alone(dp: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("degrees", [DEGREES[0], *(pytest.param(d, marks=SLOW) for d in DEGREES[1:])], ids=str)
 def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
-    expected = _alone(degrees[0], gradient_accumulation_steps=accumulate, max_steps=10)
+    expected = _alone(degrees[0], gradient_accumulation_steps=accumulate)
     assert min(expected["norms"]) > 0.5, "clipping must bite for this to mean anything"
     results = _world(tmp_path, degrees, gradient_accumulation_steps=accumulate)
     for got in results:
@@ -51,8 +51,8 @@ def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: 
 
 def test_two_groups_of_two(tmp_path: Path) -> None:
     """dp=2 x sp=2 with unequal tokens on the two groups, accumulated: one division by the global count."""
-    expected = _alone(2, gradient_accumulation_steps=2, max_steps=3)
-    for got in _world(tmp_path, (2, 2), gradient_accumulation_steps=2, max_steps=3):
+    expected = _alone(2, gradient_accumulation_steps=2)
+    for got in _world(tmp_path, (2, 2), gradient_accumulation_steps=2):
         hold(got, expected)
 
 
@@ -91,11 +91,11 @@ def test_epochs_run_the_asked_number_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_epochs_over_two_groups(tmp_path: Path) -> None:
-    options = {"max_steps": -1, "num_train_epochs": 2, "rows": 16, "include_num_input_tokens_seen": "non_padding"}
+    options = {"max_steps": -1, "num_train_epochs": 3, "rows": 16, "include_num_input_tokens_seen": "non_padding"}
     expected = _alone(2, **options)
     for got in _world(tmp_path, (2, 2), **options):
-        assert (got["steps"], got["tokens"]) == (8, expected["tokens"])
-        hold(got, expected, drift=LOSS)
+        assert (got["steps"], got["tokens"]) == (12, expected["tokens"])
+        hold(got, expected, drift=EVAL_LOSS_AFTER_STEPS)
 
 
 def _resumed(folder: str, sp: int, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def _resumed(folder: str, sp: int, **options: Any) -> Any:
     ("degrees", "accumulate"), [((1, 2), 1), pytest.param((2, 2), 2, marks=SLOW)], ids=["sp2", "dp2 sp2 accumulated"]
 )
 def test_resumed_in_the_middle_of_an_epoch(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
-    expected = _alone(degrees[0], gradient_accumulation_steps=accumulate, max_steps=10, rows=96)
+    expected = _alone(degrees[0], gradient_accumulation_steps=accumulate, rows=96)
     results = _world(tmp_path, degrees, _resumed, gradient_accumulation_steps=accumulate, rows=96)
     for _, again in results:
         hold(again, expected)
@@ -122,7 +122,7 @@ def _continued(folder: str, sp: int, checkpoint: str) -> Any:
 @pytest.mark.slow
 def test_resumed_on_other_degrees(tmp_path: Path) -> None:
     """Two ranks wrote the checkpoint, four go on."""
-    expected = _alone(1, max_steps=10)
+    expected = _alone(1)
     _world(tmp_path / "two", (1, 2), save_strategy="steps", save_steps=4)
     for got in _world(tmp_path / "four", (1, 4), _continued, checkpoint=str(tmp_path / "two/checkpoint-4")):
         hold(got, expected)
@@ -142,44 +142,44 @@ def test_saved_model_is_the_standard_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("smoothing", [0.1])
 def test_label_smoothing(smoothing: float, tmp_path: Path) -> None:
-    expected = _alone(1, label_smoothing_factor=smoothing, max_steps=4)
-    plain = _alone(1, max_steps=4)
+    expected = _alone(1, label_smoothing_factor=smoothing)
+    plain = _alone(1)
     assert farthest(expected["losses"], plain["losses"]) > 100 * LOSS
-    for got in _world(tmp_path, (1, 2), label_smoothing_factor=smoothing, max_steps=4):
+    for got in _world(tmp_path, (1, 2), label_smoothing_factor=smoothing):
         hold(got, expected)
 
 
 def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss of the user's own, over whole logits: cross-entropy squared, token by token."""
+    """A loss of the user's own, over whole logits: cross-entropy squared, token by token; an eighth of it, so that loss
+    and gradients are of the size the tolerances are for."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
-    return losses.square().sum() / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
+    return losses.square().sum() / 8 / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
 
 
 @pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=SLOW)], ids=str)
 def test_a_loss_of_the_users_own(degrees: tuple[int, int], tmp_path: Path) -> None:
-    expected = _alone(degrees[0], compute_loss_func=squared, max_steps=4)
-    for got in _world(tmp_path, degrees, compute_loss_func=squared, max_steps=4):
-        # The loss is about 20 here.
-        assert farthest(got["losses"], expected["losses"]) < 4 * LOSS
-        assert farthest(got["norms"], expected["norms"]) < 1e-5 * max(expected["norms"])
+    expected = _alone(degrees[0], compute_loss_func=squared)
+    for got in _world(tmp_path, degrees, compute_loss_func=squared):
+        hold(got, expected)
 
 
-def _predict(folder: str, sp: int | None, **ulysses: Any) -> tuple[Any, ...]:
+def _predict(folder: str, sp: int | None, batch: int = 2, **ulysses: Any) -> tuple[Any, ...]:
     reset()
-    made = trainer(folder, sp, ulysses)
+    made = trainer(folder, sp, ulysses, per_device_eval_batch_size=batch)
     output = made.predict(made.eval_dataset)
     return output.predictions, output.label_ids, output.metrics["test_loss"]
 
 
 @pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=SLOW)], ids=str)
 def test_predict_gives_whole_logits_where_asked(degrees: tuple[int, int], tmp_path: Path) -> None:
-    logits, labels, loss = alone(_predict)
+    """Trainer's loss is the mean over batches, and a batch is that of all data-parallel processes."""
+    logits, labels, loss = alone(_predict, batch=2 * degrees[0])
     for got_logits, got_labels, got_loss in _world(tmp_path, degrees, _predict, whole_logits=True):
         assert numpy.array_equal(got_labels, labels)
         real = labels != -100
-        assert numpy.abs(got_logits - logits)[real].max() < 1e-5
-        assert degrees[0] > 1 or abs(got_loss - loss) < EVAL_LOSS
+        assert numpy.abs(got_logits - logits)[real].max() < LOGITS
+        assert abs(got_loss - loss) < EVAL_LOSS
 
 
 def test_predict_is_refused_otherwise(tmp_path: Path) -> None:
@@ -194,51 +194,63 @@ def test_iterable_datasets_give_a_group_the_same_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_iterable_datasets_over_two_groups(tmp_path: Path) -> None:
-    expected = _alone(2, stream=True, max_steps=5)
-    for got in _world(tmp_path, (2, 2), stream=True, max_steps=5):
+    expected = _alone(2, stream=True, rows=48)
+    for got in _world(tmp_path, (2, 2), stream=True, rows=48):
         hold(got, expected)
 
 
 def test_gradient_checkpointing_becomes_the_memory_plan(tmp_path: Path) -> None:
-    expected = _alone(1, max_steps=10)
-    for got in _world(tmp_path, (1, 2), gradient_checkpointing=True, max_steps=10):
+    expected = _alone(1)
+    for got in _world(tmp_path, (1, 2), gradient_checkpointing=True):
+        hold(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_gradient_checkpointing_kwargs(memory: str | None, reentrant: bool, tmp_path: Path) -> None:
+    """With a memory plan they say nothing any more; without one they are transformers' again."""
+    expected = _alone(1)
+    asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    for got in _world(tmp_path, (1, 2), ulysses={"memory": memory}, **asked):
         hold(got, expected)
 
 
 def test_labels_that_are_nobodys_target_are_not_counted(tmp_path: Path) -> None:
     """Left padding: Trainer counts labels before the model can say which of them it learns."""
-    expected = _alone(1, collate=collate_left_masked, max_steps=4)
-    counted = _alone(1, collate=collate_left, max_steps=4)
+    expected = _alone(1, collate=collate_left_masked)
+    counted = _alone(1, collate=collate_left)
     assert farthest(counted["losses"], expected["losses"]) > 100 * LOSS
-    for got in _world(tmp_path, (1, 2), collate=collate_left, max_steps=4):
+    for got in _world(tmp_path, (1, 2), collate=collate_left):
         hold(got, expected)
 
 
 def _best(folder: str, sp: int | None) -> dict[str, Any]:
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    return train(folder, sp, load_best_model_at_end=True, max_steps=6, learning_rate=0.1, **options)
+    # The best by a measure that says the worst: the weights of the first evaluation, not the last ones.
+    return train(folder, sp, load_best_model_at_end=True, greater_is_better=True, **options)
 
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     expected = alone(_best)
+    assert expected["eval_loss"] > _alone(1)["eval_loss"] + 100 * EVAL_LOSS
     for got in _world(tmp_path, (1, 2), _best):
-        # A learning rate at which training diverges: the last weights are not the best.
-        assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-3)
+        hold(got, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, "auto"])
 @pytest.mark.parametrize("placing", ["shard", "replicate"])
 def test_settings_of_the_config(memory: str | None, placing: str, tmp_path: Path) -> None:
-    expected = _alone(1, max_steps=4)
+    expected = _alone(1)
     settings = {"memory": memory, "weights": placing, "kernel": "cpu"}
-    for got in _world(tmp_path, (1, 2), ulysses=settings, max_steps=4):
+    for got in _world(tmp_path, (1, 2), ulysses=settings):
         hold(got, expected)
 
 
 @pytest.mark.slow
 def test_experts_with_their_auxiliary_loss(tmp_path: Path) -> None:
-    expected = _alone(1, kind="mixtral", max_steps=4)
-    for got in _world(tmp_path, (1, 2), kind="mixtral", max_steps=4):
+    expected = _alone(1, kind="mixtral")
+    for got in _world(tmp_path, (1, 2), kind="mixtral"):
         hold(got, expected)

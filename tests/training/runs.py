@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ithaca.config import Run, read_run
 from ithaca.models.embedded import embedded_tokenizer
 from ithaca.training import loop
 from ithaca.training.trainer import train
+from ithaca.training.watch import Watch
 from tests.ranks import run_ranks
 
 POSITIONS = 64
@@ -78,33 +80,26 @@ def run_train(world: int, run: Run, **options: Any) -> dict[str, Any]:
 def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, Any]:
     """`stop`: ask for an end when so many steps are done, at the first boundary whose label starts with `at`."""
     run = Run.model_validate_json(text)
-    kept = loop.StageLoop._advance
-    try:
-        if stop is not None:
-            loop.StageLoop._advance = _asking(kept, stop, at)  # type: ignore[method-assign]
-        outcome = train(run)
-    finally:
-        loop.StageLoop._advance = kept  # type: ignore[method-assign]
-    return {"finished": outcome.finished, "place": outcome.place, "metrics": metrics(run), "sum": export_sum(run)}
+    advance, boundary, armed = loop.StageLoop._advance, Watch.at, [False]
 
-
-def _asking(advance: Any, stop: int, at: str) -> Any:
-    def asking(self: Any, place: Any) -> Any:
-        if place.total == stop:
-            boundary = self.watch.at
-
-            def ask(label: str) -> None:
-                if label.startswith(at):
-                    self.watch.ask()
-                    # The ask travels by the store: give it the time that a long layer would.
-                    while not self.watch.asked:
-                        pass
-                boundary(label)
-
-            self.watch.at = ask
+    def arming(self: loop.StageLoop, place: loop.Place) -> loop.Place:
+        armed[0] = armed[0] or place.total == stop
         return advance(self, place)
 
-    return asking
+    def asking(self: Watch, label: str) -> None:
+        if armed[0] and label.startswith(at) and not self.asked:
+            self.ask()
+            # The ask travels by the store: wait for it, as a long layer would.
+            while not self.asked:
+                time.sleep(0.01)
+        boundary(self, label)
+
+    try:
+        loop.StageLoop._advance, Watch.at = arming, asking  # type: ignore[method-assign]
+        outcome = train(run)
+    finally:
+        loop.StageLoop._advance, Watch.at = advance, boundary  # type: ignore[method-assign]
+    return {"finished": outcome.finished, "place": outcome.place, "metrics": metrics(run), "sum": export_sum(run)}
 
 
 def metrics(run: Run) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def _with_full_disk(text: str, full: list[int]) -> dict[str, Any]:
         checkpoints.write_tensors = real
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_run_goes_on_and_the_last_checkpoint_stands(tmp_path: Path, background: bool) -> None:
     settings = {"save_every": 3, "background": background}
     whole = run_train(2, small_run(tmp_path, "whole", checkpoints=settings))
@@ -47,6 +47,7 @@ def test_the_run_goes_on_and_the_last_checkpoint_stands(tmp_path: Path, backgrou
     assert kept == ["step-00000003", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_a_stage_that_cannot_be_saved_ends_the_run_with_the_last_one_whole(tmp_path: Path) -> None:
     run = small_run(tmp_path, "ended", checkpoints={"save_every": 5})
     with pytest.raises(RankError, match=r"step 12 was not written.*No space left on device"):

@@ -39,7 +39,15 @@ def farthest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(("world", "sp"), [(4, 4), (4, 2), (4, 1), (2, 2)], ids=["sp4", "dp2xsp2", "dp4", "sp2"])
+DEGREES = [
+    pytest.param(4, 2, id="dp2xsp2"),
+    pytest.param(4, 4, id="sp4", marks=pytest.mark.slow),
+    pytest.param(4, 1, id="dp4", marks=pytest.mark.slow),
+    pytest.param(2, 2, id="sp2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("world", "sp"), DEGREES)
 def test_all_degrees_train_to_the_same_losses(place: Path, alone: dict[str, Any], world: int, sp: int) -> None:
     got = run_train(world, twenty(place, f"w{world}s{sp}", mesh={"sp": sp}))
     assert got["finished"]
@@ -47,6 +55,7 @@ def test_all_degrees_train_to_the_same_losses(place: Path, alone: dict[str, Any]
     assert farthest(losses(got), losses(alone)) < FP32_LOSS_AFTER_20_STEPS
 
 
+@pytest.mark.slow
 def test_rows_taken_twice_would_be_seen(place: Path, alone: dict[str, Any]) -> None:
     """The comparison above catches a sequence group that reads another's rows."""
     (got, *_) = run_ranks(2, _same_rows, twenty(place, "planted", mesh={"sp": 1}).model_dump_json())
@@ -65,7 +74,13 @@ def _same_rows(text: str) -> list[float]:
         session.Session.rows_of = kept  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("at", ["step", "forward layer 1", "backward layer 1", "gradient norm"])
+SOMEWHERE = [
+    "backward layer 1",
+    *(pytest.param(at, marks=pytest.mark.slow) for at in ("step", "forward layer 1", "gradient norm")),
+]
+
+
+@pytest.mark.parametrize("at", SOMEWHERE)
 def test_a_stop_inside_a_step_loses_nothing(place: Path, at: str) -> None:
     whole = run_train(2, small_run(place, "whole"))
     name = "stopped " + at
@@ -78,6 +93,7 @@ def test_a_stop_inside_a_step_loses_nothing(place: Path, at: str) -> None:
     assert second["sum"] == whole["sum"] is not None
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_other_degrees(place: Path) -> None:
     whole = run_train(2, small_run(place, "whole2", mesh={"sp": 2}))
     run_train(2, small_run(place, "moved", mesh={"sp": 2}), stop=3)
@@ -106,12 +122,19 @@ def test_two_stages_with_a_yarn_change(place: Path) -> None:
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 0,
     }  # fmt: skip
     assert (first["max_position_embeddings"], second["max_position_embeddings"]) == (64, 128)
+
+
+@pytest.mark.slow
+def test_a_stop_near_the_end_of_a_stage_loses_nothing(place: Path) -> None:
+    more = {"stages": [stage.model_dump() for stage in STAGES], "mesh": {"sp": 2}}
+    whole = run_train(2, small_run(place, "stages", **more))
     for stop in (3, 4, 5):
         name = f"stages stopped at {stop}"
         run_train(2, small_run(place, name, **more), stop=stop)
         assert run_train(2, small_run(place, name, **more))["sum"] == whole["sum"], stop
 
 
+@pytest.mark.slow
 def test_the_export_is_the_trained_model(place: Path) -> None:
     run = small_run(place, "exported")
     got = run_train(2, run)
@@ -150,6 +173,7 @@ def _logits_of_checkpoint(text: str, ids: torch.Tensor) -> torch.Tensor:
             return session.model(input_ids=ids).logits
 
 
+@pytest.mark.slow
 def test_validation_is_the_same_at_every_degree_and_held_back(place: Path) -> None:
     more = {"validation": {"share": 0.2, "every": 6, "rows": 3}}
     results = [
@@ -191,7 +215,7 @@ def _with_bad_steps(text: str, steps: list[int], kind: str) -> dict[str, Any]:
         loop.StageLoop._step, loop.causal_loss = kept, real  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf"])
+@pytest.mark.parametrize("kind", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite_is_not_taken(place: Path, kind: str) -> None:
     run = small_run(place, f"bad {kind}")
     got = run_ranks(2, _with_bad_steps, run.model_dump_json(), [4, 5], kind)[0]
@@ -203,6 +227,7 @@ def test_a_step_that_is_not_finite_is_not_taken(place: Path, kind: str) -> None:
     assert losses(got)[-1] < losses(got)[0]
 
 
+@pytest.mark.slow
 def test_too_many_of_them_in_a_row_end_the_run(place: Path) -> None:
     run = small_run(place, "too bad", limits={"bad_steps": 3, "hang": 120})
     with pytest.raises(RankError, match="3 in a row: the last checkpoint is kept; lower the stage's lr"):
@@ -223,6 +248,7 @@ def test_another_model_another_seed_and_a_folder_in_use_are_refused(place: Path)
         run_train(2, small_run(place, "taken"))
 
 
+@pytest.mark.slow
 def test_weights_swapped_under_a_run_are_refused(place: Path) -> None:
     model = tiny_model(place / "swapped model")
     more = {"model": {"name": str(model)}}
@@ -254,6 +280,7 @@ def test_a_batch_that_the_groups_do_not_divide_is_refused(place: Path) -> None:
         run_train(2, small_run(place, "uneven", stages=stages, mesh={"sp": 1}))
 
 
+@pytest.mark.slow
 def test_streaming_goes_on_with_the_very_next_sample(place: Path) -> None:
     data = {"sources": [str(place / "texts")], "streaming": True}
     small_run(place, "first")
@@ -264,6 +291,7 @@ def test_streaming_goes_on_with_the_very_next_sample(place: Path) -> None:
     assert again["sum"] == whole["sum"]
 
 
+@pytest.mark.slow
 def test_adapters_train_and_are_merged(place: Path) -> None:
     more = {"lora": {"rank": 4}, "mesh": {"sp": 2}}
     whole = run_train(2, small_run(place, "lora", **more))

@@ -1,0 +1,133 @@
+"""`ithaca rehearse`: one rank of the whole cluster's job, on the one device here, beside what the plan says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ithaca.config import Run
+    from ithaca.planning.traffic import Machine
+
+LENGTH, WORLD, NODE = "128k", 8, 8
+
+
+def rehearse(
+    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),
+    length: str = typer.Option("", help="Tokens of a row, 128k or 1M; the run's last stage if left out."),
+    world: int = typer.Option(0, help="Ranks of the whole job; as the run says, or 8."),
+    rank: int = typer.Option(0, help="Which of them is rehearsed."),
+    stage: int = typer.Option(0, help="Which of the run's stages, from 1; the last if left out."),
+    layers: str = typer.Option("auto", help="`all`, `auto`, or how many layers a second run has more than the first."),
+    cap: str = typer.Option("", help="Memory that the device may use: 80GB."),
+    gpus: str = typer.Option("", help="The card of the job, if not the one here: H100."),
+    link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
+    network: str | None = typer.Option(None, help="What joins nodes: 'InfiniBand NDR', 'Ethernet 100G'."),
+    host_memory: str | None = typer.Option(None, help="Host memory of one node: 1T, 512GB, 960GiB."),
+    json_file: Path | None = typer.Option(None, "--json", help="Also write everything to this file."),
+) -> None:
+    """Run one rank of a job on the one device here; memory and time beside the plan's."""
+    from ithaca.cli.train import split_words
+    from ithaca.config import load_run
+    from ithaca.errors import ConfigError
+
+    file, overrides = split_words(words or [])
+    run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
+    ranks = world or (run.launch.processes if isinstance(run.launch.processes, int) else WORLD)
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ConfigError(f"--world {ranks} --rank {rank}: ranks count from 0 to the world less one")
+    if not 0 <= stage <= len(run.stages):
+        raise ConfigError(f"--stage {stage}: the run has stages 1 to {len(run.stages)}")
+    more = _layers(layers)
+    limit = _bytes(cap) if cap else None
+    config = read_model_config(run.model.name, run.model.revision)
+    if length or (model and file is None):
+        run = one_length(run, length or LENGTH, ranks, config)
+    from ithaca.cli.rehearse_page import as_json, page
+    from ithaca.proof.rehearse import Asked
+    from ithaca.proof.rehearse import rehearse as run_rank
+
+    machine = _machine(gpus, ranks, host_memory, link, network)
+    asked = Asked(run, config, machine, rank=rank, stage=stage - 1, layers=more, cap=limit)
+    result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
+    from rich.console import Console
+
+    Console(highlight=False).print(page(asked, result))
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
+
+
+def _layers(text: str) -> int | None:
+    from ithaca.errors import ConfigError
+
+    if text in ("auto", "all"):
+        return 0 if text == "auto" else None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--layers {text}: use auto, all, or a number of layers such as 4")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    from ithaca.config import parse_bytes
+    from ithaca.errors import ConfigError
+
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--cap: {error}") from None
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"--cap {text}: an amount of memory such as 80GB is needed")
+    return size
+
+
+def _machine(card: str, world: int, host_memory: str | None, link: str | None, network: str | None) -> Machine:
+    """The job's machine: `world` of the card here (an H100 where there is none), eight a node."""
+    import torch
+
+    from ithaca.cli.plan_inputs import read_machine
+    from ithaca.errors import ConfigError
+
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
+    nodes = max(1, world // NODE)
+    if world > NODE and world % NODE:
+        raise ConfigError(f"--world {world}: more than {NODE} ranks are whole nodes of {NODE}")
+    return read_machine(f"{world // nodes}x{card or here}", nodes, host_memory, link, network)
+
+
+def read_model_config(name: str, revision: str | None) -> Any:
+    """The config of a folder, a file, the embedded model, a name of the built-in table, or one on the hub."""
+    import tempfile
+
+    from transformers import AutoConfig
+
+    from ithaca.models.embedded import build_embedded
+    from ithaca.models.pretrained import find_folder, read_config
+    from ithaca.planning.known_models import known_config
+
+    path = Path(name).expanduser()
+    if name == "embedded":
+        with tempfile.TemporaryDirectory() as folder:
+            return read_config(build_embedded(Path(folder)))
+    if path.is_dir() or path.suffix == ".json":
+        return read_config(path if path.is_dir() else path.parent)
+    found = known_config(name)
+    if found is not None:
+        return AutoConfig.for_model(found.pop("model_type"), **found)
+    return read_config(find_folder(name, revision))
+
+
+def one_length(run: Run, length: str, world: int, config: Any) -> Run:
+    """The run with one stage of this length; one row for each sequence group."""
+    from ithaca.cli.plan_inputs import read_length
+    from ithaca.config import Stage
+    from ithaca.training.session import choose_sp
+
+    stage = Stage(length=read_length(length), steps=1, batch=world, sp=run.stages[-1].sp)
+    one = run.model_copy(update={"stages": [stage]})
+    groups = world // choose_sp(one, 0, world, config.get_text_config())
+    return run.model_copy(update={"stages": [stage.model_copy(update={"batch": groups})]})

@@ -1,0 +1,135 @@
+"""How a rehearsal looks: in a terminal, and as JSON. What was derived or predicted says so."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ithaca.planning.memory import GIB
+from ithaca.planning.traffic import LINK_SHARE
+from ithaca.proof.rehearse import Asked, Rehearsed
+
+_NAMES = {
+    "weights": "weights",
+    "optimizer": "optimizer state",
+    "gradients": "gradients",
+    "working": "activations, buffers",
+}
+
+
+def page(asked: Asked, result: Rehearsed) -> RenderableType:
+    """Facts, then memory and time beside the plan's, then what travels."""
+    parts: list[RenderableType] = [_facts(asked, result), Text(""), _memory(result)]
+    parts += [Text(""), _time(result)] if result.seconds else []
+    parts += [Text(""), _exchanges(result)] if result.exchanges else []
+    return Group(*parts)
+
+
+def how(result: Rehearsed) -> str:
+    """What ran, and how the rest is known."""
+    ran = " and ".join(str(len(each.layers)) for each in result.figures)
+    whole = len(result.predicted.plan.layers)
+    return f"{ran} of {whole} layers run, the rest derived" if result.derived else f"all {whole} layers run"
+
+
+def _facts(asked: Asked, result: Rehearsed) -> RenderableType:
+    dp, _, sp = result.degrees
+    grid = Table.grid(padding=(0, 2))
+    on = "the GPU here" if result.seconds else "fake tensors (no GPU here): memory only, the CPU's operators"
+    for name, text in (
+        ("rehearsed", f"rank {asked.rank} of {asked.world} (dp={dp}, sp={sp}) of {asked.machine}, on {on}"),
+        ("row", f"{result.length:,} tokens, {result.rows} a sequence group and step"),
+        ("layers", f"{result.predicted.plan.summary()}; {how(result)}"),
+        ("worst", f"as planned, at the {result.predicted.memory.moment}"),
+    ):
+        grid.add_row(Text(name, style="bold"), text)
+    return grid
+
+
+def _memory(result: Rehearsed) -> RenderableType:
+    mark = ", derived" if result.derived else ""
+    table = Table(title=f"Device memory at its peak{mark}", title_justify="left")
+    for column in ("", "rehearsed", "plan", "plan is"):
+        table.add_column(column, justify="left" if not column else "right")
+    said = asdict(result.predicted.kinds)
+    for kind, size in asdict(result.kinds).items():
+        table.add_row(_NAMES[kind], _size(size), _size(said[kind]), _off(said[kind], size))
+    table.add_row("all", _size(result.peak), _size(result.predicted.device_bytes), f"{result.memory_error:+.1%}")
+    for phase, peak in result.peaks.items():
+        table.add_row(f"peak in {phase}", _size(peak), "", "")
+    table.add_row("reserved by the allocator", _size(result.reserved) if result.seconds else "not known", "", "")
+    pinned = result.predicted.memory.host_bytes
+    table.add_row("host, pinned", _size(result.pinned), _size(pinned), _off(pinned, result.pinned))
+    return table
+
+
+def _time(result: Rehearsed) -> RenderableType:
+    said = result.predicted
+    mark = ", derived" if result.derived else ""
+    table = Table(title=f"One step, seconds{mark}", title_justify="left")
+    for column in ("", "rehearsed", "plan", "plan is"):
+        table.add_column(column, justify="left" if not column else "right")
+    for phase, seconds in result.seconds.items():
+        table.add_row(phase, f"{seconds:.2f}", "", "")
+    assert result.compute_s is not None
+    planned = "" if said.compute_s is None else f"{said.compute_s:.2f}"
+    off = "" if result.time_error is None else f"{result.time_error:+.1%}"
+    table.add_row("computing, all", f"{result.compute_s:.2f}", planned, off)
+    if said.step_s is not None and said.compute_s is not None and result.step_s is not None:
+        shown = said.step_s - said.compute_s
+        table.add_row("what shows of traffic (predicted)", f"{shown:.2f}", f"{shown:.2f}", "")
+        table.add_row("the step", f"{result.step_s:.2f}", f"{said.step_s:.2f}", _off(said.step_s, result.step_s))
+        speed = result.rows * result.degrees[0] * result.length / result.step_s
+        table.add_row("tokens a second, whole job", f"{speed:,.0f}", "", "")
+    return table
+
+
+def _exchanges(result: Rehearsed) -> RenderableType:
+    title = f"Exchanges of a step over {result.link} at {LINK_SHARE:.0%}: bytes counted, seconds predicted"
+    table = Table(title=title, title_justify="left")
+    for column in ("", "sent", "seconds"):
+        table.add_column(column, justify="left" if not column else "right")
+    for each in result.exchanges:
+        table.add_row(each.name, _size(each.bytes), f"{each.seconds:.3f}")
+    return table
+
+
+def as_json(asked: Asked, result: Rehearsed) -> dict[str, Any]:
+    """Everything, plain."""
+    import torch
+
+    machine = asked.machine
+    return {
+        "model": asked.run.model.name,
+        "here": torch.cuda.get_device_name() if torch.cuda.is_available() else "fake tensors",
+        "torch": torch.__version__,
+        "machine": {"device": machine.device.name, "gpus": machine.gpus, "nodes": machine.nodes}
+        | {"host_memory": machine.host_memory, "measured": machine.device.measured},
+        "world": asked.world,
+        "rank": asked.rank,
+        "cap": asked.cap,
+        "budget": asked.run.memory.budget,
+        "on_host": asked.run.memory.on_host,
+        "optimizer": asked.run.optimizer.name,
+        "precision": asked.run.precision,
+        "how": how(result),
+        "plan_summary": result.predicted.plan.summary(),
+        "parameters_run": [len(each.layers) for each in result.figures],
+        "peak": result.peak,
+        "compute_s": result.compute_s,
+        "step_s": result.step_s,
+        "memory_error": result.memory_error,
+        "time_error": result.time_error,
+    } | asdict(result)
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 4 else f"{size / 2**20:.2f} MiB"
+
+
+def _off(planned: float, measured: float) -> str:
+    return f"{planned / measured - 1:+.1%}" if measured else ""

@@ -1,0 +1,298 @@
+"""`ithaca rehearse`: one rank of a job on the one device here, beside what the plan said of it.
+
+The plan is made for the whole model as training would make it; then its step runs: all layers, or a few of them with
+the rest derived (`rehearse_cut`). Time is the device's own; what travels between ranks is counted, and its time is
+predicted from the link's speed. Without a GPU tensors are fake and memory alone is reported.
+
+Invariant: both sides of a comparison are of the same job and plan, and of the same things: without a GPU the kernels'
+workspace and the allocator's gaps are left out of both, as no trace sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from ithaca.config import Run
+from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh, init_mesh
+from ithaca.models.auto import SHARE, job_of, sizes_of
+from ithaca.models.pretrained import add_adapters, empty_model
+from ithaca.models.support import base_model
+from ithaca.planning.choose import choose_plan
+from ithaca.planning.hardware import Link
+from ithaca.planning.memory import Memory, Term, memory_of
+from ithaca.planning.plan import Job, MemoryPlan
+from ithaca.planning.sizes import ModelSizes
+from ithaca.planning.time import step_time
+from ithaca.planning.traffic import Machine, exchange_s, exchanged
+from ithaca.proof.rehearse_cut import MORE, Trials, choose_trials, cut_plan, derive
+from ithaca.proof.rehearse_group import alone
+from ithaca.proof.rehearse_step import OPTIMIZER, PHASES, Figures, Part, measure
+from ithaca.proof.rehearse_trace import Kinds
+from ithaca.state.weights import leaves_device
+from ithaca.training.session import choose_sp, precision_of
+from ithaca.training.stages import apply_stages
+
+# A step longer than this is cut to few layers, unless told: seconds as predicted, layers where there is no clock.
+WHOLE_S, WHOLE_LAYERS = 60.0, 8
+_UNSEEN = ("kernel workspace", "allocator slack")
+_KINDS = {"weights": "weights", "optimizer state": "optimizer", "gradients": "gradients"}
+# A link that takes no time, to tell computing from what travels.
+_INSTANT = Link("none", 1e12, between_nodes=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A rehearsal: stage `stage` of `run` on `machine`, as rank `rank`.
+
+    `layers`: how many more a later run has than the first; None for all in one run, 0 for what suits. `fake`: without a
+    GPU, tensors that take no memory and no time.
+    """
+
+    run: Run
+    config: Any
+    machine: Machine
+    rank: int = 0
+    stage: int = -1
+    layers: int | None = 0
+    cap: int | None = None
+    fake: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.machine.world
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the plan says. `compute_s`: of a step without what travels between ranks; `step_s`: with what shows of it."""
+
+    job: Job
+    plan: MemoryPlan
+    memory: Memory
+    device_bytes: int
+    kinds: Kinds
+    compute_s: float | None
+    step_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One of a step's all-to-alls over all layers and rows: bytes this rank sends to others, and predicted seconds."""
+
+    name: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """Everything a rehearsal gives; `derived` where not all layers ran. Seconds are of a whole optimizer step."""
+
+    length: int
+    rows: int
+    degrees: tuple[int, int, int]
+    predicted: Predicted
+    figures: tuple[Figures, ...]
+    derived: bool
+    seconds: dict[str, float]
+    peaks: dict[str, int]
+    kinds: Kinds
+    reserved: int
+    pinned: int
+    exchanges: tuple[Exchange, ...]
+    link: str
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def compute_s(self) -> float | None:
+        return sum(self.seconds.values()) if self.seconds else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Computing as measured, and what shows of the ranks' traffic as predicted."""
+        said = self.predicted
+        if self.compute_s is None or said.step_s is None or said.compute_s is None:
+            return self.compute_s
+        return self.compute_s + said.step_s - said.compute_s
+
+    @property
+    def memory_error(self) -> float:
+        """By how much of the rehearsed peak the plan was too high."""
+        return self.predicted.device_bytes / self.peak - 1
+
+    @property
+    def time_error(self) -> float | None:
+        if self.compute_s is None or self.predicted.compute_s is None:
+            return None
+        return self.predicted.compute_s / self.compute_s - 1
+
+
+def rehearse(asked: Asked, progress: Callable[[str], None] = lambda text: None) -> Rehearsed:
+    """Run the rank, or a few layers of it."""
+    gpu = torch.cuda.is_available()
+    if asked.run.memory.plan != "auto":
+        raise UnsupportedError("memory.plan='none' keeps everything and has no plan to compare with: use 'auto'")
+    if gpu and asked.cap is not None:
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, asked.cap / total))
+    with alone(asked.world, asked.rank):
+        number = asked.stage % len(asked.run.stages)
+        config = apply_stages(asked.config, asked.run.stages[: number + 1], random=True)
+        sp = choose_sp(asked.run, number, asked.world, config.get_text_config())
+        mesh = init_mesh(sp=sp, device=None if gpu else "cpu")
+        part = part_of(asked, number, config, mesh)
+        sizes, said = predict(asked, part, mesh)
+        progress(f"plan: {said.plan.summary()}")
+        trials = _trials(asked, sizes, said)
+        figures = []
+        for trial in trials.runs:
+            progress(f"running {len(trial.layers)} of {len(sizes.layers)} layers")
+            figures.append(measure(part, trial.layers, cut_plan(said.plan, trial.layers), mesh))
+        return _whole(part, mesh, sizes, said, trials, tuple(figures), asked.machine)
+
+
+def part_of(asked: Asked, number: int, config: Any, mesh: Mesh) -> Part:
+    """What every rank runs in stage `number`. Fake tensors stand for a GPU's, so they have its precision."""
+    run, stage = asked.run, asked.run.stages[number]
+    fake = mesh.device.type == "cpu" and asked.fake
+    weights, compute = precision_of(run, torch.device("cuda") if fake else mesh.device)
+    return Part(
+        config=config,
+        length=stage.length,
+        rows=stage.batch // mesh.dp,
+        weights=weights,
+        compute=compute,
+        optimizer=run.optimizer,
+        on_host=run.memory.on_host,
+        replicas=run.mesh.replicas,
+        kernel=run.model.kernel,
+        lora=run.lora,
+        seed=run.seed,
+        fake=fake,
+    )
+
+
+def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted]:
+    """The plan that training would choose with this machine's memory, and what it says."""
+    model: Any = empty_model(part.config, dtype=part.weights)
+    if part.lora is not None:
+        model = add_adapters(model, part.lora, seed=part.seed)
+    sizes = sizes_of(model, base_model(model))
+    gpu = mesh.device.type == "cuda"
+    job = job_of(
+        model,
+        mesh,
+        "shard",
+        part.optimizer.name,
+        fused=gpu,
+        compute_dtype=part.compute,
+        replicas=part.replicas,
+        on_host=leaves_device(mesh, part.on_host),
+    )
+    job = replace(job, length=part.length, accumulate=part.rows > 1)
+    plan = choose_plan(sizes, job, *_budgets(asked, gpu=gpu))
+    memory = memory_of(sizes, job, plan)
+    terms = [term for term in memory.terms if gpu or term.name not in _UNSEEN]
+    compute = step = None
+    if gpu:
+        instant = replace(asked.machine, link=_INSTANT, network=_INSTANT)
+        compute = step_time(sizes, job, plan, instant, rows=part.rows).seconds
+        step = step_time(sizes, job, plan, asked.machine, rows=part.rows).seconds
+    return sizes, Predicted(job, plan, memory, sum(t.device_bytes for t in terms), _kinds(terms), compute, step)
+
+
+def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
+    """Device and host bytes of one rank: three quarters of what it has there, and of what there is here."""
+    here = torch.cuda.mem_get_info()[1] if gpu else asked.machine.device.memory
+    device = asked.run.memory.budget or int(SHARE * min(here, asked.cap or here))
+    host = int(SHARE * asked.machine.host_memory / asked.machine.gpus)
+    return device, min(host, int(SHARE * psutil.virtual_memory().available)) if gpu else host
+
+
+def _kinds(terms: list[Term]) -> Kinds:
+    totals = dict.fromkeys(("weights", "optimizer", "gradients", "working"), 0)
+    for term in terms:
+        totals[_KINDS.get(term.name, "working")] += term.device_bytes
+    return Kinds(**totals)
+
+
+def _trials(asked: Asked, sizes: ModelSizes, said: Predicted) -> Trials:
+    more: int | None = asked.layers or MORE
+    if asked.layers is None:
+        more = None
+    elif asked.layers == 0:
+        whole = len(sizes.layers) <= WHOLE_LAYERS if said.compute_s is None else said.compute_s <= WHOLE_S
+        more = None if whole else MORE
+    return choose_trials(said.plan, sizes.kinds, more)
+
+
+def _whole(
+    part: Part,
+    mesh: Mesh,
+    sizes: ModelSizes,
+    said: Predicted,
+    trials: Trials,
+    figures: tuple[Figures, ...],
+    machine: Machine,
+) -> Rehearsed:
+    def total(value: Callable[[Figures], float]) -> float:
+        return derive(trials, [value(each) for each in figures])
+
+    peaks = {phase: int(total(lambda f, p=phase: f.peaks[p])) for phase in PHASES}  # type: ignore[misc]
+    held = {name: int(total(lambda f, n=name: getattr(f.kinds, n))) for name in ("weights", "optimizer", "gradients")}  # type: ignore[misc]
+    seconds: dict[str, float] = {}
+    if figures[0].seconds:
+        seconds = {phase: total(lambda f, p=phase: f.seconds[p]) for phase in PHASES}  # type: ignore[misc]
+        seconds = {phase: s * (1 if phase == OPTIMIZER else part.rows) for phase, s in seconds.items()}
+    return Rehearsed(
+        length=part.length,
+        rows=part.rows,
+        degrees=(mesh.dp, mesh.ring, mesh.sp),
+        predicted=said,
+        figures=figures,
+        derived=trials.derived,
+        seconds=seconds,
+        peaks=peaks,
+        kinds=Kinds(**held, working=max(peaks.values()) - sum(held.values())),
+        reserved=int(total(lambda f: f.reserved)),
+        pinned=int(total(lambda f: f.pinned)),
+        exchanges=exchanges_of(sizes, said, part.rows, machine),
+        link=_link(said.job, machine),
+    )
+
+
+def exchanges_of(sizes: ModelSizes, said: Predicted, rows: int, machine: Machine) -> tuple[Exchange, ...]:
+    """The four exchanges of a layer, summed over layers and rows."""
+    if said.job.sp == 1:
+        return ()
+    wires = [exchanged(sizes, said.job, mode, said.plan.head_groups) for mode in said.plan.layers]
+    names = {
+        "q, k, v": "forward_in",
+        "output": "forward_out",
+        "output's gradient, and what backward brings again": "backward_in",
+        "gradients of q, k, v": "backward_out",
+    }
+    return tuple(
+        Exchange(
+            name,
+            rows * sum(getattr(wire, key) for wire in wires),
+            rows * sum(exchange_s(machine, said.job, getattr(wire, key)) for wire in wires),
+        )
+        for name, key in names.items()
+    )
+
+
+def _link(job: Job, machine: Machine) -> str:
+    inside = f"{machine.link.name}, {machine.link.speed:g} GB/s"
+    if job.sp <= machine.gpus:
+        return inside
+    return f"{inside}; between nodes {machine.network.name}, {machine.network.speed:g} GB/s"

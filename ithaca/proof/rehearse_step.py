@@ -1,0 +1,360 @@
+"""One rank's step, measured: forward, backward, optimizer, with the memory each of them reaches.
+
+`measure(part, layers, plan, mesh)` builds the rank's shards of a model with random weights, cut to some of its layers
+where that is asked, and runs steps of its own share of a row; the ranks it is joined with may be real or
+`rehearse_group`'s. On a GPU time and memory are the device's; without one memory is traced, of real or of fake tensors.
+
+Invariant: what runs is what training runs: `parallelize`, `causal_loss`, `build_optimizer`, under the plan given.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ithaca.attention.clock import ATTENTION, CLOCK, EXCHANGE
+from ithaca.config import Lora, Optimizer
+from ithaca.mesh import Mesh
+from ithaca.models.binding import Binding, binding_of
+from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
+from ithaca.models.loss import shown_sum, summed_loss
+from ithaca.models.pretrained import add_adapters, empty_model
+from ithaca.models.support import base_model, decoder_layers
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import MemoryPlan
+from ithaca.proof.rehearse_group import Sent, sent_of
+from ithaca.proof.rehearse_trace import Kinds, Trace, TracedStore, held_by
+from ithaca.sequence.batch import Shard, shard_batch
+from ithaca.state.load import local, materialize
+from ithaca.state.optimizers import build_optimizer
+from ithaca.state.weights import OnHost, averages_gradients
+from ithaca.training.step import causal_loss
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+PHASES = (FORWARD, BACKWARD, OPTIMIZER)
+# A first step this long for each shard compiles, makes the optimizer's state and warms the kernels up.
+SHORT = 2048
+# A step of fewer seconds is run a second time, and the second counts.
+AGAIN_S = 20.0
+_DRAWN = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What every rank of the job runs. `rows`: of one sequence group, one after another. `fake`: no memory is touched."""
+
+    config: Any
+    length: int
+    rows: int
+    weights: torch.dtype
+    compute: torch.dtype | None
+    optimizer: Optimizer
+    on_host: OnHost = "nothing"
+    replicas: int = 1
+    kernel: str = "auto"
+    lora: Lora | None = None
+    seed: int = 0
+    fake: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a run of some layers gave; seconds of one row's forward and backward and of one optimizer step.
+
+    `peaks`: bytes of the device by phase. `filling_s` is left out of `seconds`: it stands where real data would arrive.
+    """
+
+    layers: tuple[int, ...]
+    seconds: dict[str, float]
+    peaks: dict[str, int]
+    kinds: Kinds
+    reserved: int
+    pinned: int
+    host_weights: int
+    attention_s: float = 0.0
+    packing_s: float = 0.0
+    filling_s: float = 0.0
+    sent: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    loss: float | None = None
+
+
+def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh) -> Figures:
+    """The figures of a model of these of its layers under `plan`, which has a mode for each of them."""
+    with ExitStack() as stack:
+        model = build(part, layers, plan, mesh)
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)) if part.fake else None
+        materialize(model)
+        if fake is None:
+            _fill(model)
+        settings = part.optimizer
+        optimizer = build_optimizer(
+            model, settings.name, lr=1e-5, betas=settings.betas, in_backward=settings.in_backward
+        )
+        run = _Run(part, tuple(layers), model, optimizer, mesh, fake, list(model.parameters()))
+        if mesh.device.type == "cuda":
+            return run.on_device()
+        return run.traced()
+
+
+def build(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh) -> nn.Module:
+    """The rank's model, its weights still empty."""
+    model: nn.Module = cut(empty_model(part.config, dtype=part.weights), layers)
+    if part.lora is not None:
+        model = add_adapters(model, part.lora, seed=part.seed)  # type: ignore[arg-type]
+    return parallelize(
+        model,
+        mesh,
+        replicas=part.replicas,
+        on_host=part.on_host,
+        kernel=part.kernel,
+        memory=plan,
+        optimizer=part.optimizer.name,
+        compute_dtype=part.compute,
+    )
+
+
+def cut(model: Any, layers: Sequence[int]) -> Any:
+    """The model with these of its layers only, in their order, under a config of its own."""
+    every = decoder_layers(model)
+    if list(layers) == list(range(len(every))):
+        return model
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is every[0])
+    blocks[:] = [every[index] for index in layers]
+    del blocks[len(layers) :]
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[index] for index in layers]
+    text.num_hidden_layers = len(layers)
+    for module in model.modules():
+        if getattr(module, "config", None) is model.config:
+            module.config = config
+    for place, index in enumerate(layers):
+        for module in every[index].modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = place
+            if hasattr(module, "config"):
+                module.config = config
+    model.config = config
+    return model
+
+
+def _fill(model: nn.Module) -> None:
+    """Weights of a fresh model's size: matrices of small random numbers, vectors around one."""
+    draw = torch.Generator().manual_seed(0)
+    block = torch.randn(_DRAWN, generator=draw) * 0.02
+    with torch.no_grad():
+        for parameter in model.parameters():
+            own = local(parameter).view(-1)
+            values = (block if parameter.dim() > 1 else 1 + block).to(own.device, own.dtype)
+            for start in range(0, own.numel(), _DRAWN):
+                own[start : start + _DRAWN].copy_(values[: own.numel() - start])
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    part: Part
+    layers: tuple[int, ...]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mesh: Mesh
+    fake: FakeTensorMode | None
+    parameters: list[nn.Parameter]
+
+    def on_device(self) -> Figures:
+        """A short step first; then one of the whole length, twice where that is quick."""
+        self._step(min(self.part.length, SHORT * self.mesh.shards), nullcontext())
+        figures = self._timed()
+        return figures if sum(figures.seconds.values()) > AGAIN_S else self._timed()
+
+    def _timed(self) -> Figures:
+        device, group = self.mesh.device, self.mesh.sp_group
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_host_memory_stats()
+        sent_of(group).clear()
+        phase = _DevicePhases(device, sent_of(group))
+        with CLOCK.running(device) as clock:
+            loss = self._step(self.part.length, phase)
+            spent = clock.seconds()
+        held = {name: _bytes(tensors, "cuda") for name, tensors in phase.held.items()}
+        store = _memory(self.model).store if _memory(self.model) is not None else None
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        peak = max(phase.peaks.values())
+        filling = sent_of(group).filling_s()
+        return Figures(
+            layers=self.layers,
+            seconds=phase.seconds,
+            peaks=phase.peaks,
+            kinds=Kinds(**held, working=peak - sum(held.values())),
+            reserved=torch.cuda.max_memory_reserved(device),
+            pinned=pinned + (0 if store is None else store.pinned),
+            host_weights=sum(_bytes(tensors, "cpu") for tensors in phase.held.values()),
+            attention_s=spent[ATTENTION],
+            packing_s=max(0.0, spent[EXCHANGE] - filling),
+            filling_s=filling,
+            sent=dict(sent_of(group).bytes),
+            calls=dict(sent_of(group).calls),
+            loss=loss,
+        )
+
+    def traced(self) -> Figures:
+        """Without a GPU: a whole step for the optimizer's state, then one with every storage followed."""
+        self._step(self.part.length, nullcontext())
+        trace = Trace(lambda: held_by(self.parameters, self.optimizer))
+        _trace_store(self.model, self.mesh, trace)
+        phase = _TracedPhases(trace)
+        sent_of(self.mesh.sp_group).clear()
+        with trace:
+            loss = self._step(self.part.length, phase)
+        worst = max(phase.kinds.values(), key=lambda kinds: kinds.total)
+        return Figures(
+            layers=self.layers,
+            seconds=phase.seconds if self.fake is None else {},
+            peaks={name: kinds.total for name, kinds in phase.kinds.items()},
+            kinds=worst,
+            reserved=worst.total,
+            pinned=trace.pinned,
+            host_weights=0,
+            sent=dict(sent_of(self.mesh.sp_group).bytes),
+            calls=dict(sent_of(self.mesh.sp_group).calls),
+            loss=loss,
+        )
+
+    def _step(self, length: int, phases: AbstractContextManager[Any]) -> float | None:
+        """One optimizer step over two rows where a step has more than one: the second finds gradients."""
+        if self.part.rows > 1:
+            self._loss(length).backward()  # type: ignore[no-untyped-call]
+        with phases as phase:
+            loss = self._loss(length)
+            self._mark(phase, FORWARD)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._mark(phase, BACKWARD)
+            self._clip()
+            self.optimizer.step()
+            self._mark(phase, OPTIMIZER)
+        self.optimizer.zero_grad(set_to_none=True)
+        return None if self.fake is not None else float(loss.detach())
+
+    def _mark(self, phase: Any, name: str) -> None:
+        if phase is not None:
+            phase.mark(name, held_by(self.parameters, self.optimizer))
+
+    def _clip(self) -> None:
+        clip = self.part.optimizer.clip
+        if clip and not self.part.optimizer.in_backward:
+            trained = [p for p in self.parameters if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(trained, clip)
+
+    def _loss(self, length: int) -> Tensor:
+        vocabulary = int(base_model(self.model).config.get_text_config().vocab_size)
+        draw = torch.Generator().manual_seed(self.part.seed + 1)
+        if self.fake is None:
+            ids = torch.randint(0, vocabulary, (1, length), generator=draw)
+            return causal_loss(self.model, {"input_ids": ids}, self.mesh)
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        # Where the row's tokens go is worked out with real ones: it is read on the host.
+        with unset_fake_temporarily():
+            ids = torch.randint(0, vocabulary, (1, length), generator=draw)
+            shard = shard_batch({"input_ids": ids}, self.mesh, vocab_size=vocabulary)
+        return _fake_loss(self.model, binding_of(self.model), _faked(shard, self.fake), self.mesh)
+
+
+def _fake_loss(model: nn.Module, binding: Binding, shard: Shard, mesh: Mesh) -> Tensor:
+    """`causal_loss` without what reads values: the ranks' agreement on a batch."""
+    total, router_logits = summed_loss(model, binding, shard)
+    part = total / max(1, shard.count)
+    if wants_auxiliary_loss(binding.model, None):
+        part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh)
+    return shown_sum(part, mesh.world_group, mesh.world if averages_gradients(model) else 1)
+
+
+def _faked(shard: Shard, mode: FakeTensorMode) -> Shard:
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    inputs = {key: fake(value) for key, value in shard.inputs.items()}
+    return replace(shard, inputs=inputs, targets=fake(shard.targets), real=fake(shard.real))
+
+
+def _memory(model: nn.Module) -> Any:
+    return binding_of(model).memory
+
+
+def _trace_store(model: nn.Module, mesh: Mesh, trace: Trace) -> None:
+    """Let the trace know what the plan sends to the host."""
+    installed = _memory(model)
+    if installed is None or installed.store is None:
+        return
+    installed.store = TracedStore(mesh.device, trace=trace)
+    for layer in installed.layers:
+        layer.store = None if layer.store is None else installed.store
+
+
+def _bytes(tensors: list[Tensor], kind: str) -> int:
+    return sum(x.nbytes for x in tensors if x.device.type == kind)
+
+
+class _DevicePhases:
+    """Seconds and peaks of a GPU, phase by phase; what was held when memory was highest."""
+
+    def __init__(self, device: torch.device, sent: Sent) -> None:
+        self.device, self.sent = device, sent
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
+        self.held: dict[str, list[Tensor]] = {}
+        self._last = self._filled = 0.0
+
+    def __enter__(self) -> _DevicePhases:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
+        torch.cuda.synchronize(self.device)
+        now, filled = time.perf_counter(), self.sent.filling_s()
+        self.seconds[name] = now - self._last - (filled - self._filled)
+        self._last, self._filled = now, filled
+        peak = torch.cuda.max_memory_allocated(self.device)
+        if peak >= max(self.peaks.values(), default=0):
+            self.held = held
+        self.peaks[name] = peak
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class _TracedPhases:
+    """The same of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.kinds: dict[str, Kinds] = {}
+        self.seconds: dict[str, float] = {}
+        self._last = 0.0
+
+    def __enter__(self) -> _TracedPhases:
+        self.trace.begin()
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
+        now = time.perf_counter()
+        self.kinds[name] = self.trace.peak
+        self.seconds[name], self._last = now - self._last, now
+        self.trace.begin()

@@ -1,0 +1,214 @@
+"""A rehearsed rank against a real one of a gloo world: the same shards, the same bytes at every phase's peak; against
+the plan: memory by kind and what is sent; and the whole derived from few layers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ithaca.config import Optimizer, read_run
+from ithaca.errors import MeshError, UnsupportedError
+from ithaca.mesh import init_mesh
+from ithaca.models.support import decoder_layers
+from ithaca.planning.hardware import find_device, find_link
+from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.traffic import Machine, exchanged
+from ithaca.proof.rehearse import Asked, Rehearsed, rehearse
+from ithaca.proof.rehearse_cut import blocks_of, choose_trials, cut_plan, derive
+from ithaca.proof.rehearse_group import AloneGroup, alone
+from ithaca.proof.rehearse_step import Part, build, cut, measure
+from ithaca.proof.small import small_config
+from ithaca.state.load import local
+from tests.ranks import run_ranks
+from tests.tolerances import TRACED_MEMORY
+
+LENGTH, LAYERS = 256, 4
+SAVE = MemoryPlan(("save",) * LAYERS, (True, True, False, False), mlp_tile=32, loss_tile=32)
+MIXED = MemoryPlan(("recompute", "rebuild", "save", "keep"), (True, False, False, False), mlp_tile=32, loss_tile=64)
+
+
+def part(kind: str = "llama", rows: int = 1, **changes: Any) -> Part:
+    config = small_config(kind, num_hidden_layers=LAYERS, hidden_size=64, num_attention_heads=8)
+    return Part(config, LENGTH, rows, torch.float32, None, Optimizer(**changes))
+
+
+def figures(of: Part, plan: MemoryPlan, sp: int) -> dict[str, Any]:
+    """What a rank measures, and the bytes of each of its shards; whoever the other ranks are."""
+    mesh = init_mesh(sp=sp, device="cpu")
+    shards = {key: local(p).nbytes for key, p in build(of, range(LAYERS), plan, mesh).named_parameters()}
+    got = measure(of, range(LAYERS), plan, mesh)
+    return {"shards": shards, "peaks": got.peaks, "kinds": asdict(got.kinds), "pinned": got.pinned, "loss": got.loss}
+
+
+def alone_as(rank: int, world: int, of: Part, plan: MemoryPlan, sp: int) -> dict[str, Any]:
+    with alone(world, rank):
+        return figures(of, plan, sp)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "sp", "rows"),
+    [("llama", SAVE, 4, 1), ("qwen3", MIXED, 2, 2)],
+)
+def test_a_rehearsed_rank_has_the_bytes_of_a_real_one(kind: str, plan: MemoryPlan, sp: int, rows: int) -> None:
+    real = run_ranks(4, figures, part(kind, rows), plan, sp)
+    for rank in (0, 3):
+        rehearsed = alone_as(rank, 4, part(kind, rows), plan, sp)
+        for what in ("shards", "peaks", "kinds", "pinned"):
+            assert rehearsed[what] == real[rank][what], what
+    # Shards are a quarter each, and the bytes of another world are others.
+    assert sum(real[0]["shards"].values()) * 3 < sum(sum(r["shards"].values()) for r in real)
+    assert alone_as(0, 8, part(kind, rows), plan, sp)["peaks"] != real[0]["peaks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3_text"])
+def test_experts_and_windows_too(kind: str) -> None:
+    plan = replace(SAVE, offload=(False,) * LAYERS)
+    real = run_ranks(4, figures, part(kind), plan, 4)
+    rehearsed = alone_as(1, 4, part(kind), plan, 4)
+    assert rehearsed["shards"] == real[1]["shards"]
+    if kind == "gemma3_text":
+        # Experts' own buffers depend on where tokens go, which is another rank's business too.
+        assert rehearsed["peaks"] == real[1]["peaks"]
+
+
+def test_what_arrives_is_plain_numbers() -> None:
+    """Garbage would spread: the loss of random weights is near that of guessing, and finite."""
+    got = alone_as(2, 4, part(), SAVE, 4)
+    assert got["loss"] == pytest.approx(float(torch.tensor(float(part().config.vocab_size)).log()), abs=1.0)
+
+
+def test_collectives_of_a_rank_alone() -> None:
+    with alone(4, 1):
+        group = init_mesh(sp=4, device="cpu").sp_group
+        assert isinstance(group, AloneGroup)
+        out, given = torch.full((6,), torch.nan), torch.arange(4.0)
+        dist.all_to_all_single(out, given, [1, 2, 1, 2], [1, 1, 1, 1], group=group)
+        assert out.tolist() == [0, 1, 2, 3, 0, 1]
+        assert group.sent.bytes["all-to-all"] == 3 * 4
+        table = torch.zeros(4, 2, dtype=torch.int64)
+        table[1] = torch.tensor([5, 6])
+        dist.all_reduce(table, group=group)
+        assert table.tolist() == [[5, 6]] * 4
+        part_of_sum = torch.ones(3)
+        dist.all_reduce(part_of_sum, group=group)
+        assert part_of_sum.tolist() == [4.0] * 3
+        least = torch.tensor([7])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        assert least.tolist() == [7]
+    assert not dist.is_initialized()
+
+
+def test_a_world_that_cannot_be_is_refused() -> None:
+    with pytest.raises(MeshError, match="rank 4 of a world of 4: ranks count from 0 to 3"), alone(4, 4):
+        pass
+    with alone(2, 0), pytest.raises(MeshError, match="in a process group already"), alone(2, 1):
+        pass
+
+
+def asked(layers: int | None, count: int = LAYERS, *, fake: bool = False, **settings: Any) -> Asked:
+    stage = {"length": LENGTH, "steps": 1, "batch": 1}
+    run = read_run({"precision": "fp32", "stages": [stage], **settings})
+    config = small_config("llama", num_hidden_layers=count, hidden_size=64, num_attention_heads=8)
+    device = find_device("H100")
+    machine = Machine(device, 4, 1, 4 * 200 * 10**9, find_link(device.link), find_link("InfiniBand NDR"))
+    return Asked(run, config, machine, rank=1, layers=layers, fake=fake)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Rehearsed:
+    return rehearse(asked(None, 12))
+
+
+def test_memory_is_what_the_plan_says_and_so_is_what_is_sent(whole: Rehearsed) -> None:
+    assert not whole.derived
+    assert abs(whole.memory_error) < TRACED_MEMORY
+    said = whole.predicted
+    # The whole vocabulary's rows do not divide by the ranks: a shard is a little larger than its share.
+    assert whole.kinds.weights == pytest.approx(said.kinds.weights, rel=0.01)
+    assert whole.kinds.optimizer == pytest.approx(said.kinds.optimizer, rel=0.01)
+    assert sum(each.bytes for each in whole.exchanges) == whole.figures[0].sent["all-to-all"]
+    assert whole.degrees == (1, 1, 4)
+    assert said.compute_s is None
+    assert whole.step_s == whole.compute_s
+
+
+def test_the_comparison_sees_a_wrong_plan(whole: Rehearsed) -> None:
+    """A planted fault: the plan forgets that saved tensors stay."""
+    less = replace(whole.predicted, device_bytes=whole.predicted.device_bytes // 2)
+    assert abs(replace(whole, predicted=less).memory_error) > TRACED_MEMORY
+
+
+def test_few_layers_give_the_whole(whole: Rehearsed) -> None:
+    few = rehearse(asked(2, 12))
+    assert few.derived
+    assert [len(each.layers) for each in few.figures] == [3, 5]
+    # Bytes do lie on a line; only ids and loss buffers beside it.
+    assert few.peaks == pytest.approx(whole.peaks, rel=0.005)
+    assert asdict(few.kinds) == pytest.approx(asdict(whole.kinds), rel=0.01)
+
+
+@pytest.mark.slow
+def test_fake_tensors_have_the_bytes_of_real_ones() -> None:
+    real, fake = rehearse(asked(None)), rehearse(asked(None, fake=True))
+    assert fake.seconds == {}
+    assert fake.kinds == real.kinds
+    assert fake.peaks["backward"] == real.peaks["backward"]
+
+
+def test_a_run_without_a_plan_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"memory.plan='none'"):
+        rehearse(asked(None, memory={"plan": "none"}))
+
+
+def test_counted_bytes_are_the_exchanges_of_every_mode() -> None:
+    with alone(2, 0):
+        mesh = init_mesh(sp=2, device="cpu")
+        for plan in (SAVE, MIXED):
+            got = measure(part(), range(LAYERS), plan, mesh)
+            from ithaca.models.auto import job_of, sizes_of
+            from ithaca.models.pretrained import empty_model
+
+            model = empty_model(part().config, dtype=torch.float32)
+            job = job_of(model, mesh, "shard", "adamw", fused=False, compute_dtype=None)
+            job = replace(job, length=LENGTH)
+            sizes = sizes_of(model, model)
+            assert got.sent["all-to-all"] == sum(exchanged(sizes, job, mode, 1).total for mode in plan.layers)
+
+
+def test_blocks_are_chains_and_runs_have_some_of_each() -> None:
+    modes = ("recompute", "rebuild", "rebuild", "recompute", "rebuild", "rebuild", "save", "save", "save", "keep")
+    plan = MemoryPlan(modes, (True,) * 6 + (False,) * 4, 8, 8)  # type: ignore[arg-type]
+    assert blocks_of(plan) == [(0, 1, 2), (3, 4, 5), (6,), (7,), (8,), (9,)]
+    long = MemoryPlan(modes[:6] * 6 + modes[6:] * 1, (True,) * 36 + (False,) * 4, 8, 8)  # type: ignore[arg-type]
+    trials = choose_trials(long, (0,) * 40, more=3)
+    assert trials.whole == (12, 3, 1)
+    assert [trial.counts for trial in trials.runs] == [(2, 2, 1), (3, 2, 1), (2, 3, 1)]
+    assert trials.runs[0].layers == (30, 31, 32, 33, 34, 35, 37, 38, 39)
+    assert cut_plan(long, trials.runs[0].layers).layers == (*modes[:6], "save", "save", "keep")
+
+
+def test_what_lies_on_a_line_is_derived_exactly() -> None:
+    plan = MemoryPlan(("save",) * 30 + ("keep",) * 10, (False,) * 40, 8, 8)
+    trials = choose_trials(plan, (0,) * 40)
+    values = [7.0 + 3.0 * save + 11.0 * keep for save, keep in (trial.counts for trial in trials.runs)]
+    assert derive(trials, values) == pytest.approx(7.0 + 3.0 * 30 + 11.0 * 10)
+    assert derive(trials, [values[0], *(v + 1 for v in values[1:])]) != pytest.approx(7.0 + 3.0 * 30 + 11.0 * 10)
+    every = choose_trials(plan, (0,) * 40, more=None)
+    assert not every.derived
+    assert every.runs[0].layers == tuple(range(40))
+
+
+def test_a_cut_model_has_the_layers_it_was_asked_for() -> None:
+    from ithaca.models.pretrained import empty_model
+
+    config = small_config("gemma3_text", num_hidden_layers=6)
+    model = cut(empty_model(config, dtype=torch.float32), (1, 4, 5))
+    assert model.config.layer_types == [config.layer_types[i] for i in (1, 4, 5)]
+    assert len(decoder_layers(model)) == model.config.num_hidden_layers == 3
+    assert [layer.self_attn.layer_idx for layer in decoder_layers(model)] == [0, 1, 2]
+    assert config.num_hidden_layers == 6

@@ -1,0 +1,127 @@
+"""`ithaca verify`'s checks: right on every listed architecture, and each planted fault seen by the line it belongs to."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ithaca.mesh import init_mesh
+from ithaca.proof.checks import CHECKS, Line
+from ithaca.proof.limits import FP64
+from ithaca.proof.sample import from_rows, made_up
+from ithaca.proof.small import LISTED, VOCABULARY, small_model
+from ithaca.proof.verify import verify
+from tests import faults
+from tests.ranks import run_ranks
+from tests.tolerances import FP64 as TOLERANCE
+
+LENGTH = 47
+QUICK = ("llama", "mixtral", "gpt_oss")
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+    "max_position_embeddings": 64,
+}
+ALWAYS = [
+    "loss", "logits", "gradients", "documents", "isolation", "left padding", "right padding", "positions",
+    "masked shards", "accumulation", "evaluation", "attention is sharded", "activation memory", "save", "resume",
+    "layers run again",
+]  # fmt: skip
+# fault -> architecture, ranks, settings, the lines of which every one must go off
+SEEN_BY: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
+    "positions_not_offset": ("llama", 2, {}, {"loss", "gradients", "positions"}),
+    "document_leak": ("llama", 2, {}, {"documents", "isolation"}),
+    "padding_attended": ("llama", 2, {}, {"left padding"}),
+    "labels_shifted_after_cutting": ("llama", 2, {}, {"loss", "gradients"}),
+    "mean_of_means": ("llama", 2, {}, {"loss", "gradients", "masked shards", "accumulation", "evaluation"}),
+    "gradients_times_world": ("llama", 2, {}, {"gradients", "accumulation"}),
+    "dropped_head": ("llama", 2, {}, {"loss", "logits", "gradients", "evaluation"}),
+    "kv_gradients_of_one_copy": ("llama", 4, {}, {"gradients"}),
+    "window_dropped": ("mistral", 2, {}, {"loss", "logits", "gradients"}),
+    "softcap_dropped": ("gemma2", 2, {}, {"loss", "logits", "gradients"}),
+    "not_causal": ("llama", 2, {}, {"loss", "logits", "gradients", "isolation"}),
+    "sinks_not_sliced": ("gpt_oss", 2, {}, {"loss", "logits", "gradients"}),
+    "sinks_without_gradient": ("gpt_oss", 2, {}, {"gradients"}),
+    "rope_sees_the_shard": ("llama", 2, DYNAMIC, {"positions"}),
+    "auxiliary_loss_of_the_shard": ("mixtral", 2, {}, {"router loss"}),
+    "nan_on_masked_shards": ("llama", 2, {}, {"masked shards"}),
+}
+QUICK_FAULTS = ("document_leak", "nan_on_masked_shards")
+
+
+def on_rank(kind: str, settings: dict[str, Any], fault: str | None, names: list[str] | None) -> list[Line]:
+    """Runs on a rank; `fault` names a planted one, `names` the checks to run if not all."""
+    checks = [check for check in CHECKS if names is None or check.__name__ in names]
+    ranks = torch.distributed.get_world_size()
+    with faults.FAULTS[fault]() if fault else nullcontext():
+        return verify(
+            partial(small_model, kind, **settings), made_up(VOCABULARY, LENGTH), init_mesh(sp=ranks), checks=checks
+        )
+
+
+def lines_of(
+    kind: str, ranks: int = 2, fault: str | None = None, names: list[str] | None = None, **settings: Any
+) -> dict[str, Line]:
+    answers = run_ranks(ranks, on_rank, kind, settings, fault, names)
+    assert all(answer == answers[0] for answer in answers[1:]), "all ranks have the same checklist"
+    return {line.name: line for line in answers[0]}
+
+
+def expect_right(kind: str, ranks: int, **settings: Any) -> dict[str, Line]:
+    lines = lines_of(kind, ranks, **settings)
+    assert set(ALWAYS) <= set(lines)
+    assert not {name: (line.figure, line.limit) for name, line in lines.items() if not line.ok}
+    return lines
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in LISTED])
+def test_listed_architectures_are_right(kind: str) -> None:
+    lines = expect_right(kind, 2)
+    assert ("router loss" in lines) == (kind in ("qwen3_moe", "mixtral", "gpt_oss"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_other_degrees(kind: str, ranks: int) -> None:
+    expect_right(kind, ranks)
+
+
+@pytest.mark.slow
+def test_length_dependent_rope() -> None:
+    line = expect_right("llama", 2, **DYNAMIC)["positions"]
+    assert "dynamic, which looks at the length" in line.detail
+
+
+def test_every_fault_has_lines() -> None:
+    assert SEEN_BY.keys() == faults.FAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    "fault", [f if f in QUICK_FAULTS else pytest.param(f, marks=pytest.mark.slow) for f in SEEN_BY]
+)
+def test_each_fault_is_seen_by_its_lines(fault: str) -> None:
+    kind, ranks, settings, wanted = SEEN_BY[fault]
+    lines = lines_of(kind, ranks, fault=fault, **settings)
+    off = {name for name, line in lines.items() if not line.ok}
+    assert wanted <= off, f"{fault} was seen by {sorted(off)} only"
+
+
+def test_limits_are_the_tests_own() -> None:
+    assert FP64.loss == FP64.logits == TOLERANCE
+    assert FP64.isolation == 0
+
+
+def test_a_feeds_rows_lose_their_padding_and_keep_their_documents() -> None:
+    row = {
+        "input_ids": torch.tensor([[5, 6, 70, 8, 9, 0, 0]]),
+        "labels": torch.tensor([[-100, 6, 70, 8, 9, -100, -100]]),
+        "document_ids": torch.tensor([[0, 0, 0, 1, 1, -1, -1]]),
+    }
+    (batch,) = from_rows([row], 61, 31, "a feed").plain
+    assert batch["input_ids"].tolist() == [[5, 6, 9, 8, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, 9, -100, 9]]
