@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, _create_work_from_future
-from torch.futures import Future
+from torch._C._distributed_c10d import HashStore
 
 from ithaca.errors import MeshError
 
@@ -48,6 +47,23 @@ class Sent:
         self.calls.clear()
         self.bytes.clear()
         self.spans.clear()
+
+
+class _Arrived(dist.Work):
+    """A collective that is over, and the buffers it holds: until it is waited for as NCCL does, or, as gloo does, until
+    nobody has it any more."""
+
+    def __init__(self, *held: Tensor) -> None:
+        super().__init__()
+        self._held = held
+
+    def wait(self, timeout: Any = None) -> bool:
+        if any(x.device.type == "cuda" for x in self._held):
+            self._held = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class AloneGroup(dist.ProcessGroup):
@@ -85,13 +101,13 @@ class AloneGroup(dist.ProcessGroup):
                 tensor.copy_(tensor[self.rank()].clone().expand_as(tensor))
             else:
                 tensor.mul_(self.size())
-        return _done()
+        return _Arrived(*tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return _done()
+        return _Arrived(*tensors)
 
     def barrier(self, opts: Any = None) -> Any:
-        return _done()
+        return _Arrived()
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         self.sent.note("all-gather", given.nbytes * (self.size() - 1))
@@ -100,12 +116,12 @@ class AloneGroup(dist.ProcessGroup):
             # FSDP2 gathers in place: its own part is the input.
             if not _same_memory(part, own):
                 _moved(part, own, _MOVE * (rank - self.rank()))
-        return _done()
+        return _Arrived(output, given)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         self.sent.note("reduce-scatter", given.nbytes * (self.size() - 1) // self.size())
         output.copy_(given.view(self.size(), -1)[self.rank()].view_as(output))
-        return _done()
+        return _Arrived(output, given)
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, arriving: list[int], leaving: list[int], opts: Any = None
@@ -117,7 +133,7 @@ class AloneGroup(dist.ProcessGroup):
         _repeated(output.view(-1), given.reshape(-1))
         if start is not None:
             self.sent.spans.append((start, _event(given)))
-        return _done()
+        return _Arrived(output, given)
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
@@ -147,12 +163,6 @@ def sent_of(group: dist.ProcessGroup) -> Sent:
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> AloneGroup:
     return AloneGroup(rank, size)
-
-
-def _done() -> Any:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return _create_work_from_future(future)
 
 
 def _bytes(x: Tensor) -> Tensor:

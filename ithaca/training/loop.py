@@ -34,6 +34,7 @@ from ithaca.training.metrics import (
     memory_by_kind,
     model_flops,
 )
+from ithaca.training.place import Place
 from ithaca.training.positions import LossByPosition
 from ithaca.training.session import Session
 from ithaca.training.stages import rate_at
@@ -46,18 +47,6 @@ Batch = dict[str, Tensor]
 
 class BadStepsError(IthacaError, ArithmeticError):
     """Too many steps in a row had a loss or gradient that is not finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """How far a run has come: `step` steps of stage `stage`, `total` of all; `bad` skipped, `in_a_row` just now."""
-
-    stage: int = 0
-    step: int = 0
-    total: int = 0
-    tokens: int = 0
-    bad: int = 0
-    in_a_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class Session:
 def choose_sp(run: Run, number: int, world: int, config: Any) -> int:
     """The stage's own degree, the run's, or as many ranks as divide the world and have a head each."""
     stage = run.stages[number]
+    if run.mesh.ring > 1:
+        raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
     asked = stage.sp or run.mesh.sp
     sp = largest_divisor(world // run.mesh.ring, int(config.num_attention_heads)) if asked == "auto" else asked
     dp = world // (sp * run.mesh.ring)
@@ -128,8 +130,6 @@ def _mesh_for(run: Run, number: int, config: Any, mesh: Mesh | None) -> Mesh:
     device = None if run.launch.device == "auto" else run.launch.device
     world = mesh.world if mesh is not None else init_mesh(device=device).world
     sp = choose_sp(run, number, world, config.get_text_config())
-    if run.mesh.ring > 1:
-        raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
     if mesh is not None and mesh.sp == sp:
         return mesh
     return init_mesh(sp=sp, device=device)

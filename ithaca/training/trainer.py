@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ithaca.config import Run
 from ithaca.data.prepare import Prepared, prepare
 from ithaca.errors import CheckpointError, IthacaError
-from ithaca.mesh import Mesh, init_mesh
+from ithaca.mesh import Mesh, fit_degrees, init_mesh
 from ithaca.models.embedded import build_embedded
 from ithaca.models.pretrained import find_folder, read_config
 from ithaca.models.support import base_model, decoder_layers
@@ -31,9 +31,10 @@ from ithaca.state.tensors import check_fingerprint, fingerprint
 from ithaca.training.collectives import check_collectives
 from ithaca.training.display import Display
 from ithaca.training.folder import RunFolder
-from ithaca.training.loop import Place, StageLoop
+from ithaca.training.loop import StageLoop
 from ithaca.training.metrics import Journal
-from ithaca.training.session import Session, build_session, stage_config
+from ithaca.training.place import Place
+from ithaca.training.session import Session, build_session, choose_sp, stage_config
 from ithaca.training.stages import advise_between
 from ithaca.training.watch import Preempted, Watch
 
@@ -80,11 +81,11 @@ class _Trainer:
 
     def go(self) -> Outcome:
         run = self.run
+        self.source = self._source()
+        self._look_ahead()
         with self.watch.patient(24 * 3600.0, "preparing data"):
-            self.source = self._source()
             prepared = self._prepare()
             self.documents = prepared.fingerprint
-        self._look_ahead()
         place, path = self._find_start()
         if path is not None and place.stage and not place.step:
             self._export(path, place)
@@ -120,8 +121,11 @@ class _Trainer:
         )
 
     def _look_ahead(self) -> None:
-        """Of jumps from stage to stage, and of stages that the model cannot do, before anything is built."""
-        stage_config(self.run, self.source, len(self.run.stages) - 1)
+        """Refuse stages that the model or the mesh cannot do, and warn of jumps, before anything is read or built."""
+        for number in range(len(self.run.stages)):
+            config = stage_config(self.run, self.source, number)
+            sp = choose_sp(self.run, number, self.mesh.world, config.get_text_config())
+            fit_degrees(self.mesh.world, sp=sp, ring=self.run.mesh.ring)
         known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
         pretrained = self.run.model.weights == "pretrained" and self.run.model.name != "embedded"
         for warning in advise_between(int(known) if pretrained else 0, self.run.stages):
@@ -208,7 +212,10 @@ class _Trainer:
     def _stop(self, place: Place) -> Outcome:
         """Somebody asked to stop: the step in flight is given up, the last whole one is saved."""
         with self.watch.patient(self.run.limits.grace, "saving before the end"):
-            self.checkpoints.wait()
+            try:
+                self.checkpoints.wait()
+            except CheckpointError:
+                self.saved = None
             if self.session is not None and self.loop is not None:
                 place = self.loop.place
                 if place != self.saved and not self.run.optimizer.in_backward:

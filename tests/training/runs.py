@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ithaca.config import Run, read_run
 from ithaca.models.embedded import embedded_tokenizer
 from ithaca.training import loop
+from ithaca.training.place import Place
 from ithaca.training.trainer import train
 from ithaca.training.watch import Watch
 from tests.ranks import run_ranks
@@ -82,7 +83,7 @@ def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, An
     run = Run.model_validate_json(text)
     advance, boundary, armed = loop.StageLoop._advance, Watch.at, [False]
 
-    def arming(self: loop.StageLoop, place: loop.Place) -> loop.Place:
+    def arming(self: loop.StageLoop, place: Place) -> Place:
         armed[0] = armed[0] or place.total == stop
         return advance(self, place)
 
