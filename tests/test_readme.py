@@ -69,6 +69,18 @@ def test_the_longest_steps_are_those_measured() -> None:
     assert max(cell["host_gib"] for cell in done) < 96
 
 
+def test_the_plan_shown_is_the_plan_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from ithaca.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    (command, shown) = re.findall(r"^\$ ithaca (plan .+?)\n(.+?)```", README, re.M | re.S)[0]
+    made = CliRunner().invoke(app, command.split(), catch_exceptions=False).stdout
+    lines = {" ".join(line.split()) for line in made.splitlines()}
+    assert {" ".join(line.split()) for line in shown.strip().splitlines()} <= lines
+
+
 @pytest.mark.parametrize("command", re.findall(r"^torchrun (.+?)(?:\s+#.*)?$", README, re.M))
 def test_torchrun_commands_run(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from ithaca import __version__
+from ithaca.cli.doctor import doctor
 from ithaca.cli.export import export
 from ithaca.cli.models import models
 from ithaca.cli.plan import plan
@@ -29,6 +30,7 @@ app.command()(verify)
 app.command()(prepare)
 app.command()(train)
 app.command()(export)
+app.command()(doctor)
 
 
 def _version(asked: bool) -> None:

@@ -102,7 +102,7 @@ def documents(bench: Bench) -> Iterator[Line]:
 def padding(bench: Bench) -> Iterator[Line]:
     """Padding is not attended, and counts in no loss."""
     yield bench.parity("left padding", [bench.sample.left_padded], "two rows, a third of one")
-    yield bench.parity("right padding", [bench.sample.right_padded], "two rows, a third of one")
+    yield bench.parity("right padding", [bench.sample.right_padded], "two rows, a third of one", logits=False)
 
 
 def positions(bench: Bench) -> Iterator[Line]:
@@ -122,23 +122,25 @@ def positions(bench: Bench) -> Iterator[Line]:
 
 
 def masked_shards(bench: Bench) -> Iterator[Line]:
-    yield bench.parity("masked shards", [bench.sample.learned_at_the_end], "targets on the last shard only")
+    yield bench.parity(
+        "masked shards", [bench.sample.learned_at_the_end], "targets on the last shard only", logits=False
+    )
 
 
 def accumulation(bench: Bench) -> Iterator[Line]:
-    yield bench.parity("accumulation", bench.sample.unequal, "three micro-batches of unequal size, one token mean")
+    detail = "three micro-batches of unequal size, one token mean"
+    yield bench.parity("accumulation", bench.sample.unequal, detail, logits=False)
 
 
 def evaluation(bench: Bench) -> Iterator[Line]:
     """The same loss, and still on shards."""
     batches = [bench.sample.packed]
     with watched() as seen:
-        errors = bench.pair.compare(batches, evaluate=True)
+        errors = bench.pair.compare(batches, evaluate=True, logits=False)
     layers = bench.pair.config.num_hidden_layers
-    # One pass for the loss and one for the logits, two exchanges a layer each.
-    sharded = seen.exchanges == 4 * layers
+    sharded = seen.exchanges == 2 * layers
     error = errors.loss if sharded else float("inf")
-    detail = f"eval() and no_grad(): {seen.exchanges // 2} exchanges in {layers} layers forward"
+    detail = f"eval() and no_grad(): {seen.exchanges} exchanges in {layers} layers"
     yield Line("evaluation", error, bench.limits.loss, detail)
 
 
@@ -147,7 +149,7 @@ def router_loss(bench: Bench) -> Iterator[Line]:
     if not wants_auxiliary_loss(bench.pair.parallel, True):
         return
     batch: Any = {**bench.sample.right_padded, "output_router_logits": True}
-    yield bench.parity("router loss", [batch], "auxiliary loss of the whole batch")
+    yield bench.parity("router loss", [batch], "auxiliary loss of the whole batch", logits=False)
 
 
 def sharded(bench: Bench) -> Iterator[Line]:

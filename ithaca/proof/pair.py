@@ -67,14 +67,15 @@ class Pair:
         """Where both models compute."""
         return promoted() if self.promote else nullcontext()
 
-    def compare(self, batches: Sequence[Mapping[str, Any]], *, evaluate: bool = False) -> Errors:
-        """Errors of the sharded one over some micro-batches."""
+    def compare(self, batches: Sequence[Mapping[str, Any]], *, evaluate: bool = False, logits: bool = True) -> Errors:
+        """Errors of the sharded one over some micro-batches. `logits`: those of every token too, in one more pass."""
         self.parallel.zero_grad(set_to_none=True)
-        loss, logits = self._expected(batches, evaluate)
+        loss, expected = self._expected(batches, evaluate)
         self.parallel.train(not evaluate)
         shown = self.loss(batches, backward=not evaluate)
         gradient, where = (0.0, "") if evaluate else self._gradients()
-        apart = max(self._logits(batch, whole) for batch, whole in zip(batches, logits, strict=True))
+        compared = zip(batches, expected, strict=True) if logits else []
+        apart = max((self._logits(batch, whole) for batch, whole in compared), default=0.0)
         errors = self.gathered((abs(shown - loss) / max(1.0, abs(loss)), apart))
         self.parallel.train()
         return Errors(max(_finite(e[0]) for e in errors), max(_finite(e[1]) for e in errors), gradient, where)

@@ -128,8 +128,8 @@ def cut(model: Any, layers: Sequence[int]) -> Any:
     if list(layers) == list(range(len(every))):
         return model
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is every[0])
-    blocks[:] = [every[index] for index in layers]
-    del blocks[len(layers) :]
+    del blocks[:]
+    blocks.extend(every[index] for index in layers)
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     if getattr(text, "layer_types", None):

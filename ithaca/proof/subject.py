@@ -1,8 +1,9 @@
 """The user's model, made small enough to be run beside itself: fewer layers, the same widths and the same code.
 
 Of every kind of layer (sliding and full attention, dense and experts, with and without RoPE) at least one stays.
-Windows are shortened so that they bite within the sample, dropout is off. Where memory is short the numbers get
-narrower first (fp32 for fp64), then the vocabulary; what was cut is told, and what still does not fit is refused.
+Windows are shortened so that they bite within the sample, dropout is off. Of a model that is large even so the
+vocabulary is cut, then layers down to one of each kind, then fp64 to fp32. What was cut is told; what still does not
+fit into memory is refused.
 
 Invariant: `Subject.build` gives the same weights on every rank and on every call.
 """
@@ -25,8 +26,10 @@ from ithaca.models.support import decoder_layers
 from ithaca.proof.small import build as build_random
 
 LEAST_LAYERS = 2
-# Sixteen thousand tokens of vocabulary are looked up and learned like any other number of them.
-SMALL_VOCABULARY = 16_384
+# Weights beyond which a step over the CPU's links takes tens of seconds.
+LARGE = 100_000_000
+# Four thousand tokens of vocabulary are looked up and learned like any other number of them.
+SMALL_VOCABULARY = 4096
 # Copies of the weights while verifying: one a rank before it is cut, the whole one with its gradients, and the shards
 # of weights, gradients and two moments.
 _COPIES = 6
@@ -74,26 +77,34 @@ def make_subject(
     `layers`: how many to keep. `folder`: take its weights where what is kept are the first layers of a whole vocabulary.
     """
     cut, first, notes = cut_layers(config, layers)
-    notes += _quieten(cut.get_text_config(), length)
     text = cut.get_text_config()
-    while (needed := _weights(cut) * dtype.itemsize * (ranks + _COPIES)) > room:
-        if dtype == torch.float64:
-            dtype = torch.float32
-            notes.append("fp32: fp64 would not fit in memory")
-        elif text.vocab_size > SMALL_VOCABULARY:
-            notes.append(f"{SMALL_VOCABULARY:,} of {text.vocab_size:,} tokens of vocabulary")
-            _cut_vocabulary(text, SMALL_VOCABULARY)
-        else:
-            raise UnsupportedError(
-                f"{text.num_hidden_layers} layers of this model need about {needed / 2**30:.1f} GiB to be verified and "
-                f"{room / 2**30:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
-            )
+    if _weights(cut) > LARGE and text.vocab_size > SMALL_VOCABULARY:
+        notes.append(f"{SMALL_VOCABULARY:,} of {text.vocab_size:,} tokens of vocabulary")
+        _cut_vocabulary(text, SMALL_VOCABULARY)
+    if _weights(cut) > LARGE and layers is None:
+        kept = notes[1:]
+        cut, first, notes = cut_layers(config, least=1)
+        notes += kept
+        text = cut.get_text_config()
+        _cut_vocabulary(text, min(text.vocab_size, SMALL_VOCABULARY))
+    if _weights(cut) > LARGE and dtype == torch.float64:
+        dtype = torch.float32
+        notes.append("fp32, because fp64 would take long")
+    notes += _quieten(text, length)
+    needed = _weights(cut) * dtype.itemsize * (ranks + _COPIES)
+    if needed > room:
+        raise UnsupportedError(
+            f"{text.num_hidden_layers} layers of this model need about {needed / 2**30:.1f} GiB to be verified and "
+            f"{room / 2**30:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
+        )
     own = folder is not None and first and any(folder.glob("*.safetensors")) and _same_vocabulary(config, cut)
     notes.append("weights of the folder" if own else "random weights")
     return Subject(cut, dtype, folder if own else None, tuple(notes))
 
 
-def cut_layers(config: PreTrainedConfig, layers: int | None = None) -> tuple[Any, bool, list[str]]:
+def cut_layers(
+    config: PreTrainedConfig, layers: int | None = None, *, least: int = LEAST_LAYERS
+) -> tuple[Any, bool, list[str]]:
     """A copy with few layers, whether those are the model's first ones, and a note of what was cut.
 
     The first layer of each kind where lists in the config say what each layer is, else as many of the first layers
@@ -108,7 +119,7 @@ def cut_layers(config: PreTrainedConfig, layers: int | None = None) -> tuple[Any
             f"--layers {layers}: this model has {whole} layers of {len(firsts)} kinds, and one of each is needed; "
             f"use {len(firsts)} to {whole}"
         )
-    count = min(whole, max(layers or LEAST_LAYERS, len(firsts)))
+    count = min(whole, max(layers or least, len(firsts)))
     chosen = sorted([*firsts, *[i for i in range(whole) if i not in firsts][: count - len(firsts)]])
     for keep in (chosen, list(range(max(firsts) + 1)), list(range(whole))):
         for cut in _with_layers(config, keep):

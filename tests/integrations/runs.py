@@ -53,6 +53,11 @@ def collate(rows: list[Example]) -> dict[str, torch.Tensor]:
     }
 
 
+def collate_turned(rows: list[Example]) -> dict[str, torch.Tensor]:
+    """The same rows, the last one first: every sum over rows is taken in another order."""
+    return collate(rows[::-1])
+
+
 def collate_left(rows: list[Example]) -> dict[str, torch.Tensor]:
     """Padded on the left and all learned: the label of a row's first token is nobody's target."""
     batch = collate([{"input_ids": row["input_ids"][::-1], "labels": row["input_ids"][::-1]} for row in rows])
@@ -89,7 +94,7 @@ def trainer(folder: str, sp: int | None, ulysses: dict[str, Any], **options: Any
     stream, collator = options.pop("stream", False), options.pop("collate", collate)
     made: Any = Dataset.from_list(examples(rows))
     return Trainer(
-        model=small_model(options.pop("kind", "llama"), dtype=torch.float32),
+        model=small_model(options.pop("kind", "llama"), dtype=options.pop("dtype", torch.float32)),
         args=arguments(folder, sp, ulysses, **options),
         train_dataset=made.to_iterable_dataset() if stream else made,
         eval_dataset=Dataset.from_list(examples(eval_rows, seed=1)),

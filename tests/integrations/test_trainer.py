@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from ithaca.integrations import model_hooks
+from ithaca.proof.promote import promoted
+from ithaca.proof.small import small_model
 from tests.integrations.runs import (
     alone,
+    arguments,
     collate_left,
     collate_left_masked,
+    collate_turned,
     farthest,
     hold,
     hold_weights,
@@ -22,10 +26,12 @@ from tests.integrations.runs import (
     trainer,
 )
 from tests.ranks import expect_refusal, run_ranks
-from tests.tolerances import EVAL_LOSS, EVAL_LOSS_AFTER_STEPS, LOGITS, LOSS
+from tests.tolerances import EVAL_LOSS, EVAL_LOSS_AFTER_STEPS, FP64, LOGITS, LOSS
 
 DEGREES = [(1, 2), (2, 2), (1, 4)]
 SLOW = pytest.mark.slow
+# Twelve steps over two groups of two rows, the rows of a batch never short.
+EPOCHS: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 3, "rows": 16}
 
 
 def _world(folder: Path, degrees: tuple[int, int], script: Any = train, **options: Any) -> list[Any]:
@@ -91,11 +97,27 @@ def test_epochs_run_the_asked_number_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_epochs_over_two_groups(tmp_path: Path) -> None:
-    options = {"max_steps": -1, "num_train_epochs": 3, "rows": 16, "include_num_input_tokens_seen": "non_padding"}
+    options = {**EPOCHS, "include_num_input_tokens_seen": "non_padding"}
     expected = _alone(2, **options)
     for got in _world(tmp_path, (2, 2), **options):
         assert (got["steps"], got["tokens"]) == (12, expected["tokens"])
         hold(got, expected, drift=EVAL_LOSS_AFTER_STEPS)
+
+
+def _doubled(folder: str, sp: int | None, **options: Any) -> dict[str, Any]:
+    with promoted():
+        return train(folder, sp, dtype=torch.float64, **EPOCHS, **options)
+
+
+@pytest.mark.slow
+def test_what_drifts_over_two_groups_is_rounding(tmp_path: Path) -> None:
+    """In fp64 two groups evaluate after twelve steps as one process does; in fp32 one process whose rows come in another
+    order inside a batch drifts from itself."""
+    exact = alone(_doubled, per_device_train_batch_size=4, per_device_eval_batch_size=4)
+    for got in _world(tmp_path, (2, 2), _doubled):
+        assert abs(got["eval_loss"] - exact["eval_loss"]) < FP64
+    turned = _alone(2, collate=collate_turned, **EPOCHS)
+    assert 0 < abs(turned["eval_loss"] - _alone(2, **EPOCHS)["eval_loss"]) < EVAL_LOSS_AFTER_STEPS
 
 
 def _resumed(folder: str, sp: int, **options: Any) -> Any:
@@ -154,7 +176,9 @@ def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) 
     and gradients are of the size the tolerances are for."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
-    return losses.square().sum() / 8 / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
+    return (
+        losses.square().sum() / 8 / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
+    )
 
 
 @pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=SLOW)], ids=str)
@@ -226,7 +250,7 @@ def test_labels_that_are_nobodys_target_are_not_counted(tmp_path: Path) -> None:
 
 
 def _best(folder: str, sp: int | None) -> dict[str, Any]:
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     # The best by a measure that says the worst: the weights of the first evaluation, not the last ones.
     return train(folder, sp, load_best_model_at_end=True, greater_is_better=True, **options)
 
@@ -254,3 +278,30 @@ def test_experts_with_their_auxiliary_loss(tmp_path: Path) -> None:
     expected = _alone(1, kind="mixtral")
     for got in _world(tmp_path, (1, 2), kind="mixtral"):
         hold(got, expected)
+
+
+def _sgd(folder: str, sp: int | None) -> dict[str, Any]:
+    return train(folder, sp, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}))
+
+
+def test_an_optimizer_class_of_the_users_own(tmp_path: Path) -> None:
+    expected = alone(_sgd)
+    assert farthest(expected["losses"], _alone(1)["losses"]) > 100 * LOSS
+    for got in _world(tmp_path, (1, 2), _sgd):
+        hold(got, expected)
+
+
+def _optimizers(folder: str, sp: int) -> None:
+    """An optimizer and a schedule made before Trainer, of parameters that will be sharded."""
+    from transformers import Trainer
+
+    reset()
+    model = small_model("llama", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    Trainer(model, arguments(folder, sp, {}), optimizers=(optimizer, schedule))
+
+
+def test_optimizers_made_before_are_refused(tmp_path: Path) -> None:
+    """By Trainer itself, for all weights that FSDP holds."""
+    expect_refusal(2, _optimizers, str(tmp_path), 2, error="RuntimeError", match="Passing `optimizers` is not allowed")

@@ -300,3 +300,28 @@ def test_adapters_train_and_are_merged(place: Path) -> None:
     assert losses(again) == losses(whole)
     assert again["sum"] == whole["sum"]
     assert (place / "lora" / "export" / "adapter" / "adapter_config.json").exists()
+
+
+KINDS = [
+    pytest.param({"precision": "mixed"}, "float32", id="mixed"),
+    pytest.param({"precision": "bf16", "optimizer": {"name": "bf16_sr"}}, "bfloat16", id="stochastic rounding"),
+    pytest.param({"optimizer": {"name": "adamw8bit"}}, "float32", id="8 bits"),
+    pytest.param({"optimizer": {"clip": 0, "in_backward": True}}, "float32", id="in backward"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "kept"), KINDS)
+def test_precisions_and_optimizers(
+    place: Path, request: pytest.FixtureRequest, more: dict[str, Any], kept: str
+) -> None:
+    name = request.node.callspec.id
+    stages = [{"length": 64, "steps": 12, "batch": 1 if name == "in backward" else 4, "lr": 3e-3, "warmup": 2}]
+    whole = run_train(2, small_run(place, name, **more, mesh={"sp": 2}, stages=stages))
+    assert losses(whole)[-1] < losses(whole)[0] - 0.2
+    config = json.loads((place / name / "export" / "config.json").read_text())
+    assert config["dtype"] == kept
+    run_train(2, small_run(place, name + " twice", **more, mesh={"sp": 2}, stages=stages), stop=7)
+    again = run_train(2, small_run(place, name + " twice", **more, mesh={"sp": 2}, stages=stages))
+    assert losses(again) == losses(whole)
+    assert again["sum"] == whole["sum"]
