@@ -15,8 +15,8 @@ LOSS = 1e-5
 NORM = 1e-4
 # One evaluation in fp32 after those steps, a mean over a few hundred tokens.
 EVAL_LOSS = 1e-6
-# The same where ranks of several groups made the steps, so that sums over rows are taken in another order: see
-# tests/integrations/test_trainer.py, where one process with its rows in another order drifts as far.
+# The same where two groups made the steps: sums over rows in another order, and AdamW as above. It is rounding, since
+# in fp64 nothing is left of it (test_what_drifts_over_two_groups_is_rounding).
 EVAL_LOSS_AFTER_STEPS = 1e-5
 # Logits of one fp32 forward, of about 1 in size: sums of 16 to 64 products, two layers deep.
 LOGITS = 1e-5
@@ -34,4 +34,4 @@ PREDICTED_STEP = 0.10
 
 # A traced step's peak against the plan's, kernels' workspace and allocator left out of both: tiny layers, where ids and
 # norms weigh more than in any real model.
-TRACED_MEMORY = 0.10
+TRACED_MEMORY = 0.05

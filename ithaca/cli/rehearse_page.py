@@ -62,8 +62,9 @@ def _memory(result: Rehearsed) -> RenderableType:
     for phase, peak in result.peaks.items():
         table.add_row(f"peak in {phase}", _size(peak), "", "")
     table.add_row("reserved by the allocator", _size(result.reserved) if result.seconds else "not known", "", "")
-    pinned = result.predicted.memory.host_bytes
-    table.add_row("host, pinned", _size(result.pinned), _size(pinned), _off(pinned, result.pinned))
+    said_host = result.predicted.memory.host_bytes
+    table.add_row("host", _size(result.host), _size(said_host), _off(said_host, result.host))
+    table.add_row("host, pinned by the driver", _size(result.pinned), "", "")
     return table
 
 

@@ -38,9 +38,11 @@ OPTIONAL = {
     "tensorboard": "the tracker tensorboard",
     "wandb": "the tracker wandb",
     "trackio": "the tracker trackio",
+    "flash-attn": "FlashAttention 2, slower than cuDNN's kernel and not chosen unless named",
 }
-# Kernels of packages that are never needed.
-KERNEL_PACKAGES = {"flash_attn_3": "FlashAttention 3", "flash_attn": "FlashAttention 2"}
+_EXTRAS = ("peft", "trl", "torchao", "tensorboard", "wandb", "trackio")
+# Shown where the package's own list of needs is not there: run from sources that are not installed.
+MAIN = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 LEAST_SHM, LEAST_DISK, LEAST_LOCKED = GIB, 20 * GIB, 8 * GIB
 
 
@@ -80,17 +82,24 @@ def examine(folder: Path) -> list[Finding]:
 def versions() -> Iterator[Finding]:
     """Python, what Ithaca needs, and what it can use."""
     yield Finding("versions", "python", "good", platform.python_version())
-    for text in metadata.requires("ithaca") or []:
+    for text in _needs():
         needed = Requirement(text)
         if needed.marker is None:
             yield package(needed)
-    for name, purpose in (OPTIONAL | KERNEL_PACKAGES).items():
+    for name, purpose in OPTIONAL.items():
         yield optional(name, purpose)
     if torch.version.cuda:
         yield Finding("versions", "CUDA", "good", torch.version.cuda)
         yield Finding("versions", "cuDNN", "good", str(torch.backends.cudnn.version()))
     else:
         yield Finding("versions", "CUDA", "missing", "torch is built without it", "pip install torch (a CUDA build)")
+
+
+def _needs() -> list[str]:
+    try:
+        return metadata.requires("ithaca") or []
+    except metadata.PackageNotFoundError:
+        return list(MAIN)
 
 
 def package(needed: Requirement) -> Finding:
@@ -107,14 +116,14 @@ def package(needed: Requirement) -> Finding:
 
 def optional(name: str, purpose: str) -> Finding:
     """A package that adds something; one that is there but cannot be imported is told apart from none."""
-    extra = f"ithaca[{name}]" if name in OPTIONAL else name.replace("_", "-")
+    extra = f"ithaca[{name}]" if name in _EXTRAS else name
     fix = f"pip install '{extra}'"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Finding("versions", name, "missing", f"not installed: {purpose}", fix)
     try:
-        import_module(name)
+        import_module(name.replace("-", "_"))
     except Exception as error:
         return Finding("versions", name, "missing", f"{version} cannot be imported ({error}): {purpose}"[:200], fix)
     return Finding("versions", name, "good", version)
@@ -182,7 +191,7 @@ def links() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         return
     if torch.distributed.is_nccl_available():
-        version = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[attr-defined]
+        version = ".".join(str(part) for part in torch.cuda.nccl.version())
         yield Finding("links", "NCCL", "good", version)
     else:
         yield Finding("links", "NCCL", "broken", "torch has no NCCL", "install torch's own CUDA wheels")

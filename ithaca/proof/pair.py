@@ -104,10 +104,15 @@ class Pair:
         """What `action` gives for the whole model, told to all ranks."""
         told: list[Any] = [None, None]
         if self.plain is not None:
+            threads = torch.get_num_threads()
+            # The other ranks wait: their cores are free.
+            torch.set_num_threads(threads * self.mesh.local_ranks)
             try:
                 told[0] = action(self.plain)
             except Exception as error:
                 told[1] = f"one process alone: {type(error).__name__}: {error}"
+            finally:
+                torch.set_num_threads(threads)
         dist.broadcast_object_list(told, src=0, group=self.mesh.world_group)
         if told[1] is not None:
             raise RuntimeError(told[1])
@@ -144,7 +149,7 @@ class Pair:
         wanted: dict[str, Tensor | None] = {}
         if self.plain is not None:
             wanted = {name: p.grad for name, p in self.plain.named_parameters()}
-        largest = max((float(g.abs().max()) for g in wanted.values() if g is not None), default=0.0)
+        largest = max((_largest(g) for g in wanted.values() if g is not None), default=0.0)
         worst, where = 0.0, ""
         for name, parameter in self.parallel.named_parameters():
             got = parameter.grad
@@ -163,10 +168,17 @@ def _gradient_error(got: Tensor | None, want: Tensor | None, floor: float) -> fl
     """Relative to the gradient's largest entry; one that is missing on one side counts as a zero."""
     if got is None and want is None:
         return 0.0
-    zero = torch.zeros(())
-    got, want = (zero if g is None else g.detach().cpu().double() for g in (got, want))
-    scale = max(float(want.abs().max()), floor, 1e-300)
-    return _finite(float((got - want).abs().max()) / scale)
+    if got is None or want is None:
+        apart = _largest(got if want is None else want)  # type: ignore[arg-type]
+    else:
+        apart = _largest(got.to(want.device) - want)
+    scale = max(0.0 if want is None else _largest(want), floor, 1e-300)
+    return _finite(apart / scale)
+
+
+def _largest(gradient: Tensor) -> float:
+    """The largest entry, in one pass."""
+    return float(torch.linalg.vector_norm(gradient.detach(), float("inf")))
 
 
 def _finite(error: float) -> float:

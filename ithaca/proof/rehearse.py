@@ -32,7 +32,8 @@ from ithaca.planning.time import step_time
 from ithaca.planning.traffic import Machine, exchange_s, exchanged
 from ithaca.proof.rehearse_cut import MORE, Trials, choose_trials, cut_plan, derive
 from ithaca.proof.rehearse_group import alone
-from ithaca.proof.rehearse_step import OPTIMIZER, PHASES, Figures, Part, measure
+from ithaca.proof.rehearse_phases import OPTIMIZER, PHASES
+from ithaca.proof.rehearse_step import Figures, Part, measure
 from ithaca.proof.rehearse_trace import Kinds
 from ithaca.state.weights import leaves_device
 from ithaca.training.session import choose_sp, precision_of
@@ -105,6 +106,7 @@ class Rehearsed:
     kinds: Kinds
     reserved: int
     pinned: int
+    host: int
     exchanges: tuple[Exchange, ...]
     link: str
 
@@ -265,6 +267,7 @@ def _whole(
         kinds=Kinds(**held, working=max(peaks.values()) - sum(held.values())),
         reserved=int(total(lambda f: f.reserved)),
         pinned=int(total(lambda f: f.pinned)),
+        host=int(total(lambda f: f.host)),
         exchanges=exchanges_of(sizes, said, part.rows, machine),
         link=_link(said.job, machine),
     )

@@ -74,8 +74,8 @@ def choose_trials(plan: MemoryPlan, kinds: Sequence[int], more: int | None = MOR
 
 def _layers(
     blocks: list[tuple[int, ...]],
-    names: list[tuple[object, ...]],
-    distinct: list[tuple[object, ...]],
+    names: Sequence[object],
+    distinct: Sequence[object],
     counts: Sequence[int],
 ) -> tuple[int, ...]:
     """The last blocks of each kind, in the model's order: what is kept or staged last stays last."""

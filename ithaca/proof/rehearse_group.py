@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ithaca.errors import MeshError
 
-_BACKEND = "rehearsal"
+Like = Literal["nccl", "gloo"]
 # Gathered shards are moved against each other by so many bytes a rank: the unit of an aligned copy.
 _MOVE = 16
 
@@ -50,15 +51,15 @@ class Sent:
 
 
 class _Arrived(dist.Work):
-    """A collective that is over, and the buffers it holds: until it is waited for as NCCL does, or, as gloo does, until
-    nobody has it any more."""
+    """A collective that is over, and the buffers it holds: NCCL lets go of them when it is waited for, gloo when nobody
+    has it any more."""
 
-    def __init__(self, *held: Tensor) -> None:
+    def __init__(self, like: Like, *held: Tensor) -> None:
         super().__init__()
-        self._held = held
+        self._like, self._held = like, held
 
     def wait(self, timeout: Any = None) -> bool:
-        if any(x.device.type == "cuda" for x in self._held):
+        if self._like == "nccl":
             self._held = ()
         return True
 
@@ -66,16 +67,20 @@ class _Arrived(dist.Work):
         return True
 
 
-class AloneGroup(dist.ProcessGroup):
+# Overloads of torch's own stubs differ between releases.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class AloneGroup(_ProcessGroup):
     """One rank of `size`. torch calls the same collective by one name up to 2.11 and by another from 2.13 on."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, like: Like) -> None:
         super().__init__(rank, size)
-        self.sent = Sent()
+        self.sent, self.like = Sent(), like
         self._name = self._desc = ""
 
     def getBackendName(self) -> str:
-        return _BACKEND
+        return _name(self.like)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -101,13 +106,13 @@ class AloneGroup(dist.ProcessGroup):
                 tensor.copy_(tensor[self.rank()].clone().expand_as(tensor))
             else:
                 tensor.mul_(self.size())
-        return _Arrived(*tensors)
+        return _Arrived(self.like, *tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return _Arrived(*tensors)
+        return _Arrived(self.like, *tensors)
 
     def barrier(self, opts: Any = None) -> Any:
-        return _Arrived()
+        return _Arrived(self.like)
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         self.sent.note("all-gather", given.nbytes * (self.size() - 1))
@@ -116,12 +121,12 @@ class AloneGroup(dist.ProcessGroup):
             # FSDP2 gathers in place: its own part is the input.
             if not _same_memory(part, own):
                 _moved(part, own, _MOVE * (rank - self.rank()))
-        return _Arrived(output, given)
+        return _Arrived(self.like, output, given)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         self.sent.note("reduce-scatter", given.nbytes * (self.size() - 1) // self.size())
         output.copy_(given.view(self.size(), -1)[self.rank()].view_as(output))
-        return _Arrived(output, given)
+        return _Arrived(self.like, output, given)
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, arriving: list[int], leaving: list[int], opts: Any = None
@@ -133,7 +138,7 @@ class AloneGroup(dist.ProcessGroup):
         _repeated(output.view(-1), given.reshape(-1))
         if start is not None:
             self.sent.spans.append((start, _event(given)))
-        return _Arrived(output, given)
+        return _Arrived(self.like, output, given)
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
@@ -141,15 +146,16 @@ class AloneGroup(dist.ProcessGroup):
 
 
 @contextmanager
-def alone(world: int, rank: int) -> Iterator[None]:
-    """Join torch.distributed as rank `rank` of `world`, alone; left again at the end."""
+def alone(world: int, rank: int, like: Like = "nccl") -> Iterator[None]:
+    """Join torch.distributed as rank `rank` of `world`, alone; left again at the end. `like`: who holds buffers as long."""
     if not 0 <= rank < world:
         raise MeshError(f"rank {rank} of a world of {world}: ranks count from 0 to {world - 1}")
     if dist.is_initialized():
         raise MeshError("this process is in a process group already: rehearse in one of its own")
-    if not hasattr(dist.Backend, _BACKEND.upper()):
-        dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
-    dist.init_process_group(_BACKEND, store=HashStore(), rank=rank, world_size=world)
+    name = _name(like)
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, partial(_create, like), devices=["cpu", "cuda"])
+    dist.init_process_group(name, store=HashStore(), rank=rank, world_size=world)
     try:
         yield
     finally:
@@ -161,8 +167,12 @@ def sent_of(group: dist.ProcessGroup) -> Sent:
     return group.sent if isinstance(group, AloneGroup) else Sent()
 
 
-def _create(store: Any, rank: int, size: int, timeout: Any) -> AloneGroup:
-    return AloneGroup(rank, size)
+def _create(like: Like, store: Any, rank: int, size: int, timeout: Any) -> AloneGroup:
+    return AloneGroup(rank, size, like)
+
+
+def _name(like: Like) -> str:
+    return f"rehearsal_{like}"
 
 
 def _bytes(x: Tensor) -> Tensor:

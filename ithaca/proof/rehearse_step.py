@@ -10,7 +10,6 @@ Invariant: what runs is what training runs: `parallelize`, `causal_loss`, `build
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,8 @@ from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
-from ithaca.proof.rehearse_group import Sent, sent_of
+from ithaca.proof.rehearse_group import sent_of
+from ithaca.proof.rehearse_phases import BACKWARD, FORWARD, OPTIMIZER, DevicePhases, TracedPhases
 from ithaca.proof.rehearse_trace import Kinds, Trace, TracedStore, held_by
 from ithaca.sequence.batch import Shard, shard_batch
 from ithaca.state.load import local, materialize
@@ -38,8 +38,6 @@ from ithaca.state.optimizers import build_optimizer
 from ithaca.state.weights import OnHost, averages_gradients
 from ithaca.training.step import causal_loss
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 # A first step this long for each shard compiles, makes the optimizer's state and warms the kernels up.
 SHORT = 2048
 # A step of fewer seconds is run a second time, and the second counts.
@@ -69,7 +67,10 @@ class Part:
 class Figures:
     """What a run of some layers gave; seconds of one row's forward and backward and of one optimizer step.
 
-    `peaks`: bytes of the device by phase. `filling_s` is left out of `seconds`: it stands where real data would arrive.
+    `peaks`: bytes of the device by phase. `kinds`: of the highest of them, gradients as at its end. `pinned`: as the
+    driver holds it, rounded up. `host`: saved tensors there, and weights, gradients and state where they live there.
+    `filling_s` is left out of `seconds`: it stands where real data would arrive. `attention_s`, `packing_s` and what
+    was sent are of two rows where a step has more than one.
     """
 
     layers: tuple[int, ...]
@@ -78,7 +79,7 @@ class Figures:
     kinds: Kinds
     reserved: int
     pinned: int
-    host_weights: int
+    host: int
     attention_s: float = 0.0
     packing_s: float = 0.0
     filling_s: float = 0.0
@@ -109,7 +110,7 @@ def build(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh) -> nn
     """The rank's model, its weights still empty."""
     model: nn.Module = cut(empty_model(part.config, dtype=part.weights), layers)
     if part.lora is not None:
-        model = add_adapters(model, part.lora, seed=part.seed)  # type: ignore[arg-type]
+        model = add_adapters(model, part.lora, seed=part.seed)
     return parallelize(
         model,
         mesh,
@@ -140,10 +141,10 @@ def cut(model: Any, layers: Sequence[int]) -> Any:
             module.config = config
     for place, index in enumerate(layers):
         for module in every[index].modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = place
-            if hasattr(module, "config"):
-                module.config = config
+            if "layer_idx" in module.__dict__:
+                module.__dict__["layer_idx"] = place
+            if "config" in module.__dict__:
+                module.__dict__["config"] = config
     model.config = config
     return model
 
@@ -182,12 +183,13 @@ class _Run:
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
         sent_of(group).clear()
-        phase = _DevicePhases(device, sent_of(group))
+        phase = DevicePhases(device, sent_of(group))
         with CLOCK.running(device) as clock:
             loss = self._step(self.part.length, phase)
             spent = clock.seconds()
         held = {name: _bytes(tensors, "cuda") for name, tensors in phase.held.items()}
-        store = _memory(self.model).store if _memory(self.model) is not None else None
+        store = None if _memory(self.model) is None else _memory(self.model).store
+        saved = 0 if store is None else store.pinned
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
         peak = max(phase.peaks.values())
         filling = sent_of(group).filling_s()
@@ -197,8 +199,8 @@ class _Run:
             peaks=phase.peaks,
             kinds=Kinds(**held, working=peak - sum(held.values())),
             reserved=torch.cuda.max_memory_reserved(device),
-            pinned=pinned + (0 if store is None else store.pinned),
-            host_weights=sum(_bytes(tensors, "cpu") for tensors in phase.held.values()),
+            pinned=pinned + saved,
+            host=saved + sum(_bytes(tensors, "cpu") for tensors in phase.held.values()),
             attention_s=spent[ATTENTION],
             packing_s=max(0.0, spent[EXCHANGE] - filling),
             filling_s=filling,
@@ -212,7 +214,7 @@ class _Run:
         self._step(self.part.length, nullcontext())
         trace = Trace(lambda: held_by(self.parameters, self.optimizer))
         _trace_store(self.model, self.mesh, trace)
-        phase = _TracedPhases(trace)
+        phase = TracedPhases(trace)
         sent_of(self.mesh.sp_group).clear()
         with trace:
             loss = self._step(self.part.length, phase)
@@ -224,7 +226,7 @@ class _Run:
             kinds=worst,
             reserved=worst.total,
             pinned=trace.pinned,
-            host_weights=0,
+            host=trace.pinned,
             sent=dict(sent_of(self.mesh.sp_group).bytes),
             calls=dict(sent_of(self.mesh.sp_group).calls),
             loss=loss,
@@ -233,11 +235,11 @@ class _Run:
     def _step(self, length: int, phases: AbstractContextManager[Any]) -> float | None:
         """One optimizer step over two rows where a step has more than one: the second finds gradients."""
         if self.part.rows > 1:
-            self._loss(length).backward()  # type: ignore[no-untyped-call]
+            self._loss(length).backward()
         with phases as phase:
             loss = self._loss(length)
             self._mark(phase, FORWARD)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self._mark(phase, BACKWARD)
             self._clip()
             self.optimizer.step()
@@ -303,58 +305,3 @@ def _trace_store(model: nn.Module, mesh: Mesh, trace: Trace) -> None:
 
 def _bytes(tensors: list[Tensor], kind: str) -> int:
     return sum(x.nbytes for x in tensors if x.device.type == kind)
-
-
-class _DevicePhases:
-    """Seconds and peaks of a GPU, phase by phase; what was held when memory was highest."""
-
-    def __init__(self, device: torch.device, sent: Sent) -> None:
-        self.device, self.sent = device, sent
-        self.seconds: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}
-        self.held: dict[str, list[Tensor]] = {}
-        self._last = self._filled = 0.0
-
-    def __enter__(self) -> _DevicePhases:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._last = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
-        torch.cuda.synchronize(self.device)
-        now, filled = time.perf_counter(), self.sent.filling_s()
-        self.seconds[name] = now - self._last - (filled - self._filled)
-        self._last, self._filled = now, filled
-        peak = torch.cuda.max_memory_allocated(self.device)
-        if peak >= max(self.peaks.values(), default=0):
-            self.held = held
-        self.peaks[name] = peak
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-
-class _TracedPhases:
-    """The same of a trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.kinds: dict[str, Kinds] = {}
-        self.seconds: dict[str, float] = {}
-        self._last = 0.0
-
-    def __enter__(self) -> _TracedPhases:
-        self.trace.begin()
-        self._last = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
-        now = time.perf_counter()
-        self.kinds[name] = self.trace.peak
-        self.seconds[name], self._last = now - self._last, now
-        self.trace.begin()

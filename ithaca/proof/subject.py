@@ -112,7 +112,8 @@ def cut_layers(
     """
     text = config.get_text_config()
     whole = int(text.num_hidden_layers)
-    kinds = _kinds(config)
+    lists = _lists(text)
+    kinds = _kinds(config, lists)
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     if layers is not None and not len(firsts) <= layers <= whole:
         raise ConfigError(
@@ -122,40 +123,44 @@ def cut_layers(
     count = min(whole, max(layers or least, len(firsts)))
     chosen = sorted([*firsts, *[i for i in range(whole) if i not in firsts][: count - len(firsts)]])
     for keep in (chosen, list(range(max(firsts) + 1)), list(range(whole))):
-        for cut in _with_layers(config, keep):
-            if _kinds(cut) == [kinds[i] for i in keep]:
+        for cut in _with_layers(config, lists, keep):
+            if _kinds(cut, lists) == [kinds[i] for i in keep]:
                 note = [f"{len(keep)} of {whole} layers"] if len(keep) < whole else []
                 return cut, keep == list(range(len(keep))), note
     raise UnsupportedError(f"{config.model_type}: its layers cannot be cut; verify it whole with --layers {whole}")
 
 
-def _with_layers(config: PreTrainedConfig, keep: list[int]) -> Iterator[PreTrainedConfig]:
+def _lists(text: Any) -> list[str]:
+    """Settings that say something of every layer."""
+    named = {key: value for key, value in vars(text).items() if key not in ("architectures", *_TOKENS)}
+    return [key for key, value in named.items() if isinstance(value, list) and len(value) == text.num_hidden_layers]
+
+
+def _with_layers(config: PreTrainedConfig, lists: list[str], keep: list[int]) -> Iterator[PreTrainedConfig]:
     """Configs that may have just the layers `keep`; the caller looks whether they do."""
     for dense in (None, 1):
         cut = copy.deepcopy(config)
         text = cut.get_text_config()
-        whole = text.num_hidden_layers
-        for key, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == whole:
-                setattr(text, key, [value[i] for i in keep])
+        for key in lists:
+            setattr(text, key, [getattr(text, key)[i] for i in keep])
         text.num_hidden_layers = len(keep)
         if dense is not None and getattr(text, "first_k_dense_replace", None):
             text.first_k_dense_replace = dense
         yield cut
 
 
-def _kinds(config: PreTrainedConfig) -> list[Any]:
+def _kinds(config: PreTrainedConfig, lists: list[str]) -> list[Any]:
     """What each layer is: its weights' names and shapes, its settings, and what lists in the config say of it."""
     try:
         model = _empty(config)
     except (ValueError, IndexError, KeyError, TypeError):
         return []
     text = config.get_text_config()
-    count = text.num_hidden_layers
-    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == count]
     layers = decoder_layers(model)
-    told = [tuple(str(value[i]) for value in lists) for i in range(count)]
-    return [(signature(layer), _settings(layer), *told[i : i + 1]) for i, layer in enumerate(layers)]
+    return [
+        (signature(layer), _settings(layer), tuple(str(getattr(text, key)[i]) for key in lists))
+        for i, layer in enumerate(layers)
+    ]
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:

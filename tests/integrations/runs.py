@@ -53,11 +53,6 @@ def collate(rows: list[Example]) -> dict[str, torch.Tensor]:
     }
 
 
-def collate_turned(rows: list[Example]) -> dict[str, torch.Tensor]:
-    """The same rows, the last one first: every sum over rows is taken in another order."""
-    return collate(rows[::-1])
-
-
 def collate_left(rows: list[Example]) -> dict[str, torch.Tensor]:
     """Padded on the left and all learned: the label of a row's first token is nobody's target."""
     batch = collate([{"input_ids": row["input_ids"][::-1], "labels": row["input_ids"][::-1]} for row in rows])

@@ -17,7 +17,6 @@ from tests.integrations.runs import (
     arguments,
     collate_left,
     collate_left_masked,
-    collate_turned,
     farthest,
     hold,
     hold_weights,
@@ -30,8 +29,8 @@ from tests.tolerances import EVAL_LOSS, EVAL_LOSS_AFTER_STEPS, FP64, LOGITS, LOS
 
 DEGREES = [(1, 2), (2, 2), (1, 4)]
 SLOW = pytest.mark.slow
-# Twelve steps over two groups of two rows, the rows of a batch never short.
-EPOCHS: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 3, "rows": 16}
+# Ten steps over two groups of two rows, no batch short.
+EPOCHS: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "rows": 20}
 
 
 def _world(folder: Path, degrees: tuple[int, int], script: Any = train, **options: Any) -> list[Any]:
@@ -100,7 +99,7 @@ def test_epochs_over_two_groups(tmp_path: Path) -> None:
     options = {**EPOCHS, "include_num_input_tokens_seen": "non_padding"}
     expected = _alone(2, **options)
     for got in _world(tmp_path, (2, 2), **options):
-        assert (got["steps"], got["tokens"]) == (12, expected["tokens"])
+        assert (got["steps"], got["tokens"]) == (10, expected["tokens"])
         hold(got, expected, drift=EVAL_LOSS_AFTER_STEPS)
 
 
@@ -111,13 +110,11 @@ def _doubled(folder: str, sp: int | None, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_what_drifts_over_two_groups_is_rounding(tmp_path: Path) -> None:
-    """In fp64 two groups evaluate after twelve steps as one process does; in fp32 one process whose rows come in another
-    order inside a batch drifts from itself."""
+    """In fp64 two groups step and evaluate as one process does: in fp32 only the order of their sums differs."""
     exact = alone(_doubled, per_device_train_batch_size=4, per_device_eval_batch_size=4)
     for got in _world(tmp_path, (2, 2), _doubled):
         assert abs(got["eval_loss"] - exact["eval_loss"]) < FP64
-    turned = _alone(2, collate=collate_turned, **EPOCHS)
-    assert 0 < abs(turned["eval_loss"] - _alone(2, **EPOCHS)["eval_loss"]) < EVAL_LOSS_AFTER_STEPS
+        assert farthest(got["norms"], exact["norms"]) < FP64
 
 
 def _resumed(folder: str, sp: int, **options: Any) -> Any:
@@ -230,12 +227,12 @@ def test_gradient_checkpointing_becomes_the_memory_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": False}, {"use_reentrant": True}, {"every_n_layers": 2}], ids=str)
 @pytest.mark.parametrize("memory", ["auto", None])
-def test_gradient_checkpointing_kwargs(memory: str | None, reentrant: bool, tmp_path: Path) -> None:
+def test_gradient_checkpointing_kwargs(memory: str | None, kwargs: dict[str, Any], tmp_path: Path) -> None:
     """With a memory plan they say nothing any more; without one they are transformers' again."""
     expected = _alone(1)
-    asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
     for got in _world(tmp_path, (1, 2), ulysses={"memory": memory}, **asked):
         hold(got, expected)
 

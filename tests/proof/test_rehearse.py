@@ -50,7 +50,7 @@ def figures(of: Part, plan: MemoryPlan, sp: int) -> dict[str, Any]:
 
 
 def alone_as(rank: int, world: int, of: Part, plan: MemoryPlan, sp: int) -> dict[str, Any]:
-    with alone(world, rank):
+    with alone(world, rank, like="gloo"):
         return figures(of, plan, sp)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ithaca.mesh import init_mesh
 from ithaca.proof.checks import CHECKS, Line
+from ithaca.proof.devices import verify_devices
 from ithaca.proof.limits import FP64
 from ithaca.proof.sample import from_rows, made_up
 from ithaca.proof.small import LISTED, VOCABULARY, small_model
@@ -125,3 +126,17 @@ def test_a_feeds_rows_lose_their_padding_and_keep_their_documents() -> None:
     assert batch["input_ids"].tolist() == [[5, 6, 9, 8, 9]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert batch["labels"].tolist() == [[-100, 6, 9, -100, 9]]
+
+
+def on_rank_as_on_gpus(kind: str) -> list[Line]:
+    """The list for GPUs, on CPU ranks: the same calls, other kernels and links."""
+    small = partial(small_model, kind, dtype=torch.float32)
+    return verify_devices(small, made_up(VOCABULARY, LENGTH), init_mesh(sp=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_list_for_gpus(kind: str) -> None:
+    lines = {line.name: line for line in run_ranks(2, on_rank_as_on_gpus, kind)[0]}
+    assert {"collectives", "bf16 loss", "bf16 gradients", *ALWAYS} <= set(lines)
+    assert not {name: (line.figure, line.limit) for name, line in lines.items() if not line.ok}

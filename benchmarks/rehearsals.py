@@ -1,0 +1,289 @@
+"""Rehearsals on one GPU, cell by cell: the plan against them, a capped card, scaling, and a whole rank at 1M tokens.
+
+    python -m benchmarks.rehearsals results/rehearsals.json --groups plan,capped,scaling,whole --total 1500
+    python -m benchmarks.rehearsals results/rehearsals.json --plot docs/rehearsals.png
+
+plan     five models x (sp, length): memory and computing time, planned and rehearsed; AdamW in bf16, so that 8B fits
+         one card with its optimizer; the mixture of experts is Qwen3-30B-A3B's widths with six layers
+capped   Qwen3-4B, sp=4, a card of 80 GB, fp32 weights with AdamW: peak reserved in GB of 1e9 and tokens a second
+scaling  Qwen3-4B at 128K over sp = 1 to 32: tokens a second of a GPU against sp=1's; exchanges predicted
+whole    Qwen3-8B, sp=8, 1,048,576 tokens: every layer of the rank run
+
+Each cell is an `ithaca rehearse` in a process of its own under a time limit: one rank under a process group of one
+process, few layers where the whole would take long, the rest derived and marked so. The program goes on where it
+stopped: the JSON is written after every cell, and a cell that is in it is not run again unless it failed or --again is
+given. Without --groups nothing runs, and tables and plot are made from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step import LEAST_S, load, parse_length, save, show_length
+
+Cell = dict[str, Any]
+GB = 1e9
+MODELS = ("meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "experts")
+SHAPES = ((1, "32K"), (1, "128K"), (4, "128K"), (8, "512K"), (8, "1M"))
+EXPERTS, EXPERT_LAYERS = "Qwen/Qwen3-30B-A3B", 6
+BF16 = ("precision=bf16", "optimizer.name=adamw")
+MIXED = ("precision=mixed", "optimizer.name=adamw")
+# Length: (budget in GB, what is on the host, the published peak in GB, the published tokens/s).
+CAPPED: dict[str, tuple[float | None, str, float | None, int | None]] = {
+    "8K": (10.5, "everything", 23.4, 3933),
+    "32K": (13.0, "everything", 35.0, 7733),
+    "64K": (16.0, "everything", 50.5, 13396),
+    "96K": (18.0, "everything", 66.0, None),
+    "128K": (None, "nothing", None, None),
+    "1M": (None, "nothing", None, None),
+}
+KEPT = (
+    "here", "torch", "machine", "how", "plan_summary", "degrees", "rows", "length", "seconds", "peaks", "kinds",
+    "reserved", "pinned", "host", "exchanges", "link", "peak", "compute_s", "step_s", "memory_error", "time_error", "derived",
+)  # fmt: skip
+
+
+def cell(group: str, model: str, sp: int, length: str, *settings: str, options: tuple[str, ...] = ()) -> Cell:
+    return {
+        "group": group, "model": model, "sp": sp, "length": parse_length(length),
+        "settings": [*settings, f"mesh.sp={sp}"], "options": list(options),
+    }  # fmt: skip
+
+
+def cells_of(group: str) -> list[Cell]:
+    """What a group consists of, the quick cells first."""
+    if group == "plan":
+        return [cell("plan", model, sp, length, *BF16) for sp, length in SHAPES for model in MODELS]
+    if group == "capped":
+        found = []
+        for length, (budget, on_host, _, _) in CAPPED.items():
+            settings = (*MIXED, f"memory.on_host={on_host}", *([f"memory.budget={budget}GB"] if budget else []))
+            found.append(cell("capped", "Qwen/Qwen3-4B", 4, length, *settings, options=("--cap", "80GB")))
+        return found
+    if group == "scaling":
+        return [cell("scaling", "Qwen/Qwen3-4B", sp, "128K", *BF16) for sp in (1, 2, 4, 8, 16, 32)]
+    if group == "whole":
+        options = ("--layers", "all")
+        return [cell("whole", "Qwen/Qwen3-8B", 8, "1M", *MIXED, "memory.budget=36GB", options=options)]
+    raise SystemExit(f"--groups {group}: choose among plan, capped, scaling, whole")
+
+
+def key(of: Cell) -> str:
+    return json.dumps([of[name] for name in ("group", "model", "sp", "length", "settings", "options")])
+
+
+def command(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
+    """One rehearsal; `model` is a name or the folder that stands for it."""
+    words = [sys.executable, "-m", "ithaca.cli", "rehearse", *of["settings"], "--model", model]
+    words += ["--length", str(of["length"]), "--world", str(of["sp"]), "--json", str(answer)]
+    return [*words, *of["options"], *extra]
+
+
+def run_cell(of: Cell, limit: float, extra: list[str]) -> Cell:
+    """The cell's result, or how its process ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer, started = Path(folder, "answer.json"), time.monotonic()
+        model = of["model"]
+        if model == "experts":
+            model = write_experts(Path(folder))
+        try:
+            done = subprocess.run(
+                command(of, model, answer, extra), capture_output=True, text=True, timeout=limit, check=False
+            )
+            got: Cell = {"outcome": "done" if done.returncode == 0 else "failed"}
+            got |= {} if done.returncode == 0 else {"error": done.stderr.strip()[-3000:]}
+        except subprocess.TimeoutExpired:
+            got = {"outcome": "over the limit", "error": f"not done after {limit:.0f} s"}
+        if answer.exists():
+            said = json.loads(answer.read_text())
+            got |= {name: said[name] for name in KEPT}
+            got["predicted"] = {
+                name: said["predicted"][name] for name in ("device_bytes", "kinds", "compute_s", "step_s")
+            } | {"host_bytes": sum(term["host_bytes"] for term in said["predicted"]["memory"]["terms"])}
+            got["figures"] = said["figures"]
+        return got | {"spent_s": time.monotonic() - started}
+
+
+def write_experts(folder: Path) -> str:
+    """A mixture of experts that fits one card with its optimizer."""
+    from ithaca.planning.known_models import known_config
+
+    config = known_config(EXPERTS)
+    assert config is not None
+    text = json.dumps(config | {"num_hidden_layers": EXPERT_LAYERS, "architectures": ["Qwen3MoeForCausalLM"]})
+    Path(folder, "config.json").write_text(text)
+    return str(folder)
+
+
+def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    started = time.monotonic()
+    settled = set() if arguments.again else {key(c) for c in result["cells"] if c["outcome"] == "done"}
+    for of in cells:
+        left = arguments.total - (time.monotonic() - started)
+        if key(of) in settled or left < LEAST_S:
+            print(f"{'there' if key(of) in settled else 'left'}: {name_of(of)}", flush=True)
+            continue
+        got = run_cell(of, min(arguments.limit, left), arguments.extra.split())
+        if got["outcome"] == "over the limit" and left < arguments.limit:
+            print(f"left: {name_of(of)}", flush=True)
+            continue
+        result["cells"] = [*(c for c in result["cells"] if key(c) != key(of)), of | got]
+        save(arguments.file, result)
+        print(detail(of | got), flush=True)
+
+
+def name_of(of: Cell) -> str:
+    return f"{of['group']}: {short_name(of)}, sp={of['sp']}, {show_length(of['length'])}"
+
+
+def short_name(of: Cell) -> str:
+    if of["model"] == "experts":
+        return f"{EXPERTS.rsplit('/', 1)[-1]}, {EXPERT_LAYERS} layers"
+    return str(of["model"].rsplit("/", 1)[-1])
+
+
+def detail(of: Cell) -> str:
+    if of["outcome"] != "done":
+        return f"{name_of(of)}: {of['outcome']}: {of.get('error', '').strip().splitlines()[-1:]}"
+    spent = "" if of["step_s"] is None else f"{of['step_s']:.2f} s a step, "
+    off = "" if of["time_error"] is None else f", time {of['time_error']:+.1%}"
+    return (
+        f"{name_of(of)}: {spent}{of['peak'] / GB:.2f} GB, {of['reserved'] / GB:.2f} reserved, plan's memory "
+        f"{of['memory_error']:+.1%}{off}; {of['how']}; {of['spent_s']:.0f} s"
+    )
+
+
+def plan_table(cells: list[Cell]) -> str:
+    """Plan against rehearsal, every cell, and the worst of them."""
+    heads = ("model", "sp", "tokens", "peak, GB", "plan", "off", "computing, s", "plan", "off", "layers")
+    rows: list[tuple[str, ...]] = []
+    done = [c for c in cells if c["group"] == "plan"]
+    for c in done:
+        start = (short_name(c), str(c["sp"]), show_length(c["length"]))
+        if c["outcome"] != "done":
+            rows.append((*start, c["outcome"], "", "", "", "", "", ""))
+            continue
+        said = c["predicted"]
+        memory = (f"{c['peak'] / GB:.2f}", f"{said['device_bytes'] / GB:.2f}", f"{c['memory_error']:+.1%}")
+        spent = ("", "", "")
+        if c["time_error"] is not None:
+            spent = (f"{c['compute_s']:.2f}", f"{said['compute_s']:.2f}", f"{c['time_error']:+.1%}")
+        rows.append((*start, *memory, *spent, "derived" if c["derived"] else "all run"))
+    worst = [_worst(done, error) for error in ("memory_error", "time_error")]
+    return "\n".join([_markdown(heads, rows), "", *filter(None, worst)])
+
+
+def _worst(cells: list[Cell], error: str) -> str:
+    known = [c for c in cells if c["outcome"] == "done" and c[error] is not None]
+    if not known:
+        return ""
+    most = max(known, key=lambda c: abs(c[error]))
+    return f"Worst of {len(known)}, {error.replace('_', ' ')}: {most[error]:+.1%} ({name_of(most).split(': ')[1]})."
+
+
+def capped_table(cells: list[Cell]) -> str:
+    heads = (
+        "tokens",
+        "reserved, GB",
+        "published",
+        "peak, GB",
+        "host, GB",
+        "tokens/s",
+        "published",
+        "step, s",
+        "layers",
+    )
+    rows = []
+    for c in sorted((c for c in cells if c["group"] == "capped"), key=lambda c: c["length"]):
+        length = show_length(c["length"])
+        _, _, published, speed = CAPPED.get(length, (None, "", None, None))
+        if c["outcome"] != "done":
+            rows.append((length, c["outcome"], *[""] * 7))
+            continue
+        tokens = "" if c["step_s"] is None else f"{c['length'] / c['step_s']:,.0f}"
+        step = "" if c["step_s"] is None else f"{c['step_s']:.2f}"
+        there, fast = f"{published:.1f}" if published else "ran out", f"{speed:,}" if speed else ""
+        figures = (f"{c['reserved'] / GB:.2f}", there, f"{c['peak'] / GB:.2f}", f"{c['host'] / GB:.1f}")
+        rows.append((length, *figures, tokens, fast, step, "derived" if c["derived"] else "all run"))
+    return _markdown(heads, rows)
+
+
+def scaling_table(cells: list[Cell]) -> str:
+    """Tokens a second of one GPU at every sp, against sp=1's."""
+    done = [c for c in cells if c["group"] == "scaling" and c["outcome"] == "done" and c["step_s"]]
+    done.sort(key=lambda c: c["sp"])
+    rows = []
+    for c in done:
+        each = [x["length"] / x["step_s"] / x["sp"] for x in (done[0], c)]
+        wire = sum(exchange["seconds"] for exchange in c["exchanges"])
+        exchange = f"{wire:.2f} (predicted, {c['link']})"
+        speed, share = f"{c['length'] / c['step_s']:,.0f}", f"{each[1] / each[0]:.1%}"
+        rows.append((str(c["sp"]), f"{c['step_s']:.2f}", f"{c['compute_s']:.2f}", exchange, speed, share))
+    return _markdown(("sp", "step, s", "computing, s", "exchanges, s", "tokens/s", "efficiency"), rows)
+
+
+def _markdown(heads: tuple[str, ...], rows: list[Any]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+
+
+def plot(cells: list[Cell], file: Path) -> None:
+    """Planned against rehearsed, memory and time, on the line where both are the same."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    done = [c for c in cells if c["group"] == "plan" and c["outcome"] == "done"]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6))
+    pairs = {
+        "peak memory, GB": [(c, c["peak"] / GB, c["predicted"]["device_bytes"] / GB) for c in done],
+        "computing a step, s": [
+            (c, c["compute_s"], c["predicted"]["compute_s"]) for c in done if c["time_error"] is not None
+        ],
+    }
+    for axis, (title, points) in zip(axes, pairs.items(), strict=True):
+        for model in dict.fromkeys(short_name(c) for c, _, _ in points):
+            own = [(x, y) for c, x, y in points if short_name(c) == model]
+            axis.plot(*zip(*own, strict=True), marker="o", linestyle="none", label=model)
+        ends = [min((x for _, x, _ in points), default=1), max((x for _, x, _ in points), default=2)]
+        axis.plot(ends, ends, color="gray", linewidth=1)
+        axis.set(title=title, xlabel="rehearsed", ylabel="planned", xscale="log", yscale="log")
+    if done:
+        axes[0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the JSON, read and written")
+    parser.add_argument("--groups", default="", help="plan,capped,scaling,whole")
+    parser.add_argument("--only", default="", help="cells whose name has this text")
+    parser.add_argument("--limit", type=float, default=560, help="seconds for a cell")
+    parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all; the rest waits")
+    parser.add_argument("--again", action="store_true", help="also run the cells that the file has")
+    parser.add_argument("--extra", default="", help="options for every rehearsal, such as '--layers 2'")
+    parser.add_argument("--plot", type=Path, help="also draw the plan against rehearsals, into this file")
+    arguments = parser.parse_args()
+    result = load(arguments.file)
+    cells = [of for group in filter(None, arguments.groups.split(",")) for of in cells_of(group)]
+    run_all([of for of in cells if arguments.only in name_of(of)], result, arguments)
+    if arguments.plot:
+        plot(result["cells"], arguments.plot)
+    for table in (plan_table, capped_table, scaling_table):
+        print(f"\n{table(result['cells'])}")
+    print("\n".join(detail(c) for c in result["cells"] if c["group"] == "whole"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

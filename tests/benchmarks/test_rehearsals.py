@@ -1,0 +1,72 @@
+"""`benchmarks.rehearsals`: what it would run, and tables and plot of what a file has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import rehearsals
+
+
+def done(of: dict[str, Any], **more: Any) -> dict[str, Any]:
+    predicted = {"device_bytes": 11 * 10**9, "compute_s": 11.0, "step_s": 12.0, "kinds": {}, "host_bytes": 0}
+    given = {
+        "outcome": "done", "peak": 10 * 10**9, "reserved": 12 * 10**9, "pinned": 0, "host": 0, "compute_s": 10.0, "step_s": 10.5,
+        "memory_error": 0.1, "time_error": 0.1, "derived": True, "how": "3 and 6 of 36 layers run", "spent_s": 9.0,
+        "predicted": predicted, "exchanges": [{"seconds": 0.5}], "link": "NVLink 4, 450 GB/s",
+    }  # fmt: skip
+    return of | given | more
+
+
+def test_the_groups_have_their_cells() -> None:
+    assert len(rehearsals.cells_of("plan")) == 25
+    assert (
+        len({rehearsals.key(c) for group in ("plan", "capped", "scaling", "whole") for c in rehearsals.cells_of(group)})
+        == 38
+    )
+    [whole] = rehearsals.cells_of("whole")
+    words = rehearsals.command(whole, whole["model"], Path("a.json"), [])
+    assert words[2:4] == ["ithaca.cli", "rehearse"]
+    assert words[words.index("--length") : words.index("--json")] == ["--length", "1048576", "--world", "8"]
+    with pytest.raises(SystemExit, match="choose among plan, capped"):
+        rehearsals.cells_of("some")
+
+
+def test_tables_name_the_worst_and_what_failed(tmp_path: Path) -> None:
+    first, second, *_ = rehearsals.cells_of("plan")
+    cells = [done(first), done(second, memory_error=-0.2), rehearsals.cells_of("plan")[2] | {"outcome": "failed"}]
+    table = rehearsals.plan_table(cells)
+    assert "| Llama-3.2-1B | 1 | 32K | 10.00 | 11.00 | +10.0% | 10.00 | 11.00 | +10.0% | derived |" in table
+    assert "Worst of 2, memory error: -20.0% (Meta-Llama-3-8B, sp=1, 32K)." in table
+    assert "| Qwen3-4B | 1 | 32K | failed |" in table
+    rehearsals.plot(cells, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_efficiency_and_published_figures() -> None:
+    scaling = [done(c, step_s=s) for c, s in zip(rehearsals.cells_of("scaling"), (16.0, 8.0, 5.0), strict=False)]
+    table = rehearsals.scaling_table(scaling)
+    assert "| 2 | 8.00 | 10.00 | 0.50 (predicted, NVLink 4, 450 GB/s) | 16,384 | 100.0% |" in table
+    assert "| 80.0% |" in table
+    assert "| 8K | 12.00 | 23.4 |" in rehearsals.capped_table([done(rehearsals.cells_of("capped")[0])])
+
+
+def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
+    from ithaca.models.pretrained import read_config
+
+    config = read_config(rehearsals.write_experts(tmp_path))
+    assert (config.model_type, config.num_hidden_layers, config.num_experts) == ("qwen3_moe", 6, 128)
+
+
+@pytest.mark.slow
+def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    of = rehearsals.cell("plan", "embedded", 2, "1K", "precision=fp32")
+    got = rehearsals.run_cell(of, 300, [])
+    assert got["outcome"] == "done", got.get("error")
+    assert got["derived"] is False
+    assert json.dumps(got)
+    short = rehearsals.run_cell(of, 0.5, [])
+    assert short["outcome"] == "over the limit"

@@ -1,0 +1,108 @@
+"""`ithaca rehearse` as a user runs it: the page, the JSON, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ithaca.cli import main
+from ithaca.cli.rehearse import one_length, read_model_config
+from ithaca.planning.known_models import known_config
+from ithaca.proof import rehearse as proof
+from ithaca.proof.small import small_config
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "140")
+
+    def rehearse(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ithaca", "rehearse", *words])
+        status = 0
+        try:
+            main()
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return rehearse
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    folder = tmp_path / "small"
+    small_config("llama").save_pretrained(folder)
+    return str(folder)
+
+
+def real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors take seconds a layer; the verb is the same with real ones."""
+    asked = proof.Asked
+    monkeypatch.setattr(proof, "Asked", lambda *args, **kwargs: asked(*args, **kwargs, fake=False))
+
+
+def test_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_tensors(monkeypatch)
+    file = tmp_path / "out" / "r.json"
+    words = ("precision=fp32", "--model", small, "--length", "128", "--world", "4", "--rank", "1", "--json", str(file))
+    status, out, err = run(*words)
+    assert status == 0, err
+    for said in (
+        "rank 1 of 4 (dp=1, sp=4) of 4xH100", "128 tokens", "all 2 layers run", "optimizer state", "peak in backward",
+        "host, pinned by the driver", "computing, all", "NVLink 4, 450 GB/s at 80%", "gradients of q, k, v",
+    ):  # fmt: skip
+        assert said in out, said
+    assert "plan: 2 keep" in err
+    told = json.loads(file.read_text())
+    assert told["degrees"] == [1, 1, 4]
+    assert told["peak"] == max(told["peaks"].values()) == sum(told["kinds"].values())
+    assert told["memory_error"] == told["predicted"]["device_bytes"] / told["peak"] - 1
+    assert len(told["figures"]) == 1
+
+
+def test_more_groups_take_more_rows(small: str) -> None:
+    from ithaca.config import read_run
+
+    config = read_model_config(small, None)
+    run = one_length(read_run({"mesh": {"sp": 2}}), "4k", 8, config)
+    assert (run.stages[0].length, run.stages[0].batch) == (4096, 4)
+
+
+def test_a_name_of_the_table_is_its_architecture() -> None:
+    config = read_model_config("qwen3-4b", None)
+    assert (config.model_type, config.num_hidden_layers, config.head_dim) == ("qwen3", 36, 128)
+    assert known_config("no such model") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--world", "4", "--rank", "4"), "ranks count from 0"),
+        (("--layers", "few"), "--layers few: use auto, all, or a number"),
+        (("--cap", "much"), "is no amount of memory such as 60GiB or 80GB"),
+        (("--stage", "9"), "the run has stages 1 to"),
+        (("--world", "12"), "more than 8 ranks are whole nodes of 8"),
+        (("--gpus", "H900"), "nearest are"),
+        (("missing.yaml",), "does not exist"),
+        (("memory.plan=none", "--world", "2"), "has no plan to compare with"),
+        (("--length", "far"), "--length"),
+    ],
+)
+def test_mistakes_are_one_line(run: Any, words: tuple[str, ...], message: str) -> None:
+    status, _, err = run(*words)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_what_does_not_fit_says_which_term(run: Any, small: str) -> None:
+    status, _, err = run("memory.budget=300kB", "--model", small, "--length", "64k", "--world", "2")
+    assert status == 2
+    assert "MiB" in err or "GiB" in err

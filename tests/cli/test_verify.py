@@ -1,0 +1,124 @@
+"""`ithaca verify` as it is typed: mistakes in a sentence, a checklist, JSON, and status 1 where something is off."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ithaca.cli import app
+from ithaca.cli.verify_page import Page
+from ithaca.errors import ConfigError
+from ithaca.proof.checks import Line
+from tests.training.runs import small_run
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def typed(*words: str, folder: Path) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "ithaca.cli", "verify", "--device", "cpu", *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no.yaml"], r"no\.yaml does not exist"),
+        (["--model", "llama", "--sp", "1"], "--sp 1 is one process"),
+        (["--model", "llama", "--length", "7"], "a length of 24 at least"),
+        (["--model", "llama", "--device", "tpu"], "choose auto, cpu or cuda"),
+        (["--model", "llama", "--device", "cuda"], "torch sees no GPU here"),
+        (["--model", "llama", "--json", "nowhere/out.json"], "there is no folder .*nowhere"),
+    ],
+)
+def test_mistakes_are_told_before_a_rank_starts(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CliRunner().invoke(app, ["verify", *words], catch_exceptions=False)
+
+
+def test_the_page_names_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Page(shows=True)
+    lines = [Line("loss", 1e-16, 1e-10, "of rows"), Line("isolation", float("inf"), 0.0, "leaks [here]")]
+    for line in lines:
+        page.line(line)
+    page.close(lines, 3.0)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("ok  loss")
+    assert printed[1].startswith("off isolation")
+    assert printed[1].endswith("leaks [here]")
+    assert printed[2].startswith("1 of 2 checks are off: isolation")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "lama"], "did you mean llama"),
+        (["--model", "mamba"], "the architecture 'mamba' is refused"),
+        (["--model", "./nowhere"], "is no folder"),
+        (["--model", "llama", "--layers", "9"], "this model has 2 layers of 1 kinds"),
+        (["--model", "llama", "--sp", "9"], "8 heads over sp=9"),
+    ],
+)
+def test_mistakes_that_ranks_find_are_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:
+    status, output = typed(*words, folder=tmp_path)
+    assert status == 2, output
+    assert said in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_run_is_verified_on_its_own_rows(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "unused")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    status, output = typed("run.yaml", "--json", "out.json", folder=tmp_path)
+    assert status == 0, output
+    assert "2 rows of your data" in output
+    assert "all 16 checks are right" in output
+    result: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["cpu"]
+    assert result["ok"]
+    assert (result["sp"], result["dtype"], result["model_type"]) == (2, "float64", "llama")
+    assert "weights of the folder" in result["notes"]
+    assert all(check["ok"] and check["figure"] <= check["limit"] for check in result["checks"])
+    assert not (tmp_path / "unused").exists(), "verifying leaves no run behind"
+
+
+@pytest.mark.slow
+def test_status_1_where_something_is_off(tmp_path: Path) -> None:
+    """The ranks run an entry that plants a fault first."""
+    # Held by a name, because a context that is collected undoes what it planted.
+    plant = "from tests import faults\nplanted = faults.document_leak()\nplanted.__enter__()\n"
+    (tmp_path / "planted.py").write_text(plant + "from ithaca.cli.verify import work as work\n")
+    start = (
+        "import sys; from ithaca.cli.launch import launch; from ithaca.cli.verify import Request; "
+        "import json; from dataclasses import asdict; "
+        "request = Request('', 'llama', 2, 0, 0, 'out.json', 'cpu'); "
+        "sys.exit(launch('planted:work', (json.dumps(asdict(request)),), processes=2, device='cpu'))"
+    )
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", start],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "off documents" in done.stdout
+    result = json.loads((tmp_path / "out.json").read_text())["cpu"]
+    assert not result["ok"]
+    off = [check["name"] for check in result["checks"] if not check["ok"]]
+    assert {"documents", "isolation"} <= set(off)
