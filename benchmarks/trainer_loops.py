@@ -4,6 +4,7 @@ plain            transformers as it comes (SDPA) in one process with two threads
 trainer          Hugging Face's Trainer over the same, in one process with two threads
 ithaca           `init_mesh(sp=2)`, `parallelize`, `causal_loss`: two ranks over gloo with one thread each
 ithaca-trainer   Trainer with `UlyssesConfig(sp_size=2)`, on the same two ranks
+fp64             `plain` with every cast to fp32 made one to fp64: what all of them round
 deepspeed        `UlyssesSPAttentionHF`, `UlyssesSPDataLoaderAdapter`, ZeRO-3 and the loss of its tutorial, likewise
 
 All build one small fp32 Llama from one seed and learn the same rows, a row a step, with fused AdamW: forward, backward,
@@ -15,11 +16,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ithaca.proof.promote import promoted
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -59,8 +63,8 @@ def _updated(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, c
     return float(loss.detach()), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def plain(clip: float) -> Step:
-    model = build()
+def plain(clip: float, dtype: torch.dtype = torch.float32) -> Step:
+    model = build().to(dtype)
     optimizer = adamw(model)
     return lambda batch, norm: _updated(model, optimizer, model(**batch).loss, norm)
 
@@ -124,6 +128,7 @@ def deepspeed_rows(rows: list[Batch]) -> Iterator[Batch]:
 
 LOOPS: dict[str, Callable[[float], Step]] = {
     "plain": plain,
+    "fp64": partial(plain, dtype=torch.float64),
     "ithaca": ithaca_step,
     "ithaca-replicate": partial(ithaca_step, weights="replicate"),
     "deepspeed": deepspeed_step,
@@ -185,4 +190,7 @@ def trainer_loop(system: str, rows: list[Batch], clip: float) -> dict[str, list[
 def part(system: str, length: int, clip: float, steps: int) -> dict[str, list[float]]:
     """What one process does, or every rank of two."""
     rows = [row(index, length) for index in range(steps)]
-    return trainer_loop(system, rows, clip) if system in TRAINERS else loop(system, rows, clip)
+    if system in TRAINERS:
+        return trainer_loop(system, rows, clip)
+    with promoted() if system == "fp64" else nullcontext():
+        return loop(system, rows, clip)

@@ -3,8 +3,8 @@
     python -m benchmarks.trainer_peer results/trainer_peer.json --packages DIR [--rounds 5]
 
 The systems are those of `benchmarks.trainer_loops`: one process with two threads, or two ranks over gloo with one each.
-Parity: ten steps, losses and gradient norms against `plain`; "one thread" is `plain` again with its sums in another
-order, which shows what rounding alone does. Time: the median over all rounds; in a round every system runs once, in
+Parity: ten steps, losses and gradient norms against `plain`, and against `fp64`, which shows how far `plain` itself is
+from exact. Time: the median over all rounds; in a round every system runs once, in
 processes of its own, so that what else the machine does meets all alike. Every round is kept with the machine's load
 before it; with --add rounds are added to those of the file.
 
@@ -41,13 +41,13 @@ ALLOWED = {1024: 1.6, 4096: 1.1}
 LIMIT_S = 600
 
 
-def run(system: str, length: int, clip: float, steps: int, packages: Path | None, threads: int = 2) -> Any:
+def run(system: str, length: int, clip: float, steps: int, packages: Path | None) -> Any:
     """`part` in processes of its own: one with all threads, or two ranks with one each."""
-    alone = system in ("plain", "trainer")
+    alone = system in ("plain", "trainer", "fp64")
     launch = [] if alone else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     loopback = "lo" if sys.platform == "linux" else "lo0"
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads if alone else 1), "GLOO_SOCKET_IFNAME": loopback, "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": str(2 if alone else 1), "GLOO_SOCKET_IFNAME": loopback, "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "part.json")
@@ -63,11 +63,10 @@ def run(system: str, length: int, clip: float, steps: int, packages: Path | None
 def parity(systems: list[str], packages: Path | None) -> list[dict[str, Any]]:
     found = []
     for length, clip in CASES:
-        for system in systems:
+        for system in (*systems, "fp64"):
             got = run(system, length, clip, STEPS, packages)
+            del got["seconds"]
             found.append({"system": system, "length": length, "clip": clip} | got)
-        again = run("plain", length, clip, STEPS, packages, threads=1)
-        found.append({"system": "one thread", "length": length, "clip": clip} | again)
     return found
 
 
@@ -86,14 +85,15 @@ def about(packages: Path | None) -> dict[str, Any]:
     return found | {name: metadata.version(name) for name in names if name != "deepspeed" or packages}
 
 
-def farthest(result: dict[str, Any], system: str, what: str = "losses") -> dict[tuple[int, float], float]:
-    """The largest difference from `plain` over the ten steps, by case."""
-    by_case = {(run["system"], run["length"], run["clip"]): run[what] for run in result["parity"]}
-    return {
-        (length, clip): max(abs(a - b) for a, b in zip(got, by_case["plain", length, clip], strict=True))
-        for (name, length, clip), got in by_case.items()
-        if name == system
-    }
+def farthest(result: dict[str, Any], system: str, reference: str = "plain", what: str = "losses") -> float:
+    """The largest difference from the reference over all steps of all cases; of norms relative to them."""
+    by_case = {(one["system"], one["length"], one["clip"]): one[what] for one in result["parity"]}
+    pairs = [
+        (got, wanted)
+        for length, clip in CASES
+        for got, wanted in zip(by_case[system, length, clip], by_case[reference, length, clip], strict=True)
+    ]
+    return max(abs(got - wanted) / (wanted if what == "norms" else 1) for got, wanted in pairs)
 
 
 def median_s(result: dict[str, Any], system: str, length: int) -> float:
@@ -101,28 +101,17 @@ def median_s(result: dict[str, Any], system: str, length: int) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: systems down; the largest difference of ten losses from plain's, and the median step, across."""
-    heads = [
-        "",
-        *(f"{show_length(n)}, {_clipped(c)}" for n, c in CASES),
-        *(f"step at {show_length(n)}" for n in LENGTHS),
-    ]
+    """Markdown: systems down; the largest differences over all parity runs, and the median step, across."""
+    heads = ["", "loss from plain", "loss from fp64", "norm from fp64", *(f"step at {show_length(n)}" for n in LENGTHS)]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for system in dict.fromkeys(run["system"] for run in result["parity"]):
-        errors = farthest(result, system)
-        cells = ["" if system == "plain" else f"{errors[case]:.1e}" for case in CASES]
-        for length in LENGTHS:
-            if system not in result["rounds"][0]:
-                cells.append("")
-                continue
-            spent = median_s(result, system, length)
-            cells.append(f"{spent * 1e3:.0f} ms, {spent / median_s(result, 'plain', length):.2f}x")
-        lines.append("| " + " | ".join([system, *cells]) + " |")
+    for system in dict.fromkeys(one["system"] for one in result["parity"] if one["system"] != "fp64"):
+        ways = (("plain", "losses"), ("fp64", "losses"), ("fp64", "norms"))
+        errors = [f"{farthest(result, system, *way):.1e}" for way in ways]
+        times = [median_s(result, system, length) for length in LENGTHS]
+        plain = [median_s(result, "plain", length) for length in LENGTHS]
+        shown = [f"{s * 1e3:.0f} ms, {s / p:.2f}x" for s, p in zip(times, plain, strict=True)]
+        lines.append("| " + " | ".join([system, *errors, *shown]) + " |")
     return "\n".join(lines)
-
-
-def _clipped(clip: float) -> str:
-    return f"clipped to {clip:g}" if clip < 1 else "not clipped"
 
 
 def main() -> int:

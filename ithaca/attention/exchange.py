@@ -33,11 +33,9 @@ class Lane:
         return (end - start) * self.size
 
     def repeats(self, period: int) -> bool:
-        """Whether every range, `period` ranks on, is the same moved by one and the same number of heads."""
-        pairs = list(zip(self.ranges, self.ranges[period:], strict=False))
-        return len({(b[0] - a[0], b[1] - a[1]) for a, b in pairs}) == 1 and all(
-            b[0] - a[0] == b[1] - a[1] for a, b in pairs
-        )
+        """Whether every range, `period` ranks on, is the same moved up by one and the same number of heads."""
+        moves = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.ranges, self.ranges[period:], strict=False)}
+        return len(moves) == 1 and all(start == end >= 0 for start, end in moves)
 
     @property
     def covers_once(self) -> bool:
