@@ -33,7 +33,13 @@ def test_tables_of_sources_and_stages(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 200)
     with file.open("a") as more:
         more.write("{broken\n")
-    words = [f"data.sources={file}", f"output={tmp_path / 'run'}", "validation.share=0.1", "stages.0.length=512"]
+    words = [
+        f"data.sources={file}",
+        f"output={tmp_path / 'run'}",
+        "validation.share=0.1",
+        "stages.0.length=512",
+        "stages.1.length=8k",
+    ]
     output = call(*words)
     row = next(line for line in output.splitlines() if line.startswith(str(file)))
     assert row.split()[1:3] == ["text", "200"]
