@@ -67,5 +67,4 @@ def test_the_table_has_differences_and_medians() -> None:
 def test_the_page_shows_what_was_measured() -> None:
     result = json.loads(MEASURED.read_text())
     assert trainer_peer.table(result) in PAGE.read_text()
-    ours, theirs = (trainer_peer.farthest(result, system) for system in ("ithaca", "deepspeed"))
-    assert max(ours.values()) <= max(theirs.values())
+    assert all(trainer_peer.farthest(result, system) < LOSS for system in ("ithaca", "ithaca-trainer", "deepspeed"))
