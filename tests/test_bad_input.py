@@ -200,6 +200,10 @@ CALLS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], str]] = {
         r"past_key_values was passed .* model\.generate",
     ),
     "weights": (lambda model, inputs: model(**inputs, output_attentions=True), r"output_attentions was passed"),
+    "compiled": (
+        lambda model, inputs: causal_loss(torch.compile(model), GOOD, init_mesh(sp=2)),  # type: ignore[arg-type]
+        r"OptimizedModule was compiled after parallelize, .*: pass the model itself",
+    ),
 }
 
 

@@ -141,6 +141,15 @@ def binding_of(model: nn.Module) -> Binding:
     raise UnsupportedError(f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first")
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """torch.compile around a bound model: its hooks, collectives and replays are no part of what a graph keeps."""
+    if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
+        raise UnsupportedError(
+            f"{type(model).__name__} was compiled after parallelize, which no parity run covers: pass the model itself; "
+            "parallelize compiles norms, activations and rotary embeddings already (fuse=True)"
+        )
+
+
 def is_bound(model: nn.Module) -> bool:
     return any(_BINDING in module.__dict__ for module in model.modules())
 

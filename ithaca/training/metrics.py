@@ -1,13 +1,14 @@
 """What is written down of a run: metrics.jsonl always, and accelerate's trackers where asked.
 
 Only the first rank writes. A resumed run cuts off the lines of steps that it will take again, so the file reads as if
-nothing had happened. A line is a flat record: `kind` is "step", "validation" or "event".
+nothing had happened. A line is a record: `kind` is "step", "validation" or "event", `at` the clock's seconds.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Journal:
         if not self.writes:
             return
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **facts}) + "\n")
+            file.write(json.dumps({"kind": kind, "step": step, "at": round(time.time(), 3), **facts}) + "\n")
         numbers = {f"{kind}/{key}": value for key, value in _flat(facts).items()}
         for tracker in self.trackers:
             tracker.log(numbers, step=step)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.binding import binding_of, refuse_compiled
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.agree import agree, try_shard
@@ -46,6 +46,7 @@ def causal_loss(
     `by_position` gathers this rank's token losses by how far into its document a token is.
     """
     binding = binding_of(model)
+    refuse_compiled(model)
     if count is not None and count < 0:
         raise BatchError(f"count={count}: pass what ithaca.count_tokens(batches, mesh) gives")
     if not 0 <= label_smoothing < 1 or z_loss < 0:

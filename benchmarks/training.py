@@ -1,0 +1,206 @@
+"""A real run of `ithaca train` on one device, and what the trainer adds to a bare loop.
+
+    python -m benchmarks.training results/training.json --parts overhead,run
+    python -m benchmarks.training results/training.json
+
+overhead  a 1B at 8K tokens: the time from one step's line in metrics.jsonl to the next (rows, norm and clipping,
+          metrics, display, watching for preemption: everything), against a loop that does forward, backward and
+          optimizer on rows already at hand and nothing else; medians, the two in turn, in processes of their own
+run       a 1B at 64K tokens for 60 steps: loss, tokens/s, utilisation and memory of each step
+
+Llama-3.2-1B's sizes with random weights in fp32, computed in bf16, AdamW, clipped at 1. The documents are made on the
+spot: every package of Python's standard library is one, all its sources one after the other, and a token is a byte, so
+that most rows are one piece of one document. Without --parts the table is made from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.floor import SHAPES, synchronize
+from benchmarks.peers import about
+from benchmarks.step import command_line, parse_length, save, show_length
+
+# Steps that compile, pin and fill caches are left out of the medians.
+WARM = 10
+LIMIT_S = 570.0
+
+
+def documents() -> Iterator[str]:
+    """Packages of the standard library, each as one text; its tests, more than all the rest, are left out."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    packages = {path.parent for path in library.glob("*/__init__.py")} - {library / "test"}
+    for package in sorted(packages):
+        files = sorted(package.rglob("*.py"))
+        yield "".join(f"# {file.relative_to(library)}\n{file.read_text('utf-8', 'replace')}\n" for file in files)
+
+
+def write_job(folder: Path, shape: str, length: int, steps: int) -> Path:
+    """The model's folder, the documents and the run file; gives the last."""
+    from transformers import LlamaConfig
+
+    from ithaca.models.embedded import embedded_tokenizer
+
+    tokenizer = embedded_tokenizer()
+    sizes = replace(SHAPES[shape], vocab=max(SHAPES[shape].vocab, len(tokenizer)))
+    LlamaConfig(
+        vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_size, max_position_embeddings=length, tie_word_embeddings=sizes.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder / "model")  # fmt: skip
+    tokenizer.save_pretrained(folder / "model")
+    with (folder / "documents.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in documents())
+    run = {
+        "output": str(folder / "run"),
+        "model": {"name": str(folder / "model"), "weights": "random"},
+        "data": {"sources": [str(folder / "documents.jsonl")]},
+        "stages": [{"length": length, "steps": steps, "lr": 3e-4, "warmup": 0.2}],
+        "checkpoints": {"save_every": 10 * steps},
+    }
+    # JSON is YAML.
+    (folder / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    return folder / "run.yaml"
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def run_trainer(folder: Path, run: Path, limit: float, *words: str) -> list[dict[str, Any]]:
+    """`ithaca train` in a process of its own; lines of the steps it took, even where it was cut short."""
+    command = [sys.executable, "-m", "ithaca.cli", "train", str(run), *words]
+    with (folder / "said.txt").open("w") as said:
+        try:
+            status = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+    if status:
+        print(f"ithaca train ended with {status}: {(folder / 'said.txt').read_text()[-3000:]}", file=sys.stderr)
+    return lines_of(folder)
+
+
+def bare_loop(run_file: Path, steps: int) -> dict[str, Any]:
+    """Median seconds of forward, backward and optimizer, alone, on the run's first rows."""
+    from ithaca.config import load_run
+    from ithaca.data.prepare import prepare
+    from ithaca.models.tokenizer import load_tokenizer
+    from ithaca.training.session import build_session
+    from ithaca.training.step import causal_loss
+
+    run = load_run(str(run_file), [])
+    tokenizer = load_tokenizer(run.model.name, None)
+    prepared = prepare(run.data, tokenizer, validation=run.validation, seed=run.seed, folder=Path(run.output) / "data")
+    session = build_session(run, 0, run.model.name, prepared, None, None)
+    rows = [session.feed.row(session.rows_of(step)[0]) for step in range(steps)]
+    marks = []
+    for row in rows:
+        loss = causal_loss(session.model, row, session.mesh)
+        loss.backward()
+        session.optimizer.step()
+        session.optimizer.zero_grad(set_to_none=True)
+        synchronize(session.mesh.device)
+        marks.append(time.perf_counter())
+    taken = [after - before for before, after in pairwise(marks)][WARM:]
+    return {"seconds": statistics.median(taken), "loss": float(loss.detach()), "steps": len(taken)}
+
+
+def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Rounds of the trainer and the bare loop in turn: seconds of a step in each."""
+    found: list[dict[str, float]] = []
+    for number in range(rounds):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            run = write_job(folder, shape, length, steps)
+            lines = run_trainer(folder, run, LIMIT_S)
+            taken = [after["at"] - before["at"] for before, after in pairwise(lines)][WARM:]
+            command = [sys.executable, "-m", "benchmarks.training", str(folder / "bare.json"), "--bare", str(run)]
+            subprocess.run([*command, "--steps", str(steps)], check=True, timeout=LIMIT_S)
+            bare = json.loads((folder / "bare.json").read_text())
+        found.append({"trainer_s": statistics.median(taken), "bare_s": bare["seconds"]})
+        print(f"round {number + 1}: {found[-1]}", flush=True)
+    trainer, alone = (statistics.median(one[name] for one in found) for name in ("trainer_s", "bare_s"))
+    figures = {"trainer_s": trainer, "bare_s": alone, "overhead": trainer / alone - 1}
+    return {"model": shape, "length": length, "steps": steps, "rounds": found} | figures
+
+
+def whole_run(shape: str, length: int, steps: int) -> dict[str, Any]:
+    """The steps' lines of a run, and their medians once it is warm."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        began = time.monotonic()
+        lines = run_trainer(folder, write_job(folder, shape, length, steps), LIMIT_S)
+        wall = time.monotonic() - began
+    names = ("seconds", "tokens_per_second", "utilisation")
+    middle = {n: statistics.median(line[n] for line in lines[WARM:]) for n in names if n in lines[-1]}
+    kept = ("step", "loss", "gradient_norm", "rate", "seconds", "tokens_per_second", "utilisation", "seconds_apart")
+    steps_taken = [{name: line[name] for name in kept if name in line} for line in lines]
+    figures = {"wall_s": wall, "median": middle, "memory_gib": lines[-1]["memory_gib"], "taken": steps_taken}
+    return {"model": shape, "length": length, "steps": len(lines)} | figures
+
+
+def table(result: dict[str, Any]) -> str:
+    said = []
+    if "overhead" in result:
+        o = result["overhead"]
+        said.append(
+            f"{o['model']} at {show_length(o['length'])}: {o['trainer_s'] * 1e3:.1f} ms a step through `ithaca train`, "
+            f"{o['bare_s'] * 1e3:.1f} ms in a bare loop: {o['overhead']:.1%} more"
+        )
+    if "run" in result:
+        r = result["run"]
+        first, last = r["taken"][0]["loss"], r["taken"][-1]["loss"]
+        said.append(
+            f"{r['model']} at {show_length(r['length'])}, {r['steps']} steps: loss {first:.2f} to {last:.2f}, "
+            + ", ".join(f"{name} {value:,.3g}" for name, value in r["median"].items())
+            + f", memory in GiB {r['memory_gib']}"
+        )
+    return "\n".join(said)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="JSON, kept part by part")
+    parser.add_argument("--parts", default="", help="overhead, run, or both with a comma")
+    parser.add_argument("--model", default="1B", choices=SHAPES)
+    parser.add_argument("--length", type=parse_length, help="of the run; the overhead's is 8K unless --short is given")
+    parser.add_argument("--short", type=parse_length, default=parse_length("8K"))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare is not None:
+        arguments.file.write_text(json.dumps(bare_loop(arguments.bare, arguments.steps)))
+        return 0
+    result = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
+    machine = about(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    for part in filter(None, arguments.parts.split(",")):
+        if part == "overhead":
+            got = overhead(arguments.model, arguments.short, arguments.steps, arguments.rounds)
+        else:
+            got = whole_run(arguments.model, arguments.length or parse_length("64K"), arguments.steps)
+        result[part] = {"machine": machine, "command": command_line()} | got
+        save(arguments.file, result)
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""`benchmarks.training`: its documents, its job, and the table from what it keeps; a whole run of it is slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import training
+from ithaca.config import load_run
+
+
+def test_documents_are_packages() -> None:
+    found = list(training.documents())
+    assert sum(len(text) > 65_536 for text in found) > 10
+    assert any(text.startswith("# asyncio/__init__.py\n") for text in found)
+
+
+def test_a_job_is_a_run_file(tmp_path: Path) -> None:
+    run = load_run(str(training.write_job(tmp_path, "tiny", 256, 14)), [])
+    assert (run.stages[0].length, run.stages[0].steps, run.model.weights) == (256, 14, "random")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] >= 264
+
+
+@pytest.mark.slow
+def test_both_parts_on_the_cpu() -> None:
+    over = training.overhead("tiny", 128, 14, 1)
+    assert over["overhead"] == pytest.approx(over["trainer_s"] / over["bare_s"] - 1)
+    ran = training.whole_run("tiny", 256, 14)
+    assert [step["step"] for step in ran["taken"]] == list(range(1, 15))
+    said = training.table({"overhead": over, "run": ran})
+    assert f"{over['overhead']:.1%} more" in said
+    assert "tiny at 256, 14 steps: loss 5." in said
