@@ -80,19 +80,27 @@ def write_job(folder: Path, shape: str, length: int, steps: int) -> Path:
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     file = folder / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    text = file.read_text("utf-8") if file.exists() else ""
+    # A last line may still be half written.
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [line for line in lines if line["kind"] == "step"]
 
 
-def run_trainer(folder: Path, run: Path, limit: float, *words: str) -> list[dict[str, Any]]:
-    """`ithaca train` in a process of its own; lines of the steps it took, even where it was cut short."""
-    command = [sys.executable, "-m", "ithaca.cli", "train", str(run), *words]
+def run_trainer(folder: Path, run: Path, *, enough: int | None = None) -> list[dict[str, Any]]:
+    """`ithaca train` in a process of its own; lines of the steps it took, even where it was cut short.
+
+    After `enough` steps it is ended: what it would still save and export is not asked for.
+    """
+    ends = time.monotonic() + LIMIT_S
+    command = [sys.executable, "-m", "ithaca.cli", "train", str(run)]
     with (folder / "said.txt").open("w") as said:
-        try:
-            status = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
-            status = -1
-    if status:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        while process.poll() is None and time.monotonic() < ends and len(lines_of(folder)) != enough:
+            time.sleep(0.5)
+        stopped = process.poll() is None
+        process.kill()
+        status = process.wait()
+    if status and not (stopped and len(lines_of(folder)) == enough):
         print(f"ithaca train ended with {status}: {(folder / 'said.txt').read_text()[-3000:]}", file=sys.stderr)
     return lines_of(folder)
 
@@ -129,7 +137,7 @@ def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             run = write_job(folder, shape, length, steps)
-            lines = run_trainer(folder, run, LIMIT_S)
+            lines = run_trainer(folder, run, enough=steps)
             taken = [after["at"] - before["at"] for before, after in pairwise(lines)][WARM:]
             command = [sys.executable, "-m", "benchmarks.training", str(folder / "bare.json"), "--bare", str(run)]
             subprocess.run([*command, "--steps", str(steps)], check=True, timeout=LIMIT_S)
@@ -146,7 +154,7 @@ def whole_run(shape: str, length: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         began = time.monotonic()
-        lines = run_trainer(folder, write_job(folder, shape, length, steps), LIMIT_S)
+        lines = run_trainer(folder, write_job(folder, shape, length, steps))
         wall = time.monotonic() - began
     names = ("seconds", "tokens_per_second", "utilisation")
     middle = {n: statistics.median(line[n] for line in lines[WARM:]) for n in names if n in lines[-1]}
