@@ -37,8 +37,9 @@ format: venv
 test: lint
 	@$(PY) -m pytest -q -m "not slow"
 
+# All tests, or those named by TESTS, whose result is added to the record.
 test-all: lint
-	@$(PY) -m pytest -q --record tests/results/test-all.json
+	@$(PY) -m pytest -q --record tests/results/test-all.json $(TESTS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,9 +3,9 @@
     python -m benchmarks.training results/training.json --parts overhead,run
     python -m benchmarks.training results/training.json
 
-overhead  a 1B at 8K tokens: the time from one step's line in metrics.jsonl to the next (rows, norm and clipping,
-          metrics, display, watching for preemption: everything), against a loop that does forward, backward and
-          optimizer on rows already at hand and nothing else; medians, the two in turn, in processes of their own
+overhead  a 1B at 8K tokens: steps of the trainer's loop (rows, norm and clipping, metrics, display, watching for
+          preemption: everything), against a loop that does forward, backward and optimizer on rows already at hand
+          and nothing else; medians of steps, the two in turn over the same model, several times
 run       a 1B at 64K tokens for 60 steps: loss, tokens/s, utilisation and memory of each step
 
 Llama-3.2-1B's sizes with random weights in fp32, computed in bf16, AdamW, clipped at 1. The documents are made on the
@@ -37,6 +37,7 @@ from benchmarks.step import command_line, parse_length, save, show_length
 
 # Steps that compile, pin and fill caches are left out of the medians.
 WARM = 10
+ROUND = 20
 LIMIT_S = 570.0
 
 
@@ -86,67 +87,80 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "step"]
 
 
-def run_trainer(folder: Path, run: Path, *, enough: int | None = None) -> list[dict[str, Any]]:
-    """`ithaca train` in a process of its own; lines of the steps it took, even where it was cut short.
-
-    After `enough` steps it is ended: what it would still save and export is not asked for.
-    """
-    ends = time.monotonic() + LIMIT_S
+def run_trainer(folder: Path, run: Path) -> list[dict[str, Any]]:
+    """`ithaca train` in a process of its own; lines of the steps it took, even where it was cut short."""
     command = [sys.executable, "-m", "ithaca.cli", "train", str(run)]
     with (folder / "said.txt").open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        while process.poll() is None and time.monotonic() < ends and len(lines_of(folder)) != enough:
-            time.sleep(0.5)
-        stopped = process.poll() is None
-        process.kill()
-        status = process.wait()
-    if status and not (stopped and len(lines_of(folder)) == enough):
+        try:
+            status = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, timeout=LIMIT_S).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+    if status:
         print(f"ithaca train ended with {status}: {(folder / 'said.txt').read_text()[-3000:]}", file=sys.stderr)
     return lines_of(folder)
 
 
-def bare_loop(run_file: Path, steps: int) -> dict[str, Any]:
-    """Median seconds of forward, backward and optimizer, alone, on the run's first rows."""
-    from ithaca.config import load_run
-    from ithaca.data.prepare import prepare
-    from ithaca.models.tokenizer import load_tokenizer
-    from ithaca.training.session import build_session
-    from ithaca.training.step import causal_loss
+class Alone:
+    """A run's only stage on one process, as the trainer builds it, to be stepped by its loop or by a bare one."""
 
-    run = load_run(str(run_file), [])
-    tokenizer = load_tokenizer(run.model.name, None)
-    prepared = prepare(run.data, tokenizer, validation=run.validation, seed=run.seed, folder=Path(run.output) / "data")
-    session = build_session(run, 0, run.model.name, prepared, None, None)
-    rows = [session.feed.row(session.rows_of(step)[0]) for step in range(steps)]
-    marks = []
-    for row in rows:
-        loss = causal_loss(session.model, row, session.mesh)
-        loss.backward()
-        session.optimizer.step()
-        session.optimizer.zero_grad(set_to_none=True)
-        synchronize(session.mesh.device)
-        marks.append(time.perf_counter())
-    taken = [after - before for before, after in pairwise(marks)][WARM:]
-    return {"seconds": statistics.median(taken), "loss": float(loss.detach()), "steps": len(taken)}
+    def __init__(self, folder: Path, file: Path) -> None:
+        from ithaca.config import load_run
+        from ithaca.data.prepare import prepare
+        from ithaca.models.tokenizer import load_tokenizer
+        from ithaca.training.session import build_session
+
+        self.run, self.folder = load_run(str(file), []), folder
+        run, data = self.run, Path(self.run.output) / "data"
+        tokenizer = load_tokenizer(run.model.name, None)
+        prepared = prepare(run.data, tokenizer, validation=run.validation, seed=run.seed, folder=data)
+        self.session = build_session(run, 0, run.model.name, prepared, None, None)
+
+    def bare(self, steps: int) -> list[float]:
+        """Forward, backward, optimizer: the seconds of each step but the first."""
+        from ithaca.training.step import causal_loss
+
+        session, marks = self.session, []
+        for row in [session.feed.row(session.rows_of(step)[0]) for step in range(steps)]:
+            causal_loss(session.model, row, session.mesh).backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad(set_to_none=True)
+            synchronize(session.mesh.device)
+            marks.append(time.perf_counter())
+        return [after - before for before, after in pairwise(marks)]
+
+    def trained(self, steps: int) -> list[float]:
+        """The same steps through the trainer's loop."""
+        from ithaca.models.support import base_model, decoder_layers
+        from ithaca.training.display import Display
+        from ithaca.training.loop import StageLoop
+        from ithaca.training.metrics import Journal
+        from ithaca.training.place import Place
+        from ithaca.training.watch import Watch
+
+        run, session, marks = self.run, self.session, []
+        journal = Journal(self.folder / "metrics.jsonl", run.metrics, writes=True, run={})
+        with Watch.of(session.mesh) as watch:
+            take_off = watch.install(decoder_layers(base_model(session.model)))
+            loop = StageLoop(run, session, watch, journal, Display(shows=True, stages=1), lambda place: None)
+            step, place = loop._advance, Place()
+            for _ in range(steps):
+                place = step(place)
+                marks.append(time.perf_counter())
+            take_off()
+        return [after - before for before, after in pairwise(marks)]
 
 
 def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Rounds of the trainer and the bare loop in turn: seconds of a step in each."""
+    """Rounds of the trainer's loop and the bare one in turn, after a round that counts for nothing."""
     found: list[dict[str, float]] = []
-    for number in range(rounds):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            run = write_job(folder, shape, length, steps)
-            lines = run_trainer(folder, run, enough=steps)
-            taken = [after["at"] - before["at"] for before, after in pairwise(lines)][WARM:]
-            command = [sys.executable, "-m", "benchmarks.training", str(folder / "bare.json"), "--bare", str(run)]
-            subprocess.run([*command, "--steps", str(steps)], check=True, timeout=LIMIT_S)
-            bare = json.loads((folder / "bare.json").read_text())
-        found.append({"trainer_s": statistics.median(taken), "bare_s": bare["seconds"]})
-        print(f"round {number + 1}: {found[-1]}", flush=True)
-    trainer, alone = (statistics.median(one[name] for one in found) for name in ("trainer_s", "bare_s"))
-    figures = {"trainer_s": trainer, "bare_s": alone, "overhead": trainer / alone - 1}
-    return {"model": shape, "length": length, "steps": steps, "rounds": found} | figures
+    with tempfile.TemporaryDirectory() as name:
+        alone = Alone(Path(name), write_job(Path(name), shape, length, (rounds + 1) * steps))
+        for _ in range(rounds + 1):
+            bare, trained = statistics.median(alone.bare(steps)), statistics.median(alone.trained(steps))
+            found.append({"bare_s": bare, "trainer_s": trained, "overhead": trained / bare - 1})
+            print(f"bare {bare * 1e3:.1f} ms, trainer {trained * 1e3:.1f} ms", flush=True)
+    middle = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
+    return {"model": shape, "length": length, "steps": steps, "rounds": found[1:]} | middle
 
 
 def whole_run(shape: str, length: int, steps: int) -> dict[str, Any]:
@@ -191,17 +205,13 @@ def main() -> int:
     parser.add_argument("--length", type=parse_length, help="of the run; the overhead's is 8K unless --short is given")
     parser.add_argument("--short", type=parse_length, default=parse_length("8K"))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=6, help="of the overhead's, 20 steps each")
     arguments = parser.parse_args()
-    if arguments.bare is not None:
-        arguments.file.write_text(json.dumps(bare_loop(arguments.bare, arguments.steps)))
-        return 0
     result = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
     machine = about(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for part in filter(None, arguments.parts.split(",")):
         if part == "overhead":
-            got = overhead(arguments.model, arguments.short, arguments.steps, arguments.rounds)
+            got = overhead(arguments.model, arguments.short, ROUND, arguments.rounds)
         else:
             got = whole_run(arguments.model, arguments.length or parse_length("64K"), arguments.steps)
         result[part] = {"machine": machine, "command": command_line()} | got

@@ -25,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--record")
     if file is not None:
-        config.pluginmanager.register(Recorder(file))
+        chosen = [f"-{name} {value}" for name in "mk" if (value := config.getoption(f"-{name}"))]
+        paths = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
+        config.pluginmanager.register(Recorder(file, " ".join([*paths, *chosen])))
 
 
 def pytest_sessionfinish() -> None:

@@ -1,6 +1,9 @@
-"""Writes the outcome of a test session as JSON: versions, counts, seconds, date.
+"""Writes the outcome of a test session as JSON: versions, counts, seconds, date, commit.
 
-`pytest --record FILE` switches it on (see conftest.py); `make test-all` keeps its result in the repository.
+`pytest --record FILE` switches it on (see conftest.py); `make test-all` keeps its result in the repository. A session
+over part of the tests (`make test-all TESTS=...`) does not replace that of all of them: it is added under "later", and
+`failed` is what failed when it last ran.
+
 The file says nothing about where the tests ran beyond the platform, so that it compares between machines.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -21,10 +25,13 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "p
 
 
 class Recorder:
-    """A pytest plugin that counts outcomes, one a test, and writes them when the session ends."""
+    """A pytest plugin that counts outcomes, one a test, and writes them when the session ends.
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    `part`: what was asked for, where that is not all tests.
+    """
+
+    def __init__(self, file: Path, part: str = "") -> None:
+        self.file, self.part = file, part
         self.outcomes: dict[str, str] = {}
         self.started = time.monotonic()
 
@@ -35,12 +42,24 @@ class Recorder:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.summary(int(exitstatus)), indent=2) + "\n")
+        found = self.summary(int(exitstatus))
+        if self.part and self.file.exists():
+            found = self.added(json.loads(self.file.read_text()), found)
+        self.file.write_text(json.dumps(found, indent=2) + "\n")
+
+    def added(self, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+        """The record of all tests with this session's after it."""
+        left = [test for test in before["failed"] if test not in self.outcomes]
+        later = {name: now[name] for name in ("date", "commit", "seconds", "tests", "counts", "failed")}
+        failed = sorted({*left, *now["failed"]})
+        sessions = [*before.get("later", []), {"asked": self.part} | later]
+        return before | {"passed_all": not failed, "failed": failed, "later": sessions}
 
     def summary(self, exitstatus: int) -> dict[str, Any]:
         failed = [test for test, how in self.outcomes.items() if how in ("failed", "error")]
         return {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "commit": commit(),
             "passed_all": exitstatus == 0,
             "seconds": round(time.monotonic() - self.started, 1),
             "tests": len(self.outcomes),
@@ -49,6 +68,14 @@ class Recorder:
             "platform": f"{platform.system()} {platform.machine()}",
             "versions": {"python": platform.python_version()} | versions(),
         }
+
+
+def commit() -> str:
+    """The checkout's, marked where files were changed since; empty where it is none."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
 
 
 def outcome(report: pytest.TestReport) -> str:

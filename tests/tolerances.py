@@ -22,6 +22,8 @@ EVAL_LOSS_AFTER_STEPS = 1e-5
 LOGITS = 1e-5
 # A gradient norm over another's that should equal it: NORM, over a norm of about 10.
 NORM_RATIO = 1e-5
+# One fp32 step compiled against the same uncompiled, of the largest value: sums of up to 64 products in another order.
+COMPILED = 1e-5
 # One bf16 forward against another that rounds elsewhere: 8 bits of mantissa over two layers.
 BF16_LOSS = 1e-2
 # Weights after those steps. AdamW divides by the root of a gradient's square: where a gradient is near zero, rounding

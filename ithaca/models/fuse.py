@@ -4,7 +4,7 @@ Left to eager, those are a fifth of a step at 32K tokens. A unit's children are 
 weights and a tile, so one compilation serves every layer of the same shape; the number of tokens is left open, so that
 no new length ever waits for the compiler. Rotary embeddings are compiled by giving a layer's
 attention its own forward, the same code with the compiled function in place of transformers' one: nothing outside
-this model changes.
+this model changes. Norms of queries and keys, which eager would keep in fp32, are compiled where they stand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compiled_chain(children: list[nn.Module]) -> Chain:
         x_1TC = x_BtC.reshape(1, -1, x_BtC.shape[-1])
         torch._dynamo.maybe_mark_dynamic(x_1TC, 1)
         given = fused(weights, x_1TC)
-        return tree_map(lambda y: y.view(*x_BtC.shape[:2], *y.shape[2:]) if y.ndim > 2 else y, given)
+        return tree_map(lambda y: y.view(*x_BtC.shape[:-1], *y.shape[2:]) if y.ndim > 2 else y, given)
 
     return by_tokens
 
@@ -77,6 +77,28 @@ def can_fuse(children: list[nn.Module]) -> bool:
     """Not where numbers are drawn: a compiled graph draws others than an eager one."""
     drawn = (module for child in children for module in child.modules())
     return not any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in drawn)
+
+
+def norms_within(attention: nn.Module) -> dict[str, nn.Module]:
+    """Children of an attention that have vectors and nothing else: its norms of queries, keys or latents."""
+    return {
+        name: child
+        for name, child in attention.named_children()
+        if any(True for _ in child.parameters()) and all(p.ndim == 1 for p in child.parameters()) and can_fuse([child])
+    }
+
+
+def fused_norm(norm: nn.Module, chain: Chain) -> Callable[[Tensor], Tensor]:
+    """The norm of `[..., C]`, compiled; heads before tokens, as a transposed view has them, are not copied."""
+
+    def forward(x: Tensor) -> Tensor:
+        if x.ndim == 4 and not x.is_contiguous():
+            turned: Tensor = chain(weights_of([norm]), x.transpose(1, 2)).transpose(1, 2)
+            return turned
+        normed: Tensor = chain(weights_of([norm]), x)
+        return normed
+
+    return forward
 
 
 def fused_rotary(attention: nn.Module, compiled: dict[Any, Any]) -> MethodType | None:

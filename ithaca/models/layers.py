@@ -22,7 +22,7 @@ from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import Chain as CompiledChain
-from ithaca.models.fuse import can_fuse, compiled_chain, fused_rotary
+from ithaca.models.fuse import can_fuse, compiled_chain, fused_norm, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.units import UnitForward, router_of
@@ -169,7 +169,7 @@ def install_memory(
         for role in roles[signature(layer)]:
             _install_unit(installed, runner, layer, role, _fused(layer, role, compiled) if fuse else None)
         if fuse:
-            _fuse_rotary(installed, layer, compiled)
+            _fuse_attention(installed, layer, compiled)
         installed.runners.append(runner)
         installed.layers.append(Layer(layer, runner, installed.chain, "keep"))
         installed.put(layer, installed.layers[-1])
@@ -206,11 +206,19 @@ def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Compil
     return chain
 
 
-def _fuse_rotary(installed: Installed, layer: nn.Module, compiled: dict[Any, Any]) -> None:
-    for child in layer.children():
+def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, Any]) -> None:
+    """The rotary embedding and the norms of an attention; its matrices and its kernel stay as they are."""
+    for name, child in layer.named_children():
         forward = fused_rotary(child, compiled)
-        if forward is not None:
-            installed.put(child, forward)
+        if forward is None:
+            continue
+        installed.put(child, forward)
+        for inner, norm in norms_within(child).items():
+            if "forward" not in norm.__dict__:
+                key = (signature(layer), name, inner)
+                if key not in compiled:
+                    compiled[key] = compiled_chain([norm])
+                installed.put(norm, fused_norm(norm, compiled[key]))
 
 
 def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:

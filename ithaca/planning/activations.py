@@ -105,7 +105,7 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
         return flow.out, flow.lse
     if mode == "recompute":
         return (flow.x,)
-    attention = (flow.q + flow.kv, flow.out, flow.lse)
+    attention = (flow.q + flow.kv, flow.out, flow.lse, _normed(flow, layer))
     if tiled:
         # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
         return 3 * flow.x, *attention
@@ -117,12 +117,17 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     return norms, *attention, mlp + _routed(flow, layer, flow.tokens, copies=2)
 
 
-def attention_work(flow: Flow, mode: LayerMode) -> list[Piece]:
+def _normed(flow: Flow, layer: LayerSizes) -> int:
+    """What norms of queries and keys leave: their input; uncompiled in fp32, and the normalised values."""
+    return flow.tokens * layer.normed * (flow.c if flow.fused else FP32 + flow.c)
+
+
+def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode) -> list[Piece]:
     """What lives beside the saved tensors while a layer's attention runs backward."""
     streams = 2 if mode == "keep" else 3
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_ATTENTION_STREAMS[mode == 'keep']}")]
     if mode != "keep":
-        pieces.append(Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c"))
+        pieces += _queries(flow, layer)
     gradients = flow.out
     formula = "B*L*H*E*c for the output's"
     if not (flow.alone and flow.groups == 1):
@@ -131,6 +136,14 @@ def attention_work(flow: Flow, mode: LayerMode) -> list[Piece]:
         formula += " + q, k, v (and fp32 of k, v where ranks share them)"
     pieces.append(Piece("gradients of attention", gradients, formula))
     return [*pieces, *_group_work(flow)]
+
+
+def _queries(flow: Flow, layer: LayerSizes) -> list[Piece]:
+    """What a layer that is run again makes for its attention."""
+    pieces = [Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c")]
+    if layer.normed:
+        pieces.append(Piece("norms of q, k", _normed(flow, layer), "B*L*(H+K)*D*c, uncompiled (4 + c)"))
+    return pieces
 
 
 def group_bytes(flow: Flow) -> int:
@@ -174,7 +187,7 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     streams = 2 if mode == "keep" else 4
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_MLP_STREAMS[mode == 'keep']}")]
     if mode != "keep":
-        pieces.append(Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c"))
+        pieces += _queries(flow, layer)
     # Forward values are already among the saved ones where the MLP of a kept layer is not tiled.
     sides = 1 if mode == "keep" and not tiled else 2
     values = _wide_values(layer, fused=flow.fused, kept=sides == 1)

@@ -27,7 +27,8 @@ class LayerSizes:
     """Parameters of one layer, and what a token meets there.
 
     `width`: intermediate values of a token, over all experts it visits. `active`: MLP parameters it meets.
-    `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add.
+    `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add. `normed`: values of a token
+    that norms inside attention take: of queries and keys, or of what those are made from.
     """
 
     attention: int
@@ -40,6 +41,7 @@ class LayerSizes:
     experts_per_token: int
     window: int | None
     linear_edges: int
+    normed: int = 0
 
     @property
     def parameters(self) -> int:
@@ -63,7 +65,17 @@ def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> L
         experts_per_token=block.per_token,
         window=window_of(config, index),
         linear_edges=sum(map(sum, edges)) + sum(map(sum, block.edges)),
+        normed=_normed(config, key_size),
     )
+
+
+def _normed(config: Config, key: int) -> int:
+    if config.get("kv_lora_rank") is not None:
+        return int(config["kv_lora_rank"]) + int(config.get("q_lora_rank") or 0)
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    has = str(config.get("model_type", "")) in (*_HEAD_NORMS, *_WHOLE_HEAD_NORMS)
+    return (heads + kv_heads) * key if has else 0
 
 
 def window_of(config: Config, index: int) -> int | None:

@@ -258,7 +258,7 @@ class Frame:
         key = (self.kinds[index], mode)
         if key not in self._work:
             layer, trains = self.sizes.layers[index], not self.sizes.adapters
-            attention = attention_work(self.flow, mode)
+            attention = attention_work(self.flow, layer, mode)
             mlp = mlp_work(self.flow, layer, mode, self.mlp_tile, trains=trains)
             halves = [(name, work, _total(work)) for name, work in (("attention", attention), ("MLP", mlp))]
             self._work[key] = max(halves, key=lambda half: half[2])

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ithaca.attention.clock import CLOCK
 from ithaca.config import Run
 from ithaca.errors import IthacaError
+from ithaca.state.clipping import clipped_step, gradient_norm
 from ithaca.state.tensors import set_rate
 from ithaca.training.display import Display
 from ithaca.training.metrics import (
@@ -31,6 +31,7 @@ from ithaca.training.metrics import (
     Journal,
     device_peak,
     full_share,
+    held_bytes,
     memory_by_kind,
     model_flops,
 )
@@ -81,6 +82,7 @@ class StageLoop:
         self.save = save
         self.by_position = self._buckets()
         self.peak = device_peak(session.mesh)
+        self.held = held_bytes(session.model, session.optimizer)
         self.warned = False
         self.place = Place()
         self._reader = ThreadPoolExecutor(1)
@@ -135,12 +137,14 @@ class StageLoop:
             part = causal_loss(session.model, batch, session.mesh, count=targets, by_position=self.by_position)
             part.backward()
             loss += part.detach()
+        # The device is at work still, and the host has time; it waits for nothing before the step is handed over.
+        flops = self._flops(batches)
         self.watch.at("gradient norm")
-        norm = self._clip()
-        step = Step(float(loss), None if norm is None else float(norm), targets, 0.0, 0.0, self._flops(batches))
-        if step.good:
-            session.optimizer.step()
+        parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
+        norm = gradient_norm(parameters, session.mesh.device)
+        clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip)
         session.optimizer.zero_grad(set_to_none=True)
+        step = Step(float(loss), None if norm is None else float(norm), targets, 0.0, 0.0, flops)
         if session.mesh.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -159,17 +163,6 @@ class StageLoop:
     def _rows(self, step: int) -> list[Batch]:
         return [self.session.feed.row(row) for row in self.session.rows_of(step)]
 
-    def _clip(self) -> Tensor | None:
-        """The norm of all gradients of all ranks, after which none is longer than `clip`."""
-        parameters = [p for group in self.session.optimizer.param_groups for p in group["params"]]
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if not grads:
-            return None
-        norm = torch.nn.utils.get_total_norm(grads)
-        if self.run.optimizer.clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.run.optimizer.clip, norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
     def _flops(self, batches: list[Batch]) -> int:
         """Work of all sequence groups, taking the others' documents to be as long as this one's."""
         rows = [torch.unique(batch["document_ids"][0], return_counts=True)[1].tolist() for batch in batches]
@@ -179,7 +172,9 @@ class StageLoop:
         if after.total % self.run.metrics.every and times is None and result.good:
             return
         session = self.session
-        memory = memory_by_kind(session.model, session.optimizer, session.mesh)
+        if not self.held["optimizer"]:
+            self.held = held_bytes(session.model, session.optimizer)
+        memory = memory_by_kind(self.held, session.mesh)
         speed = session.stage.batch * session.stage.length / result.seconds
         facts: dict[str, Any] = {
             "stage": session.number + 1,

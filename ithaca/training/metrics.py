@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,15 @@ def _trackers(settings: Metrics, folder: Path, run: Mapping[str, Any]) -> list[A
     return made
 
 
-def memory_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> dict[str, float]:
-    """GiB of this rank since the last call: weights, optimizer state, and the peak of all the rest with them."""
-    kinds = {
-        "weights": sum(_local_bytes(p) for p in model.parameters()),
-        "optimizer": sum(
-            _local_bytes(x) for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x)
-        ),
-    }
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What this rank holds between steps: weights and, from the first step on, the optimizer's state."""
+    state = [x for states in optimizer.state.values() for x in states.values() if torch.is_tensor(x)]
+    return {"weights": sum(map(_local_bytes, model.parameters())), "optimizer": sum(map(_local_bytes, state))}
+
+
+def memory_by_kind(held: Mapping[str, int], mesh: Mesh) -> dict[str, float]:
+    """GiB of this rank: what it holds, and the peak of all the rest with that since the last call."""
+    kinds = dict(held)
     if mesh.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(mesh.device)
         kinds |= {
@@ -127,19 +129,20 @@ def _local_bytes(x: torch.Tensor) -> int:
 def full_share(memory: Mapping[str, float], mesh: Mesh) -> float:
     """How much of the device's memory the peak took; on the CPU, this rank's part of the host."""
     if mesh.device.type == "cuda":
-        return memory["reserved"] * GIB / torch.cuda.mem_get_info(mesh.device)[1]
+        return memory["reserved"] * GIB / torch.cuda.get_device_properties(mesh.device).total_memory
     return memory["process"] * GIB * mesh.local_ranks / psutil.virtual_memory().total
 
 
 def model_flops(sizes: ModelSizes, rows: Sequence[Sequence[int]], length: int) -> int:
     """Work of a step whose rows hold documents of these lengths: forward and twice that backward, nothing recomputed."""
-    forward = 0
     whole = Job(length=length, batch=len(rows))
-    forward += sum(token_flops(layer, whole) for layer in sizes.layers) + 2 * sizes.embedding * whole.tokens
-    for row in rows:
-        for document in row:
-            job = Job(length=document)
-            forward += sum(attention_flops(sizes, layer, job) for layer in sizes.layers)
+    # Layers of equal sizes are asked about once: this is done every step.
+    alike = Counter(sizes.layers)
+    forward = 2 * sizes.embedding * whole.tokens
+    forward += sum(many * token_flops(layer, whole) for layer, many in alike.items())
+    for document, often in Counter(document for row in rows for document in row).items():
+        job = Job(length=document)
+        forward += often * sum(many * attention_flops(sizes, layer, job) for layer, many in alike.items())
     return 3 * forward
 
 

@@ -32,10 +32,11 @@ class LossByPosition:
 
     def add(self, shard: Shard, losses_BL: Tensor) -> None:
         """Count one shard's token losses in."""
-        learned = shard.targets.flatten() != IGNORE
-        bucket = torch.bucketize(shard.inputs["position_ids"].flatten(), self._edges, right=True)[learned]
-        self._table[0].index_add_(0, bucket, losses_BL.flatten()[learned].double())
-        self._table[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
+        # What is not learned is added as nothing: taking it out would make the host wait for the device.
+        learned = (shard.targets.flatten() != IGNORE).double()
+        bucket = torch.bucketize(shard.inputs["position_ids"].flatten(), self._edges, right=True)
+        self._table[0].index_add_(0, bucket, losses_BL.flatten().double() * learned)
+        self._table[1].index_add_(0, bucket, learned)
 
     def means(self, mesh: Mesh) -> dict[str, float]:
         """The mean loss of every bucket that has tokens, over all ranks; named by the last position in it."""

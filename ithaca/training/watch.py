@@ -18,7 +18,6 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -32,6 +31,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from ithaca.mesh import Mesh
 from ithaca.training.boundaries import put_boundaries
 from ithaca.training.hangs import Post, explain, locate
+from ithaca.training.pace import Pace
 from ithaca.training.signals import Signals
 
 logger = logging.getLogger("ithaca")
@@ -44,8 +44,6 @@ INTERRUPTED = 130
 POLL = 0.2
 BEAT = 1.0
 LINGER = 5.0
-# Boundaries the host may be ahead of the device: enough to keep it busy, few enough to stop within two layers.
-LEAD = 2
 
 
 class Preempted(Exception):
@@ -72,7 +70,7 @@ class Watch:
         self.limit = hang
         self._moved = time.monotonic()
         self._trainer: int | None = None
-        self._pace: deque[tuple[torch.cuda.Event, str]] | None = deque() if device and device.type == "cuda" else None
+        self._pace = Pace() if device and device.type == "cuda" else None
         self._asked, self._known, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._target = 0
         self._stopped = self._posted = False
@@ -123,7 +121,7 @@ class Watch:
     def at(self, label: str) -> None:
         """A boundary: all ranks call this in the same order. Raises `Preempted` where all have agreed to stop."""
         self._trainer = threading.get_ident()
-        reached = label if self._pace is None else self._keep_pace(self._pace, label)
+        reached = label if self._pace is None else self._pace.keep(label, self.label)
         self.count += 1
         self.label, self._moved = reached, time.monotonic()
         if self._asked.is_set() and not self._stopped:
@@ -132,17 +130,6 @@ class Watch:
             if self.count >= self._target:
                 self._stopped = True
                 raise Preempted(f"stopped at '{label}'")
-
-    def _keep_pace(self, pace: deque[tuple[torch.cuda.Event, str]], label: str) -> str:
-        """Let the device come near: without this the host could hand it minutes of work before it hears of a stop."""
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        pace.append((event, label))
-        reached = self.label
-        while len(pace) > LEAD:
-            event, reached = pace.popleft()
-            event.synchronize()
-        return reached
 
     def install(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """A boundary before every layer's forward and before every layer's backward; gives what takes them off."""

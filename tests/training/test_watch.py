@@ -292,37 +292,60 @@ def test_layers_have_boundaries_forward_and_backward_until_taken_off() -> None:
 
 
 class FakeEvent:
-    """A device that reaches an event only when it is waited for."""
+    """A device that reaches an event only when it is waited for, `between` milliseconds after the last."""
 
     waited: ClassVar[list[int]] = []
     recorded: ClassVar[int] = 0
+    between: ClassVar[float] = 0.0
 
-    def __init__(self, *, blocking: bool) -> None:
+    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
+        assert enable_timing
         assert blocking, "a waiting host must not burn the core that prepares data"
 
     def record(self) -> None:
         FakeEvent.recorded += 1
         self.number = FakeEvent.recorded
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         FakeEvent.waited.append(self.number)
 
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return FakeEvent.between * (later.number - self.number)
 
-def test_the_host_stays_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two boundaries ahead at most, and the label is the one that the device has reached."""
+
+def passed(monkeypatch: pytest.MonkeyPatch, between: float, boundaries: int) -> tuple[list[str], list[int]]:
+    """Labels after each boundary, and the events that were waited for, on a device of that speed."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    FakeEvent.waited, FakeEvent.recorded, FakeEvent.between = [], 0, between
     watch = alone(device=torch.device("cuda"))
     labels = []
-    for number in range(1, 6):
+    for number in range(1, boundaries + 1):
         watch.at(f"layer {number}")
         labels.append(watch.label)
-    assert FakeEvent.waited == [1, 2, 3]
+    assert watch.count == boundaries
+    return labels, FakeEvent.waited
+
+
+def test_the_host_stays_near_a_device_whose_layers_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two boundaries ahead at most, and the label is the one that the device has reached."""
+    labels, waited = passed(monkeypatch, 5000.0, 5)
+    assert waited == [1, 2, 3]
     assert labels == ["start", "start", "layer 1", "layer 2", "layer 3"]
-    assert watch.count == 5
+
+
+def test_the_host_runs_two_seconds_ahead_where_layers_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 ms a layer: after two waits, which tell it so, forty layers ahead."""
+    labels, waited = passed(monkeypatch, 50.0, 60)
+    assert waited == list(range(1, 21))
+    assert labels[-1] == "layer 20"
+    assert labels[41] == "layer 2"
 
 
 def test_nothing_here_speaks_to_the_store_from_the_training_thread() -> None:
     """`at` is passed hundreds of times a step: it makes no call to the store, which may be far away."""
     source = Path(module.__file__).read_text()
-    body = source[source.index("    def at(") : source.index("    def _keep_pace(")]
+    body = source[source.index("    def at(") : source.index("    def install(")]
     assert "store" not in body

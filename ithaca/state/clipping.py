@@ -1,0 +1,91 @@
+"""The norm of all gradients, and a step that is clipped by it and left out where something is not finite.
+
+Both stay on the device: the norm is of local shards, summed over the ranks that hold the others, and torch's fused
+AdamW takes the factor and the verdict as tensors. The host hears of them afterwards and never waits before a step.
+
+Invariant: a step left out changes neither weights nor moments nor their count of steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# As torch.nn.utils.clip_grad_norm_ has it: no division by nothing.
+_EPS = 1e-6
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
+    """The norm of all ranks' gradients, on `device`, in fp32 or better; None where there is no gradient."""
+    shards: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            shards[grad.device_mesh, grad.placements].append(grad._local_tensor)
+        elif grad is not None:
+            shards[None].append(grad)
+    if not shards:
+        return None
+    squares = [_summed(key, _square(grads).to(device)) for key, grads in shards.items()]
+    return torch.stack(squares).sum().sqrt()
+
+
+def _square(grads: list[Tensor]) -> Tensor:
+    # In bf16 the norm of a bf16 gradient would have two digits.
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch._foreach_norm(grads, 2, wide)
+    return torch.stack(list(norms)).square().sum()
+
+
+def _summed(key: Any, square: Tensor) -> Tensor:
+    """Over the ranks that hold the other shards; a copy of a shard is not counted again."""
+    if key is not None:
+        mesh, placements = key
+        for dim, placement in enumerate(placements):
+            if placement.is_shard():
+                dist.all_reduce(square, group=mesh.get_group(dim))
+    return square
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Tensor, clip: float) -> None:
+    """Step unless loss or norm is not finite, with gradients whose norm is `clip` at most (0: as they are).
+
+    Where the optimizer clips and skips by itself nothing is waited for. `norm` is None where gradients were stepped as
+    they came: the call then ends that step.
+    """
+    if norm is None:
+        if bool(torch.isfinite(loss)):
+            optimizer.step()
+        return
+    finite = torch.isfinite(loss) & torch.isfinite(norm)
+    factor = ((norm + _EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+    if not _scales_itself(optimizer):
+        if bool(finite):
+            _divide(optimizer, factor)
+            optimizer.step()
+        return
+    one: Any = optimizer
+    # Moved here, where that is waited for: the optimizer would read what is still on its way to the host.
+    where = optimizer.param_groups[0]["params"][0].device
+    one.grad_scale, one.found_inf = factor.float().to(where), (~finite).float().to(where)
+    try:
+        optimizer.step()
+    finally:
+        del one.grad_scale, one.found_inf
+
+
+def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _divide(optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    local = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
+    torch._foreach_div_(local, factor.to(local[0].device))
