@@ -72,10 +72,14 @@ def make_step(system: str, model: nn.Module, settings: Settings) -> Step:
 
 def ithaca_step(model: nn.Module, settings: Settings) -> Step:
     import ithaca
+    from ithaca.models.support import base_model, decoder_layers
 
     mesh = ithaca.init_mesh(sp=1)
     # A step has no optimizer here, so none is left room for.
-    given: Settings = {"memory": settings.get("memory"), "optimizer": "none"}
+    memory = settings.get("memory")
+    if isinstance(memory, dict):
+        memory = one_mode(memory, len(decoder_layers(base_model(model))))
+    given: Settings = {"memory": memory, "optimizer": "none"}
     if settings.get("budget_gib") is not None:
         given["memory_budget"] = int(settings["budget_gib"] * GIB)
     ithaca.parallelize(model, mesh, **given)
@@ -86,6 +90,15 @@ def ithaca_step(model: nn.Module, settings: Settings) -> Step:
         return loss.detach()
 
     return step
+
+
+def one_mode(asked: Settings, layers: int) -> Any:
+    """A plan with one mode for all layers: {"mode": "save", "offload": true, "mlp_tile": 4096, "loss_tile": 4096}."""
+    import ithaca
+
+    mode, offload = (asked["mode"],) * layers, (bool(asked.get("offload")),) * layers
+    sizes = {name: asked[name] for name in ("mlp_tile", "loss_tile", "head_groups") if name in asked}
+    return ithaca.MemoryPlan(mode, offload, **sizes)
 
 
 def ithaca_figures(model: nn.Module) -> dict[str, Any]:

@@ -57,6 +57,32 @@ def test_the_readmes_steps_are_those_measured() -> None:
     assert said == {(cell_of(cell), short(cell)) for cell in cells}
 
 
+def test_errors_at_the_claimed_lengths_are_those_measured() -> None:
+    import json
+
+    cells = json.loads((ROOT / "benchmarks/results/exact.json").read_text())["cells"]
+    claimed = {("8B", 32_768), ("8B", 131_072), ("1B", 262_144), ("8B", 524_288), ("1B", 1_048_576)}
+    assert {(cell["model"], cell["length"]) for cell in cells} == claimed
+    pairs = [(cell["error"][name], cell["flash_error"][name]) for cell in cells for name in cell["error"]]
+    worst, ratio = max(own for own, _ in pairs), max(own / flash for own, flash in pairs)
+    assert f"| {worst:.2%} of the largest value at most, {ratio:.2f}x FlashAttention's |" in README
+    assert f"| within {max(cell['loss_error']['loss'] for cell in cells):.1e} |" in README
+
+
+def test_the_run_shown_is_the_one_measured() -> None:
+    import json
+
+    found = json.loads((ROOT / "benchmarks/results/training.json").read_text())
+    run, page = found["run"], " ".join((ROOT / "docs/train.md").read_text().split())
+    losses, middle = [step["loss"] for step in run["taken"]], run["median"]
+    speed, share = f"{middle['tokens_per_second']:,.0f} tokens/s", f"{middle['utilisation']:.1%}"
+    assert len(losses) >= 50
+    assert f"| {speed}, {share} utilisation |" in README
+    assert f"{len(losses)} steps at {run['length']:,} tokens: loss {losses[0]:.2f} to {losses[-1]:.2f}, {speed}" in page
+    assert f"{share} of the card's peak, {run['memory_gib']['peak']:.1f} GiB allocated" in page
+    assert f"adds {found['overhead']['overhead']:.1%};" in page
+
+
 def test_the_longest_steps_are_those_measured() -> None:
     import json
 
