@@ -71,6 +71,8 @@ def build_optimizer(
         _check_in_backward(model, trained, clips=clips, accumulates=accumulates, skips_bad_steps=skips_bad_steps)
     settings = {"lr": lr, "betas": betas, "eps": eps}
     optimizer = _make(name, _groups(trained, weight_decay), settings)
+    if name != "adamw":
+        _OwnCode(optimizer).install()
     if name == "bf16_sr":
         _Rounding(optimizer, {p: place for place, p in enumerate(trained.values())}, seed).install()
     if in_backward:
@@ -206,6 +208,25 @@ class _InBackward:
         """The caller's own call finds no gradients; it says that the next ones belong to the next step."""
         if not self.inside:
             self.stepped.clear()
+
+
+@dataclass(eq=False, slots=True)
+class _OwnCode:
+    """torchao compiles its steps, and torch's cache of compiled code knows a sharded parameter by its whole shape alone:
+    a rank whose shard is a row shorter would be handed the code of another. So that cache is left aside."""
+
+    optimizer: torch.optim.Optimizer
+    aside: ExitStack = field(default_factory=ExitStack)
+
+    def install(self) -> None:
+        self.optimizer.register_step_pre_hook(self._begin)
+        self.optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self.aside.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+
+    def _end(self, *_: Any) -> None:
+        self.aside.close()
 
 
 @dataclass(eq=False, slots=True)

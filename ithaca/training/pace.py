@@ -24,12 +24,13 @@ class Pace:
     def __init__(self) -> None:
         self.ahead: deque[tuple[Any, str]] = deque()
         self.last: Any = None
+        self.spare: list[Any] = []
         # Milliseconds between the last boundaries that the device has passed.
         self.taken: deque[float] = deque(maxlen=64)
 
     def keep(self, label: str, before: str) -> str:
         """Pass boundary `label`; gives the last one that the device is known to have passed, `before` if no other."""
-        event: Any = torch.cuda.Event(enable_timing=True, blocking=True)
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         self.ahead.append((event, label))
         while len(self.ahead) > LEAD and (self.ahead[0][0].query() or len(self.ahead) > self.lead):
@@ -37,6 +38,7 @@ class Pace:
             event.synchronize()
             if self.last is not None:
                 self.taken.append(self.last.elapsed_time(event))
+                self.spare.append(self.last)
             self.last = event
         return before
 

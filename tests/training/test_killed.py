@@ -21,11 +21,16 @@ STEPS, KILLS = 300, 20
 
 
 def start(file: Path) -> subprocess.Popen[bytes]:
+    """The run, what it says in a file beside it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "ithaca.cli", "train", str(file)]
-    return subprocess.Popen(
-        command, cwd=file.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    with file.with_suffix(".txt").open("wb") as said:
+        return subprocess.Popen(command, cwd=file.parent, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+
+
+def finish(file: Path) -> None:
+    status = start(file).wait(600)
+    assert status == 0, file.with_suffix(".txt").read_text()[-3000:]
 
 
 def written(place: Path, name: str) -> tuple[Path, Path]:
@@ -42,6 +47,12 @@ def steps_done(output: Path) -> int:
     return len(file.read_bytes().splitlines()) if file.exists() else 0
 
 
+def partial(output: Path) -> bool:
+    """Whether a checkpoint is being written, or was when its run ended."""
+    folder = output / "checkpoints"
+    return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
+
+
 def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Random, writing: bool) -> bool:
     """Kill the launcher or a rank: while a checkpoint is being written, or at a moment of a training run's own."""
     before = steps_done(output)
@@ -49,15 +60,15 @@ def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Rando
         if job.poll() is not None:
             return False
         time.sleep(0.01)
-    time.sleep(draw.uniform(0, 1.0))
-    deadline = time.monotonic() + 20
-    while writing and not any(output.glob("checkpoints/.*")) and job.poll() is None and time.monotonic() < deadline:
-        pass
-    if job.poll() is not None:
-        return False
     # Not multiprocessing's resource tracker, whose end nobody would notice.
     ranks = [child for child in psutil.Process(job.pid).children() if "spawn_main" in " ".join(child.cmdline())]
     victim = draw.choice([psutil.Process(job.pid), *ranks])
+    time.sleep(draw.uniform(0, 1.0))
+    deadline = time.monotonic() + 20
+    while writing and not partial(output) and job.poll() is None and time.monotonic() < deadline:
+        pass
+    if job.poll() is not None:
+        return False
     try:
         victim.send_signal(signal.SIGKILL)
     except psutil.NoSuchProcess:
@@ -71,22 +82,17 @@ def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Rando
 @pytest.mark.slow
 def test_killed_at_twenty_moments(tmp_path: Path) -> None:
     peaceful, there = written(tmp_path, "peaceful")
-    job = start(peaceful)
-    _, said = job.communicate(timeout=600)
-    assert job.returncode == 0, said[-3000:]
+    finish(peaceful)
     killed, output = written(tmp_path, "killed")
-    draw, kills, partial = random.Random(11), 0, 0
+    draw, kills, cut = random.Random(11), 0, 0
     while kills < KILLS:
-        job = start(killed)
-        if not kill_sometime(job, output, draw, writing=kills % 2 == 0):
+        if not kill_sometime(start(killed), output, draw, writing=kills % 2 == 0):
             break
         kills += 1
-        partial += any(output.glob("checkpoints/.*"))
+        cut += partial(output)
     assert kills == KILLS, "the run ended before it was killed often enough: give it more steps"
-    assert partial >= KILLS // 4
-    job = start(killed)
-    _, said = job.communicate(timeout=600)
-    assert job.returncode == 0, said[-3000:]
+    assert cut >= KILLS // 4, "too few ends were within a checkpoint's writing"
+    finish(killed)
     runs = [small_run(tmp_path, name) for name in ("peaceful", "killed")]
     assert export_sum(runs[1]) == export_sum(runs[0]) is not None
     ours, theirs = ({"metrics": metrics(run)} for run in runs)
