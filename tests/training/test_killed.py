@@ -53,12 +53,15 @@ def partial(output: Path) -> bool:
     return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
 
 
-def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Random, writing: bool) -> bool:
-    """Kill the launcher or a rank: while a checkpoint is being written, or at a moment of a training run's own."""
+def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Random, writing: bool) -> bool | None:
+    """Kill the launcher or a rank: while a checkpoint is being written, or at a moment of a training run's own.
+
+    Gives whether one was being written just then; None where the run ended first.
+    """
     before = steps_done(output)
     while steps_done(output) == before:
         if job.poll() is not None:
-            return False
+            return None
         time.sleep(0.01)
     # Not multiprocessing's resource tracker, whose end nobody would notice.
     ranks = [child for child in psutil.Process(job.pid).children() if "spawn_main" in " ".join(child.cmdline())]
@@ -68,15 +71,16 @@ def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Rando
     while writing and not partial(output) and job.poll() is None and time.monotonic() < deadline:
         pass
     if job.poll() is not None:
-        return False
+        return None
+    within = partial(output)
     try:
         victim.send_signal(signal.SIGKILL)
     except psutil.NoSuchProcess:
-        return False
+        return None
     job.wait(60)
     psutil.wait_procs(ranks, timeout=30)
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
-    return True
+    return within
 
 
 @pytest.mark.slow
@@ -84,14 +88,15 @@ def test_killed_at_twenty_moments(tmp_path: Path) -> None:
     peaceful, there = written(tmp_path, "peaceful")
     finish(peaceful)
     killed, output = written(tmp_path, "killed")
-    draw, kills, cut = random.Random(11), 0, 0
+    draw, kills, within, left = random.Random(11), 0, 0, 0
     while kills < KILLS:
-        if not kill_sometime(start(killed), output, draw, writing=kills % 2 == 0):
+        found = kill_sometime(start(killed), output, draw, writing=kills % 2 == 0)
+        if found is None:
             break
-        kills += 1
-        cut += partial(output)
+        kills, within, left = kills + 1, within + found, left + partial(output)
     assert kills == KILLS, "the run ended before it was killed often enough: give it more steps"
-    assert cut >= KILLS // 4, "too few ends were within a checkpoint's writing"
+    assert within >= KILLS // 4, "too few ends were within a checkpoint's writing"
+    assert left > 0, "no end left a checkpoint half written"
     finish(killed)
     runs = [small_run(tmp_path, name) for name in ("peaceful", "killed")]
     assert export_sum(runs[1]) == export_sum(runs[0]) is not None
