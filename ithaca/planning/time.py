@@ -183,11 +183,12 @@ class _Step:
         c, tokens = self.job.compute_bytes, self.job.tokens
         x, wide = self.sizes.hidden * c, layer.width * c
         rotary = 2 * (self.sizes.heads + self.sizes.kv_heads) * self.sizes.key_size * c
+        normed = layer.normed * c
         routed = 4 * layer.experts_per_token * x
-        # Two norms, two sums into the residual, rotary embeddings, the activation.
-        forward = 10 * x + rotary + (3 if layer.gated else 2) * wide + routed
+        # Two norms, two sums into the residual, norms of q and k, rotary embeddings, the activation.
+        forward = 10 * x + 2 * normed + rotary + (3 if layer.gated else 2) * wide + routed
         # Norms' gradients and the residual's, sums over the three and two products of one input, the activation's.
-        backward = 19 * x + rotary + (6 if layer.gated else 4) * wide + routed
+        backward = 19 * x + 3 * normed + rotary + (6 if layer.gated else 4) * wide + routed
         again = {"keep": 0, "save": 1, "rebuild": 2, "recompute": 1}[mode]
         summed = self.tiles * layer.mlp * SUMMED_BYTES if self.tiles > 1 and not self.sizes.adapters else 0
         packed = 2 * exchanged(self.sizes, self.job, mode, self.flow.groups).total

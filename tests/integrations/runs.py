@@ -25,6 +25,19 @@ Example = dict[str, list[int]]
 OWN = ("compute_loss_func", "compute_metrics", "optimizer_cls_and_kwargs")
 
 
+# Models by a name of their own: the cases in which others are silently wrong.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "uneven heads": ("llama", {"num_attention_heads": 7, "num_key_value_heads": 7}),
+    "dynamic rope": (
+        "llama",
+        {
+            "max_position_embeddings": 8,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        },
+    ),
+}
+
+
 def reset() -> None:
     """accelerate keeps its state for the life of a process; a rank of the pool lives through many tests."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -88,8 +101,10 @@ def trainer(folder: str, sp: int | None, ulysses: dict[str, Any], **options: Any
     rows, eval_rows = options.pop("rows", 24), options.pop("eval_rows", 8)
     stream, collator = options.pop("stream", False), options.pop("collate", collate)
     made: Any = Dataset.from_list(examples(rows))
+    name = options.pop("kind", "llama")
+    kind, overrides = VARIANTS.get(name, (name, {}))
     return Trainer(
-        model=small_model(options.pop("kind", "llama"), dtype=options.pop("dtype", torch.float32)),
+        model=small_model(kind, dtype=options.pop("dtype", torch.float32), **overrides),
         args=arguments(folder, sp, ulysses, **options),
         train_dataset=made.to_iterable_dataset() if stream else made,
         eval_dataset=Dataset.from_list(examples(eval_rows, seed=1)),

@@ -271,10 +271,25 @@ def test_settings_of_the_config(memory: str | None, placing: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_experts_with_their_auxiliary_loss(tmp_path: Path) -> None:
-    expected = _alone(1, kind="mixtral")
-    for got in _world(tmp_path, (1, 2), kind="mixtral"):
+@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("kind", ["mistral", "dynamic rope", "uneven heads", "gpt_oss", "mixtral"])
+def test_what_others_get_wrong(kind: str, sp: int, tmp_path: Path) -> None:
+    """FIELD cases 3 (a window), 8 (RoPE by length), 10 (heads), 17 (sinks), 21 (the router's loss), at lengths that the
+    degree does not divide (1) and shards without a label (4)."""
+    expected = _alone(1, kind=kind)
+    for got in _world(tmp_path, (1, sp), kind=kind):
         hold(got, expected)
+
+
+def _state_space(folder: str, sp: int) -> None:
+    train(folder, sp, kind="mamba2")
+
+
+def test_layers_that_would_not_be_exact_are_refused(tmp_path: Path) -> None:
+    """FIELD case 9."""
+    expect_refusal(
+        2, _state_space, str(tmp_path), 2, error="UnsupportedError", match="architecture 'mamba2' is refused"
+    )
 
 
 def _sgd(folder: str, sp: int | None) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from ithaca.errors import MemoryPlanError, MeshError
-from ithaca.planning.activations import Flow, rank_heads, saved
+from ithaca.planning.activations import Flow, attention_work, rank_heads, saved
 from ithaca.planning.advice import explain
+from ithaca.planning.known_models import find_model
 from ithaca.planning.memory import GIB, Memory, memory_of
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from tests.planning.models import B1, B8, K
@@ -54,6 +55,24 @@ def test_a_kept_layer_that_is_not_tiled_has_its_mlp_too() -> None:
     # Not compiled: two norms of (2 + 1 + 1) GiB, and the activation too.
     whole = saved(Flow.of(B8, replace(BARE, fused=False), 1), B8.layers[0], "keep", tiled=False)
     assert sum(whole) == (8 + 1.5 + 1 + 1 / 64 + 14) * GIB
+
+
+@pytest.mark.parametrize(("fused", "each"), [(True, 2), (False, 4 + 2)])
+def test_norms_of_queries_and_keys_are_kept_too(fused: bool, each: int) -> None:
+    """Qwen3-8B, 32 and 8 heads of 128: their norms' input in bf16; uncompiled in fp32, and what comes out."""
+    known = find_model("qwen3-8b")
+    assert known is not None
+    sizes, job = known.sizes, replace(BARE, fused=fused)
+    assert sizes.layers[0].normed == (32 + 8) * 128
+    bare = replace(sizes.layers[0], normed=0)
+    flow = Flow.of(sizes, job, 1)
+    for tiled in (True, False):
+        more = sum(saved(flow, sizes.layers[0], "keep", tiled=tiled)) - sum(saved(flow, bare, "keep", tiled=tiled))
+        assert more == job.tokens * 5120 * each
+    assert sum(saved(flow, sizes.layers[0], "save", tiled=True)) == sum(saved(flow, bare, "save", tiled=True))
+    # While a layer is run again they are there as well.
+    work = [sum(p.bytes for p in attention_work(flow, layer, "save")) for layer in (sizes.layers[0], bare)]
+    assert work[0] - work[1] == job.tokens * 5120 * each
 
 
 def test_8b_at_128k_on_one_rank() -> None:
