@@ -296,7 +296,8 @@ ithaca.causal_loss(model, causal, mesh).backward()
 """
 
 
-@pytest.mark.parametrize("how", ["dies", pytest.param("raises", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "raises"])
 def test_a_rank_that_ends_in_the_middle_of_a_step_ends_the_job(how: str, tmp_path: Path) -> None:
     """Its peer waits in an all-to-all; under torchrun the whole is over within 10 s of the failure."""
     script, stamp = tmp_path / "script.py", tmp_path / "when"

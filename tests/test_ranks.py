@@ -90,6 +90,7 @@ def test_worlds_change_and_processes_stay() -> None:
     assert run_ranks(2, reduced, torch.ones(1)) == [torch.tensor([3.0])] * 2
 
 
+@pytest.mark.slow
 def test_a_group_joined_anew_keeps_processes() -> None:
     assert len({tuple(run_ranks(2, process_id)) for _ in range(REUSE + 2)}) == 1
 
@@ -116,6 +117,7 @@ def test_a_rank_that_does_not_answer_after_a_failure_is_killed() -> None:
     assert not set(before) & set(run_ranks(2, process_id))
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_ends_with_the_timeout() -> None:
     with pytest.raises(RankError, match="rank 1 raised TimeoutError: no answer") as caught:
         run_ranks(2, sleep_on, 1, 60, timeout=0.5)
@@ -128,6 +130,7 @@ def test_a_rank_that_dies_is_named() -> None:
     assert len(run_ranks(2, process_id)) == 2
 
 
+@pytest.mark.slow
 def test_a_refusal_on_all_ranks_keeps_processes() -> None:
     before = run_ranks(4, process_id)
     exceptions = expect_refusal(4, refuse, "8 heads over sp=16", error="ValueError", match=r"sp=\d+")

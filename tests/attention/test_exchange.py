@@ -137,7 +137,7 @@ def check_all(cases: list[tuple[int, int]]) -> int:
 HEADS = [(12, 12), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2)]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_against_gathering_and_slicing(world: int) -> None:
     assert run_ranks(world, check_all, HEADS) == [len(HEADS) * 6] * world
 

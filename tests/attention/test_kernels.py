@@ -30,7 +30,7 @@ from tests.attention.reference import naive, naive_grads, visible
 # terms; the narrow types: their own rounding of results computed in fp32.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
-LENGTHS = (1, 7, 65, 300)
+LENGTHS = (1, 7, 65, pytest.param(300, marks=pytest.mark.slow))
 HEADS = ((4, 4), (4, 1), (6, 2))
 SIZES = ((16, 16), (24, 16), (8, 8))
 SPECS = (

@@ -34,7 +34,7 @@ def _losses(output: str) -> list[float]:
 @pytest.mark.parametrize(
     ("launcher", "example"),
     [
-        (TORCHRUN, "trainer"),
+        pytest.param(TORCHRUN, "trainer", marks=SLOW),
         pytest.param(TORCHRUN, "sft", marks=SLOW),
         pytest.param(TORCHRUN, "accelerator", marks=SLOW),
         pytest.param(ACCELERATE, "accelerator", marks=SLOW),

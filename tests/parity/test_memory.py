@@ -57,7 +57,9 @@ def _parity(kind: str, degrees: tuple[int, int], name: str, kinds: list[str], se
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("degrees", [(1, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [(1, 2), *(pytest.param(d, marks=pytest.mark.slow) for d in ((1, 1), (2, 2)))], ids=str
+)
 def test_every_mode(name: str, degrees: tuple[int, int]) -> None:
     assert max(run_ranks(degrees[0] * degrees[1], _parity, "llama", degrees, name, KINDS, {})) < FP64
 
@@ -68,7 +70,7 @@ def test_kv_heads_shared_by_ranks() -> None:
 
 
 # Norms after the MLP, windows and softcap, a tuple from the MLP, latent attention, a plain MLP.
-TELLING = ("gemma2", "olmo2", "gpt_oss", "deepseek_v3", "starcoder2")
+TELLING = ("gemma2", "gpt_oss")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,9 @@ def test_every_architecture(kind: str) -> None:
     assert max(run_ranks(2, _parity, kind, (1, 2), name, KINDS, {})) < FP64
 
 
-@pytest.mark.parametrize("kind", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    "kind", [k if k == "qwen3_moe" else pytest.param(k, marks=pytest.mark.slow) for k in WITH_EXPERTS]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param("keep", marks=pytest.mark.slow), "save", pytest.param("recompute", marks=pytest.mark.slow)]
 )

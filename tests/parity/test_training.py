@@ -80,7 +80,7 @@ def _together(degrees: tuple[int, int]) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(
     "degrees",
-    [pytest.param((1, 2), marks=pytest.mark.slow), (2, 2), pytest.param((1, 4), marks=pytest.mark.slow)],
+    [(1, 2), *(pytest.param(degrees, marks=pytest.mark.slow) for degrees in ((2, 2), (1, 4)))],
     ids=str,
 )
 def test_twenty_clipped_steps_in_fp32(degrees: tuple[int, int]) -> None:

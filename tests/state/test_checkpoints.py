@@ -77,7 +77,7 @@ DEGREES = {"one": (1, 1, {}), "sp2": (2, 1, {}), "dp2sp2": (2, 2, {})}
 COPIES = {"sp4": (4, 1, {}), "copies": (4, 1, {"replicas": 2}), "whole": (2, 1, {"weights": "replicate"})}
 
 
-@pytest.mark.parametrize("wrote", list(DEGREES))
+@pytest.mark.parametrize("wrote", [d if d == "sp2" else pytest.param(d, marks=pytest.mark.slow) for d in DEGREES])
 def test_any_degrees_read_what_others_wrote(wrote: str, tmp_path: Path) -> None:
     """One, two and four ranks, in all directions: every weight, moment and count."""
     sp, dp, settings = DEGREES[wrote]
@@ -267,6 +267,7 @@ def read_coded(folder: str, names: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_eight_bit_moments_at_any_degrees_that_cut_them_alike(tmp_path: Path) -> None:
     for wrote in (1, 4):
         run_ranks(wrote, write_coded, str(tmp_path))

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, int, str, tuple[LayerMode, ...], dict[str, Any]]] = 
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [c if c == "sharded" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_in_backward_every_bit_is_the_same(case: str) -> None:
     name, world, *rest = CASES[case]
     if name != "adamw":

@@ -81,7 +81,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_folder_is_what_transformers_writes(world: int, tmp_path: Path) -> None:
     cases = CASES if world == 2 else [case for case in CASES if case[2] == "cut" and case[1] is torch.float32]
     run_ranks(world, save_both, str(tmp_path), cases)

@@ -46,7 +46,13 @@ SETTINGS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
 
 @pytest.mark.parametrize(
     ("kind", "degrees", "replicas"),
-    [("llama", (1, 2), 2), ("llama", (2, 2), 2), ("llama", (1, 4), 2), ("llama", (1, 4), 4), ("mixtral", (1, 4), 2)],
+    [
+        ("llama", (1, 2), 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("llama", (2, 2), 2), ("llama", (1, 4), 2), ("llama", (1, 4), 4), ("mixtral", (1, 4), 2))
+        ),
+    ],
     ids=str,
 )
 def test_copies_of_shards_give_one_process_gradients(kind: str, degrees: tuple[int, int], replicas: int) -> None:
@@ -79,6 +85,7 @@ def _shards(replicas: int) -> tuple[float, list[int]]:
     return float(local.double().sum()), list(local.shape)
 
 
+@pytest.mark.slow
 def test_neighbours_share_a_copy() -> None:
     """61 rows: 31 and 30 with two copies over four ranks, 16, 16, 16 and 13 with one, all with four."""
     sums, shapes = zip(*run_ranks(4, _shards, 2), strict=True)
@@ -119,7 +126,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize(("degrees", "replicas"), [((1, 1), 1), ((1, 2), 1), ((2, 2), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "replicas"), [((1, 1), 1), ((1, 2), 1), pytest.param((2, 2), 2, marks=pytest.mark.slow)], ids=str
+)
 def test_three_steps_are_one_process_s(degrees: tuple[int, int], replicas: int) -> None:
     assert max(run_ranks(degrees[0] * degrees[1], _three_steps, degrees, replicas, 3e-3)) < FP64
 
@@ -176,7 +185,7 @@ def _pretend(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("pretend", [False, True])
-@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_on_the_host_every_bit_is_the_same(world: int, replicas: int, pretend: bool) -> None:
     options = {"replicas": replicas}
     here = run_ranks(world, _after_two_steps, False, options)

@@ -150,6 +150,7 @@ def random_kills(folder: Path) -> dict[str, Any]:
     return account
 
 
+@pytest.mark.slow
 def test_killed_with_9_at_random_moments_the_newest_is_whole(tmp_path: Path) -> None:
     account = random_kills(tmp_path)
     assert len(account["found"]) == 20
