@@ -17,6 +17,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -80,6 +81,8 @@ def serve(descriptor: int, rank: int, port: int) -> None:
     calls: SimpleQueue[Call] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # What most calls need takes seconds to import, and more on some ranks than on others: not within a call's time.
+    import_module("ithaca.parallelize")
     connection.send(Idle())
     joined = -1
     while True:

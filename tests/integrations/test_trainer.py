@@ -282,14 +282,12 @@ def test_what_others_get_wrong(kind: str, sp: int, tmp_path: Path) -> None:
 
 
 def _state_space(folder: str, sp: int) -> None:
-    train(folder, sp, kind="mamba2")
+    train(folder, sp, kind="mamba")
 
 
 def test_layers_that_would_not_be_exact_are_refused(tmp_path: Path) -> None:
     """FIELD case 9."""
-    expect_refusal(
-        2, _state_space, str(tmp_path), 2, error="UnsupportedError", match="architecture 'mamba2' is refused"
-    )
+    expect_refusal(2, _state_space, str(tmp_path), 2, error="UnsupportedError", match="architecture 'mamba' is refused")
 
 
 def _sgd(folder: str, sp: int | None) -> dict[str, Any]:

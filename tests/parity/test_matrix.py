@@ -63,6 +63,7 @@ def _bind(degrees: tuple[int, int], heads: tuple[int, int]) -> None:
     parallelize(small_model("llama", **settings(heads)), init_mesh(dp=degrees[0], sp=degrees[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "heads"), NOT, ids=str)
 def test_more_ranks_than_heads_is_refused(mesh: tuple[int, int], heads: tuple[int, int]) -> None:
     match = rf"{heads[0]} heads over sp={mesh[1]}: .* use sp=4 with dp=2"
