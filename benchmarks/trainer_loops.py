@@ -187,9 +187,9 @@ def trainer_loop(system: str, rows: list[Batch], clip: float) -> dict[str, list[
     return {"losses": [log["loss"] for log in logs], "norms": [log["grad_norm"] for log in logs], "seconds": seconds}
 
 
-def part(system: str, length: int, clip: float, steps: int) -> dict[str, list[float]]:
-    """What one process does, or every rank of two."""
-    rows = [row(index, length) for index in range(steps)]
+def part(system: str, length: int, clip: float, steps: int, seed: int = 0) -> dict[str, list[float]]:
+    """What one process does, or every rank of two; another seed, other rows."""
+    rows = [row(seed * 1_000_003 + index, length) for index in range(steps)]
     if system in TRAINERS:
         return trainer_loop(system, rows, clip)
     with promoted() if system == "fp64" else nullcontext():

@@ -47,8 +47,15 @@ def test_a_gradient_twice_too_large_is_seen() -> None:
 
 def made(errors: dict[str, float], seconds: dict[str, float]) -> dict[str, Any]:
     parity = [
-        {"system": system, "length": length, "clip": clip, "losses": [4.0, 3.0 + error], "norms": [1.0, 1.0]}
-        for length, clip in trainer_peer.CASES
+        {
+            "system": system,
+            "length": length,
+            "clip": clip,
+            "seed": seed,
+            "losses": [4.0, 3.0 + error],
+            "norms": [1.0, 1.0],
+        }
+        for length, clip, seed in trainer_peer.CASES
         for system, error in errors.items()
     ]
     times = {s: {str(n): [spent, spent, 9.0] for n in trainer_peer.LENGTHS} for s, spent in seconds.items()}
@@ -58,8 +65,13 @@ def made(errors: dict[str, float], seconds: dict[str, float]) -> dict[str, Any]:
 def test_the_table_has_differences_and_medians() -> None:
     result = made({"plain": 0.0, "ithaca": -2e-6, "fp64": 1e-6}, {"plain": 0.1, "ithaca": 0.15})
     lines = trainer_peer.table(result).splitlines()
-    assert lines[2] == "| plain | 0.0e+00 | 1.0e-06 | 0.0e+00 | 100 ms, 1.00x | 100 ms, 1.00x |"
-    assert lines[3] == "| ithaca | 2.0e-06 | 3.0e-06 | 0.0e+00 | 150 ms, 1.50x | 150 ms, 1.50x |"
+    assert (
+        lines[2] == "| plain | 0.0e+00, 0.0e+00 | 7.1e-07, 1.0e-06 | 0.0e+00, 0.0e+00 | 100 ms, 1.00x | 100 ms, 1.00x |"
+    )
+    assert (
+        lines[3]
+        == "| ithaca | 1.4e-06, 2.0e-06 | 2.1e-06, 3.0e-06 | 0.0e+00, 0.0e+00 | 150 ms, 1.50x | 150 ms, 1.50x |"
+    )
     assert len(lines) == 4
 
 
@@ -68,3 +80,7 @@ def test_the_page_shows_what_was_measured() -> None:
     result = json.loads(MEASURED.read_text())
     assert trainer_peer.table(result) in PAGE.read_text()
     assert all(trainer_peer.farthest(result, system) < LOSS for system in ("ithaca", "ithaca-trainer", "deepspeed"))
+    for system in ("ithaca", "ithaca-trainer"):
+        for length, allowed in trainer_peer.ALLOWED.items():
+            plain = trainer_peer.median_s(result, "plain", length)
+            assert trainer_peer.median_s(result, system, length) < allowed * plain
