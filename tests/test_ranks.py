@@ -124,6 +124,7 @@ def test_a_hanging_rank_ends_with_the_timeout() -> None:
     assert list(caught.value.exceptions) == [1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RankError, match=r"rank 1 raised WorkerDied: .* exit status 7"):
         run_ranks(2, die)

@@ -156,6 +156,7 @@ def sum_in_bf16() -> None:
     assert not torch.equal(got, total.to(torch.bfloat16)), "the fault went unseen"
 
 
+@pytest.mark.slow
 def test_copies_of_a_kv_head_are_summed_in_fp32() -> None:
     run_ranks(4, sum_in_bf16)
 

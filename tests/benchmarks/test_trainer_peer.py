@@ -29,6 +29,7 @@ def test_rows_are_the_same_everywhere_and_learned_in_part() -> None:
     assert int((first["labels"] == -100).sum()) == LENGTH // 3
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_plain_steps() -> None:
     expected = losses_of("plain")
     assert min(expected["norms"]) > 0.1, "clipping must bite for this to mean anything"

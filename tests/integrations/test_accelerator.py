@@ -105,6 +105,7 @@ def _gathers() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_sequence_group_is_one_process() -> None:
     for rank, told in enumerate(run_ranks(4, _gathers)):
         assert told == {

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import EVAL_LOSS, EVAL_LOSS_AFTER_STEPS, LOSS
 
 SLOW = pytest.mark.slow
-QUICK = ("padding_free", "assistant_only")
+QUICK = ("padding_free",)
 
 
 def _hold(results: list[Any], expected: dict[str, Any]) -> None:

@@ -123,9 +123,8 @@ def _resumed(folder: str, sp: int, **options: Any) -> Any:
     return whole, again
 
 
-@pytest.mark.parametrize(
-    ("degrees", "accumulate"), [((1, 2), 1), pytest.param((2, 2), 2, marks=SLOW)], ids=["sp2", "dp2 sp2 accumulated"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("degrees", "accumulate"), [((1, 2), 1), ((2, 2), 2)], ids=["sp2", "dp2 sp2 accumulated"])
 def test_resumed_in_the_middle_of_an_epoch(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
     expected = _alone(degrees[0], gradient_accumulation_steps=accumulate, rows=96)
     results = _world(tmp_path, degrees, _resumed, gradient_accumulation_steps=accumulate, rows=96)
@@ -159,6 +158,7 @@ def test_saved_model_is_the_standard_one(tmp_path: Path) -> None:
     assert all(torch.equal(state[key], saved[key]) for key in saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.1])
 def test_label_smoothing(smoothing: float, tmp_path: Path) -> None:
     expected = _alone(1, label_smoothing_factor=smoothing)
@@ -237,6 +237,7 @@ def test_gradient_checkpointing_kwargs(memory: str | None, kwargs: dict[str, Any
         hold(got, expected)
 
 
+@pytest.mark.slow
 def test_labels_that_are_nobodys_target_are_not_counted(tmp_path: Path) -> None:
     """Left padding: Trainer counts labels before the model can say which of them it learns."""
     expected = _alone(1, collate=collate_left_masked)

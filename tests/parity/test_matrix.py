@@ -21,12 +21,11 @@ MESHES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 2), (2, 3)]
 # Every head count, every sp but 8 and every dp in a few cells; the whole matrix is slow.
 QUICK = [
     *[((1, 2), heads, 1) for heads in ((8, 8), (4, 1), (7, 7))],
-    ((1, 1), (14, 2), 3),
+    ((1, 1), (8, 2), 3),
     ((1, 3), (14, 2), 1),
     ((1, 4), (28, 4), 1),
     ((1, 4), (14, 2), 3),
     ((2, 2), (9, 3), 1),
-    ((2, 2), (8, 2), 3),
 ]
 FITS = [(mesh, heads) for mesh in MESHES for heads in HEADS if mesh[1] <= heads[0]]
 NOT = [(mesh, heads) for mesh in MESHES for heads in HEADS if mesh[1] > heads[0]]

@@ -154,6 +154,7 @@ def test_the_comparison_sees_a_wrong_plan(whole: Rehearsed) -> None:
     assert abs(replace(whole, predicted=less).memory_error) > TRACED_MEMORY
 
 
+@pytest.mark.slow
 def test_few_layers_give_the_whole(whole: Rehearsed) -> None:
     few = rehearse(asked(2, 12))
     assert few.derived

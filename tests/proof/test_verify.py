@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import FP64 as TOLERANCE
 
 LENGTH = 47
-QUICK = ("llama", "mixtral")
+QUICK = ("llama",)
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
     "max_position_embeddings": 64,

@@ -81,6 +81,7 @@ def test_different_batches_in_one_sequence_group_are_refused_on_all_ranks(what: 
     )
 
 
+@pytest.mark.slow
 def test_a_group_elsewhere_stops_all_ranks() -> None:
     batch, change, _ = DIFFERENT["order"]
     expect_refusal(4, unlike, 3, batch, change, 2, error="BatchError", match="ranks 2 and 3 share one sequence")

@@ -34,7 +34,8 @@ def _with_full_disk(text: str, full: list[int]) -> dict[str, Any]:
         checkpoints.write_tensors = real
 
 
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_the_run_goes_on_and_the_last_checkpoint_stands(tmp_path: Path, background: bool) -> None:
     settings = {"save_every": 3, "background": background}
     whole = run_train(2, small_run(tmp_path, "whole", checkpoints=settings))
