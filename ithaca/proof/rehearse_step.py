@@ -33,6 +33,7 @@ from ithaca.proof.rehearse_group import sent_of
 from ithaca.proof.rehearse_phases import BACKWARD, FORWARD, OPTIMIZER, DevicePhases, TracedPhases
 from ithaca.proof.rehearse_trace import Kinds, Trace, TracedStore, held_by
 from ithaca.sequence.batch import Shard, shard_batch
+from ithaca.state.clipping import clipped_step, gradient_norm
 from ithaca.state.load import local, materialize
 from ithaca.state.optimizers import build_optimizer
 from ithaca.state.weights import OnHost, averages_gradients
@@ -241,8 +242,7 @@ class _Run:
             self._mark(phase, FORWARD)
             loss.backward()
             self._mark(phase, BACKWARD)
-            self._clip()
-            self.optimizer.step()
+            self._update(loss.detach())
             self._mark(phase, OPTIMIZER)
         self.optimizer.zero_grad(set_to_none=True)
         return None if self.fake is not None else float(loss.detach())
@@ -251,11 +251,13 @@ class _Run:
         if phase is not None:
             phase.mark(name, held_by(self.parameters, self.optimizer))
 
-    def _clip(self) -> None:
-        clip = self.part.optimizer.clip
-        if clip and not self.part.optimizer.in_backward:
-            trained = [p for p in self.parameters if p.grad is not None]
-            torch.nn.utils.clip_grad_norm_(trained, clip)
+    def _update(self, loss: Tensor) -> None:
+        if self.fake is not None:
+            # Nothing can be read of fake tensors, and a norm takes no memory to speak of.
+            self.optimizer.step()
+            return
+        norm = gradient_norm(self.parameters, self.mesh.device)
+        clipped_step(self.optimizer, norm, loss, self.part.optimizer.clip)
 
     def _loss(self, length: int) -> Tensor:
         vocabulary = int(base_model(self.model).config.get_text_config().vocab_size)

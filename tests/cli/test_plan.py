@@ -7,12 +7,12 @@ import re
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ithaca.cli import main
 from ithaca.config import load_run
 from ithaca.planning.calibrated import Measured, write_measured
 from ithaca.planning.hardware import AttentionSpeed
@@ -29,21 +29,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Status, output and errors of `ithaca plan ...`."""
-    monkeypatch.setattr(sys, "argv", ["ithaca", "plan", *words])
-    status = 0
-    try:
-        main()
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    said = capsys.readouterr()
-    return status, said.out, said.err
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    return lambda *words: plan(monkeypatch, capsys, *words)
+def run(typed: Any) -> Any:
+    return partial(typed, "plan")
 
 
 def test_the_page_says_all_of_it(run: Any) -> None:

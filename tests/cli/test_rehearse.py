@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ithaca.cli import main
 from ithaca.cli.rehearse import one_length, read_model_config
 from ithaca.planning.known_models import known_config
 from ithaca.proof import rehearse as proof
@@ -17,22 +16,11 @@ from ithaca.proof.small import small_config
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: Any) -> Any:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "140")
-
-    def rehearse(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ithaca", "rehearse", *words])
-        status = 0
-        try:
-            main()
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return rehearse
+    return partial(typed, "rehearse")
 
 
 @pytest.fixture

@@ -21,9 +21,13 @@ from tests.ranks import run_ranks
 from tests.tolerances import COMPILED
 
 BATCH = small_batch(2, 24)
-MODES = {"keep": ("keep", "keep"), "save": ("save", "rebuild")}
+MODES = {"keep": ("keep", "keep"), "mixed": ("save", "keep"), "save": ("save", "rebuild")}
+# A shard is 12 tokens a row: tiles of 8 leave a tail.
+TILE = 8
 # Norms inside attention: none, of heads, of heads after a transpose, of all heads at once, of latents.
 KINDS = ("llama", "qwen3", "gemma3_text", "olmo2", "deepseek_v3")
+# Inputs are not rebuilt through experts.
+CASES = [(kind, mode) for kind in KINDS for mode in MODES if (kind, mode) != ("deepseek_v3", "save")]
 
 
 def step(kind: str, mode: str, fused: bool) -> dict[str, Tensor]:
@@ -32,7 +36,7 @@ def step(kind: str, mode: str, fused: bool) -> dict[str, Tensor]:
     model = small_model(kind, dtype=torch.float32)
     layers = model.config.get_text_config().num_hidden_layers
     modes = (MODES[mode][0], *[MODES[mode][1]] * (layers - 1))
-    plan = MemoryPlan(modes, (False,) * layers, 16, 8)  # type: ignore[arg-type]
+    plan = MemoryPlan(modes, (False,) * layers, TILE, 16)  # type: ignore[arg-type]
     model = parallelize(model, mesh, memory=plan, fuse=fused, weights="none")
     loss = causal_loss(model, BATCH, mesh)
     loss.backward()
@@ -45,11 +49,8 @@ def farthest(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_a_compiled_step_is_the_uncompiled_one(kind: str, mode: str) -> None:
-    if mode == "save" and kind == "deepseek_v3":
-        pytest.skip("inputs are not rebuilt through experts")
     expected = run_ranks(2, step, kind, mode, False)
     for got, wanted in zip(run_ranks(2, step, kind, mode, True, timeout=600), expected, strict=True):
         assert farthest(got, wanted) < COMPILED

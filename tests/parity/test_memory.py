@@ -382,21 +382,3 @@ def test_the_step_after_an_exception_in_backward_is_right(name: str) -> None:
         assert message == "planted"
         assert left == 0, "what the failed step had kept is gone"
         assert error < FP64
-
-
-def _fused() -> float:
-    mesh = init_mesh(sp=1)
-    grads = []
-    for fuse in (False, True):
-        memory = MemoryPlan(("save", "keep"), (False,) * 2, 12, 16)
-        parallel = parallelize(small_model("qwen3", dtype=torch.float32), mesh, memory=memory, fuse=fuse)
-        causal_loss(parallel, small_batch(2, 30), mesh).backward()
-        grads.append([p.grad for p in parallel.parameters()])
-    return max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True))
-
-
-@pytest.mark.slow
-def test_fused_work_gives_the_same_gradients() -> None:
-    """In fp32, to rounding; the tail of 6 tokens runs unfused."""
-    [difference] = run_ranks(1, _fused, timeout=300)
-    assert 0.0 < difference < 1e-5
