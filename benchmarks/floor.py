@@ -67,19 +67,24 @@ SHAPES = {
 }
 
 
-def build_model(shape: Shape, length: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A Llama with random weights, made on the device, in training mode."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def config_of(shape: Shape, length: int) -> Any:
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_size, max_position_embeddings=length, tie_word_embeddings=shape.tied,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, use_cache=False,
     )  # fmt: skip
+
+
+def build_model(shape: Shape, length: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A Llama with random weights, made on the device, in training mode."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config_of(shape, length), dtype=dtype, attn_implementation="sdpa")
     return model.train()
 
 

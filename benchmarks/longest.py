@@ -4,9 +4,12 @@
 
 A Llama-3 shape with random weights, batch 1, bf16, on one device: a short step first, which makes the optimizer's state
 and compiles, then one step at the length: forward, backward, optimizer. The plan is `memory="auto"`'s for the budget.
-The JSON is written after every part, so that a step that is stopped leaves how far it came. With `--layers N` the model
-has N layers only; where the file has two such runs of a model and length, the whole model's time is derived from them
-on the line through both, and marked so. Without `--cells` the table is made from the file.
+The JSON is written after every part, so that a step that is stopped leaves how far it came.
+
+With `--layers N` the model has N layers only, each of which saves attention and input, under the tiles and head groups
+of the whole model's plan. The whole model's time is derived from it and marked so: the head's time, every layer's, and
+for layers that the whole plan rebuilds or recomputes the FLOPs done again at the pace of the forward pass; its memory is
+then what the plan says. Without `--cells` the table is made from the file.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +26,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.floor import SHAPES, build_model, step_flops, synchronize
+from benchmarks.floor import SHAPES, build_model, config_of, step_flops, synchronize
 from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
 from benchmarks.step import Cell, load, parse_cells, record, save, show_length
+from ithaca.planning.cost import attention_flops, run_again, token_flops
+from ithaca.planning.plan import Job
+from ithaca.planning.sizes import ModelSizes
 
 SHORT = 8192
 
@@ -32,6 +39,7 @@ SHORT = 8192
 def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> None:
     """One whole step of the cell; `keep` is called after each part of it."""
     import ithaca
+    from ithaca.models.support import base_model
     from ithaca.state.optimizers import build_optimizer
 
     settings, length = cell["settings"], cell["length"]
@@ -40,10 +48,15 @@ def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]
     model = build_model(shape, length, device, dtype)
     mesh = ithaca.init_mesh(sp=1)
     budget = None if settings["budget_gib"] is None else int(settings["budget_gib"] * GIB)
-    ithaca.parallelize(model, mesh, memory_budget=budget, optimizer=settings["optimizer"])
+    result: dict[str, Any] = {"machine": about(device), "outcome": "not done"}
+    plan: Any = "auto"
+    if shape.layers < SHAPES[cell["model"]].layers:
+        result["whole"], plan = part_of_whole(cell, model, mesh, budget)
+    ithaca.parallelize(model, mesh, memory=plan, memory_budget=budget, optimizer=settings["optimizer"])
     optimizer = build_optimizer(model, settings["optimizer"], lr=1e-5)
     ids = torch.randint(0, shape.vocab, (1, length), generator=torch.Generator().manual_seed(1))
-    result: dict[str, Any] = {"machine": about(device), "outcome": "not done"}
+    ends: list[float] = []
+    base_model(model).register_forward_hook(lambda *_: ends.append(clock(device)))
     for tokens in (min(SHORT, length), length):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -51,6 +64,8 @@ def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]
         loss = ithaca.causal_loss(model, {"input_ids": ids[:, :tokens]}, mesh)
         marks.append(clock(device))
         result |= {"tokens": tokens, "loss": float(loss.detach()), "forward_s": marks[1] - marks[0]} | memory(device)
+        # The head's gradients are made beside its loss, in forward.
+        result["head_s"] = marks[1] - ends[-1]
         keep(result)
         loss.backward()
         marks.append(clock(device))
@@ -71,17 +86,47 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def part_of_whole(cell: Cell, model: Any, mesh: Any, budget: int | None) -> tuple[dict[str, Any], Any]:
+    """What the whole model's plan is, and the plan of the few layers that `model` has."""
+    from ithaca.models.auto import AutoMemory, job_of
+    from ithaca.planning.memory import memory_of
+    from ithaca.sequence.layout import SequenceLayout
+
+    job = job_of(model, mesh, "shard", cell["settings"]["optimizer"], fused=True, compute_dtype=None)
+    auto = AutoMemory.of(model, model, mesh, job, budget, None)
+    auto.sizes = whole_sizes(cell)
+    plan = auto.plan_for(SequenceLayout.whole_rows(1, cell["length"], mesh.sp))
+    assert plan is not None
+    needs = memory_of(auto.sizes, auto.job, plan)
+    whole = {
+        "plan": plan.summary(), "modes": dict(Counter(plan.layers)), "mlp_tile": plan.mlp_tile,
+        "allocated_gib": needs.device_bytes / GIB, "pinned_gib": needs.host_bytes / GIB,
+    }  # fmt: skip
+    few = cell["settings"]["layers"]
+    return whole, replace(plan, layers=("save",) * few, offload=(False,) * few)
+
+
+def whole_sizes(cell: Cell) -> ModelSizes:
+    return ModelSizes.from_config(config_of(SHAPES[cell["model"]], cell["length"]).to_dict())
+
+
 def derived(cells: list[Cell]) -> list[Cell]:
-    """Whole models whose time follows from two runs with fewer layers."""
+    """Whole models whose time follows from a run with fewer layers."""
     found = []
-    done = [c for c in cells if c["outcome"] == "done"]
-    for model, length in dict.fromkeys((c["model"], c["length"]) for c in done):
-        runs = {c["settings"]["layers"]: c for c in done if (c["model"], c["length"]) == (model, length)}
-        whole, few = SHAPES[model].layers, sorted(runs)[:2]
-        if whole not in runs and len(few) == 2:
-            low, high = (runs[n]["seconds"] for n in few)
-            each = (high - low) / (few[1] - few[0])
-            found.append({"model": model, "length": length, "seconds": low + (whole - few[0]) * each, "from": few})
+    for cell in (c for c in cells if c["outcome"] == "done" and "whole" in c):
+        whole, sizes, job = cell["whole"], whole_sizes(cell), Job(length=cell["length"])
+        few, layer = cell["settings"]["layers"], sizes.layers[0]
+        one = (cell["seconds"] - cell["head_s"] - cell["optimizer_s"]) / few
+        work = token_flops(layer, job) + attention_flops(sizes, layer, job)
+        second_per_flop = (cell["forward_s"] - cell["head_s"]) / few / work
+        again = {
+            mode: run_again(sizes, job, layer, mode, tiled=whole["mlp_tile"] < cell["length"])
+            for mode in ("save", *whole["modes"])
+        }
+        extra = sum(many * (again[mode] - again["save"]) for mode, many in whole["modes"].items())
+        seconds = cell["head_s"] + len(sizes.layers) * one + extra * second_per_flop
+        optimizer = cell["optimizer_s"] * sizes.total / replace(sizes, layers=sizes.layers[:few]).total
+        found.append({**cell, "seconds": seconds + optimizer, "from": few} | whole)
     return found
 
 
@@ -92,9 +137,11 @@ def table(cells: list[Cell]) -> str:
     for c in sorted(cells, key=lambda c: (c["model"], c["length"], c["settings"]["layers"])):
         rows.append((name_of(c), show_length(c["length"]), *figures(c)))
     for c in derived(cells):
-        few = " and ".join(map(str, c["from"]))
-        spent = f"{c['seconds']:.1f} s, derived from {few} layers"
-        rows.append((c["model"], show_length(c["length"]), spent, f"{c['length'] / c['seconds']:,.0f}", "", "", "", ""))
+        spent, speed, device, pinned, *rest = figures(c)
+        spent += f", derived from {c['from']} layer{'s' * (c['from'] > 1)}"
+        rows.append(
+            (c["model"], show_length(c["length"]), spent, speed, f"planned {device}", f"planned {pinned}", *rest)
+        )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -5,7 +5,8 @@
 
 overhead  a 1B at 8K tokens: steps of the trainer's loop (rows, norm and clipping, metrics, display, watching for
           preemption: everything), against a loop that does forward, backward and optimizer on rows already at hand
-          and nothing else; medians of steps, the two in turn over the same model, several times
+          and nothing else; the two in turn over the same model, a few steps each and many times, as the machine's
+          own speed comes and goes; the median of a pair's ratios
 run       a 1B at 64K tokens for 60 steps: loss, tokens/s, utilisation and memory of each step
 
 Llama-3.2-1B's sizes with random weights in fp32, computed in bf16, AdamW, clipped at 1. The documents are made on the
@@ -31,13 +32,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.floor import SHAPES, synchronize
+from benchmarks.floor import SHAPES, config_of, synchronize
 from benchmarks.peers import about
 from benchmarks.step import command_line, parse_length, save, show_length
 
 # Steps that compile, pin and fill caches are left out of the medians.
 WARM = 10
-ROUND = 20
+ROUND = 9
+UNCOUNTED = 2
 LIMIT_S = 570.0
 
 
@@ -52,18 +54,13 @@ def documents() -> Iterator[str]:
 
 def write_job(folder: Path, shape: str, length: int, steps: int) -> Path:
     """The model's folder, the documents and the run file; gives the last."""
-    from transformers import LlamaConfig
-
     from ithaca.models.embedded import embedded_tokenizer
 
     tokenizer = embedded_tokenizer()
     sizes = replace(SHAPES[shape], vocab=max(SHAPES[shape].vocab, len(tokenizer)))
-    LlamaConfig(
-        vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_size, max_position_embeddings=length, tie_word_embeddings=sizes.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder / "model")  # fmt: skip
+    config = config_of(sizes, length)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     with (folder / "documents.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in documents())
@@ -151,16 +148,20 @@ class Alone:
 
 
 def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Rounds of the trainer's loop and the bare one in turn, after a round that counts for nothing."""
+    """Rounds of the trainer's loop and the bare one, each first in every other; the first rounds count for nothing."""
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
-        alone = Alone(Path(name), write_job(Path(name), shape, length, (rounds + 1) * steps))
-        for _ in range(rounds + 1):
-            bare, trained = statistics.median(alone.bare(steps)), statistics.median(alone.trained(steps))
+        alone = Alone(Path(name), write_job(Path(name), shape, length, steps))
+        for number in range(rounds + UNCOUNTED):
+            took: dict[str, float] = {}
+            for way in (alone.bare, alone.trained)[:: -1 if number % 2 else 1]:
+                took[way.__name__] = statistics.median(way(steps))
+            bare, trained = took["bare"], took["trained"]
             found.append({"bare_s": bare, "trainer_s": trained, "overhead": trained / bare - 1})
             print(f"bare {bare * 1e3:.1f} ms, trainer {trained * 1e3:.1f} ms", flush=True)
-    middle = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
-    return {"model": shape, "length": length, "steps": steps, "rounds": found[1:]} | middle
+    del found[:UNCOUNTED]
+    middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return {"model": shape, "length": length, "steps": steps, "rounds": found} | middle
 
 
 def whole_run(shape: str, length: int, steps: int) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def main() -> int:
     parser.add_argument("--length", type=parse_length, help="of the run; the overhead's is 8K unless --short is given")
     parser.add_argument("--short", type=parse_length, default=parse_length("8K"))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=6, help="of the overhead's, 20 steps each")
+    parser.add_argument("--rounds", type=int, default=20, help="of the overhead's, a few steps each")
     arguments = parser.parse_args()
     result = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
     machine = about(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

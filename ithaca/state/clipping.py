@@ -23,7 +23,7 @@ _EPS = 1e-6
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
-    """The norm of all ranks' gradients, on `device`, in fp32 or better; None where there is no gradient."""
+    """The norm of all ranks' gradients, on `device`, in fp32 or, summed on a CPU, fp64; None without a gradient."""
     shards: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad
@@ -38,8 +38,9 @@ def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor 
 
 
 def _square(grads: list[Tensor]) -> Tensor:
-    # In bf16 the norm of a bf16 gradient would have two digits.
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    # In bf16 the norm of a bf16 gradient would have two digits; in fp32 a CPU's sum of millions has three.
+    least = torch.float64 if grads[0].device.type == "cpu" else torch.float32
+    wide = torch.promote_types(grads[0].dtype, least)
     norms = torch._foreach_norm(grads, 2, wide)
     return torch.stack(list(norms)).square().sum()
 
@@ -54,6 +55,17 @@ def _summed(key: Any, square: Tensor) -> Tensor:
     return square
 
 
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], clip: float, device: torch.device) -> Tensor:
+    """Scale all gradients so that their norm is `clip` at most; gives the norm they had."""
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, device)
+    if norm is None:
+        return torch.zeros((), device=device)
+    _divide(parameters, _factor(norm, clip))
+    return norm
+
+
 def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Tensor, clip: float) -> None:
     """Step unless loss or norm is not finite, with gradients whose norm is `clip` at most (0: as they are).
 
@@ -65,10 +77,10 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Te
             optimizer.step()
         return
     finite = torch.isfinite(loss) & torch.isfinite(norm)
-    factor = ((norm + _EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+    factor = _factor(norm, clip) if clip else torch.ones_like(norm)
     if not _scales_itself(optimizer):
         if bool(finite):
-            _divide(optimizer, factor)
+            _divide([p for group in optimizer.param_groups for p in group["params"]], factor)
             optimizer.step()
         return
     one: Any = optimizer
@@ -85,7 +97,12 @@ def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _divide(optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _factor(norm: Tensor, clip: float) -> Tensor:
+    """What gradients are divided by."""
+    return ((norm + _EPS) / clip).clamp(min=1.0)
+
+
+def _divide(parameters: list[Tensor], factor: Tensor) -> None:
+    grads = [p.grad for p in parameters if p.grad is not None]
     local = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
     torch._foreach_div_(local, factor.to(local[0].device))

@@ -125,7 +125,7 @@ class StageLoop:
 
     def _step(self, place: Place) -> Step:
         session, began = self.session, time.perf_counter()
-        torch.manual_seed(step_seed(self.run.seed, place.total, session.mesh.rank))
+        set_seed(step_seed(self.run.seed, place.total, session.mesh.rank), session.mesh.device)
         rate = rate_at(self.run.stages, session.number, place.step)
         for group in session.optimizer.param_groups:
             set_rate(group, rate)
@@ -165,7 +165,8 @@ class StageLoop:
 
     def _flops(self, batches: list[Batch]) -> int:
         """Work of all sequence groups, taking the others' documents to be as long as this one's."""
-        rows = [torch.unique(batch["document_ids"][0], return_counts=True)[1].tolist() for batch in batches]
+        # A document's tokens stand together.
+        rows = [torch.unique_consecutive(batch["document_ids"][0], return_counts=True)[1].tolist() for batch in batches]
         return model_flops(self.session.sizes, rows, self.session.stage.length) * self.session.mesh.dp
 
     def _record(self, before: Place, after: Place, result: Step, times: dict[str, float] | None) -> None:
@@ -256,3 +257,10 @@ def step_seed(seed: int, total: int, rank: int) -> int:
     """Random numbers of a step are its own, so that a resumed run draws what it would have drawn."""
     digest = hashlib.blake2b(f"{seed}/{total}/{rank}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
+
+
+def set_seed(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` for the two generators that a step draws from; it asks every kind of device there is."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)

@@ -110,12 +110,11 @@ def memory_by_kind(held: Mapping[str, int], mesh: Mesh) -> dict[str, float]:
     """GiB of this rank: what it holds, and the peak of all the rest with that since the last call."""
     kinds = dict(held)
     if mesh.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(mesh.device)
-        kinds |= {
-            "gradients and activations": max(0, peak - sum(kinds.values())),
-            "peak": peak,
-            "reserved": torch.cuda.max_memory_reserved(mesh.device),
-        }
+        # All figures in one call: this is done every step.
+        figures: Any = torch.cuda.memory_stats_as_nested_dict(mesh.device)
+        peak, reserved = (figures[kind]["all"]["peak"] for kind in ("allocated_bytes", "reserved_bytes"))
+        rest = max(0, peak - sum(kinds.values()))
+        kinds |= {"gradients and activations": rest, "peak": peak, "reserved": reserved}
         torch.cuda.reset_peak_memory_stats(mesh.device)
     kinds["process"] = psutil.Process().memory_info().rss
     return {name: round(size / GIB, 3) for name, size in kinds.items()}

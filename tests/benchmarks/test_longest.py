@@ -36,12 +36,19 @@ def test_what_was_reached_is_kept_when_memory_ends() -> None:
     assert "| out of memory |" in longest.table([cell(2) | kept[-1]])
 
 
-def test_a_whole_models_time_follows_from_two_runs() -> None:
-    shape = {**longest.SHAPES, "tiny": longest.replace(longest.SHAPES["tiny"], layers=10)}
-    runs = [cell(n, outcome="done", seconds=1.0 + 2 * n, plan="", pinned_gib=0.0) for n in (1, 3)]
-    with patch.object(longest, "SHAPES", shape):
-        [whole] = longest.derived(runs)
-        assert whole["seconds"] == pytest.approx(21.0)
-        assert "21.0 s, derived from 1 and 3 layers" in longest.table(runs)
-        assert not longest.derived(runs[:1])
-        assert not longest.derived([*runs, cell(10, outcome="done", seconds=20.0)])
+def test_a_whole_models_time_follows_from_one_layers() -> None:
+    kept: list[dict[str, Any]] = []
+    longest.measured(cell(1), torch.device("cpu"), kept.append)
+    run = cell(1) | kept[-1]
+    assert run["outcome"] == "done", run
+    assert run["plan"].startswith("1 save")
+    layers = longest.SHAPES["tiny"].layers
+    assert run["whole"]["modes"] == {"keep": layers}
+    [whole] = longest.derived([run])
+    layer = run["seconds"] - run["head_s"] - run["optimizer_s"]
+    assert whole["seconds"] < run["head_s"] + layers * layer + layers * run["optimizer_s"]
+    assert "s, derived from 1 layer |" in longest.table([run])
+    # Layers that attend again cost a forward pass of attention each.
+    again = longest.derived([run | {"whole": run["whole"] | {"modes": {"save": 1, "recompute": layers - 1}}}])[0]
+    assert again["seconds"] > run["head_s"] + layers * layer
+    assert not longest.derived([cell(2, outcome="done", seconds=1.0)])
