@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -217,14 +218,15 @@ def curves(cells: list[Cell]) -> dict[str, list[Cell]]:
 
 
 def plot(cells: list[Cell], file: Path) -> None:
-    """A panel of bars a cell, time above memory; with enough lengths of a system, both against length in a last column."""
+    """Bars where systems are compared, time above memory; with enough lengths of a system, both against length."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     along = curves(cells)
-    places = list(dict.fromkeys(cell_of(c) for c in sorted(cells, key=lambda c: (c["model"], c["length"]))))
+    compared = Counter(cell_of(c) for c in sorted(cells, key=lambda c: (c["model"], c["length"])))
+    places = [place for place, many in compared.items() if many > 1 or not along]
     columns = len(places) + bool(along)
     figure, axes = plt.subplots(2, columns, figsize=(4.2 * columns, 5.2), squeeze=False)
     for column, place in enumerate(places):
@@ -237,8 +239,8 @@ def plot(cells: list[Cell], file: Path) -> None:
         axes[0][-1].plot(lengths, [c["seconds"] / c["length"] * 1e6 for c in group], marker="o", label=name)
         axes[1][-1].plot(lengths, [c.get("allocated_gib", 0) for c in group], marker="o", label=name)
     if along:
-        axes[0][-1].set(title="microseconds a token", xlabel="K tokens")
-        axes[1][-1].set(title="GiB allocated", xlabel="K tokens")
+        axes[0][-1].set(title="microseconds a token", xlabel="K tokens", ylim=(0, None))
+        axes[1][-1].set(title="GiB allocated", xlabel="K tokens", ylim=(0, None))
         axes[0][-1].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=150)

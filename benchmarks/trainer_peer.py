@@ -6,7 +6,7 @@ The systems are those of `benchmarks.trainer_loops`: one process with two thread
 Parity: ten steps, losses and gradient norms against `plain`, and against `fp64`, which shows how far `plain` itself is
 from exact. Time: the median over all rounds; in a round every system runs once, in
 processes of its own, so that what else the machine does meets all alike. Every round is kept with the machine's load
-before it; with --add rounds are added to those of the file.
+before it; with --add the file's parity runs and rounds are kept, and what is missing or asked for is added.
 
 DeepSpeed comes from a folder: DS_BUILD_OPS=0 pip install --no-deps --target DIR deepspeed==0.19.8 hjson msgpack einops \
     ninja py-cpuinfo
@@ -22,9 +22,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from benchmarks.kernels import command_line
 from benchmarks.step import save, show_length
@@ -61,14 +64,16 @@ def run(system: str, length: int, clip: float, steps: int, packages: Path | None
         return json.loads(file.read_text())
 
 
-def parity(systems: list[str], packages: Path | None) -> list[dict[str, Any]]:
-    found = []
+def parity(systems: list[str], packages: Path | None, found: list[dict[str, Any]]) -> Iterator[None]:
+    """Into `found` what it does not have yet, a run at a time."""
     for length, clip, seed in CASES:
         for system in (*systems, "fp64"):
-            got = run(system, length, clip, STEPS, packages, seed)
-            del got["seconds"]
-            found.append({"system": system, "length": length, "clip": clip, "seed": seed} | got)
-    return found
+            asked = {"system": system, "length": length, "clip": clip, "seed": seed}
+            if not any(asked.items() <= one.items() for one in found):
+                got = run(system, length, clip, STEPS, packages, seed)
+                del got["seconds"]
+                found.append(asked | got)
+                yield
 
 
 def timed_round(systems: list[str], packages: Path | None) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="where the JSON goes")
     parser.add_argument("--packages", type=Path, help="a folder with DeepSpeed, which is left out without it")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--add", action="store_true", help="keep the parity and the rounds that the file has")
+    parser.add_argument("--add", action="store_true", help="keep what the file has, and add to it")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="separated by commas, plain among them")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -140,13 +145,16 @@ def main() -> int:
         got = part(*json.loads(arguments.part))
         if int(os.environ.get("RANK", "0")) == 0:
             arguments.file.write_text(json.dumps(got))
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return 0
     systems = [name for name in arguments.systems.split(",") if arguments.packages or name != "deepspeed"]
     if arguments.add:
         result = json.loads(arguments.file.read_text())
     else:
         result = {"command": command_line(), "about": about(arguments.packages), "model": MODEL, "rounds": []}
-        result["parity"] = parity(systems, arguments.packages)
+        result["parity"] = []
+    for _ in parity(systems, arguments.packages, result["parity"]):
         save(arguments.file, result)
     for _ in range(arguments.rounds):
         result["rounds"].append(timed_round(systems, arguments.packages))

@@ -5,8 +5,8 @@
 
 overhead  a 1B at 8K tokens: steps of the trainer's loop (rows, norm and clipping, metrics, display, watching for
           preemption: everything), against a loop that does forward, backward and optimizer on rows already at hand
-          and nothing else; the two in turn over the same model, a few steps each and many times, as the machine's
-          own speed comes and goes; the median of a pair's ratios
+          and nothing else; the two in turn over the same model, twenty steps each and many times, as the machine's
+          own speed comes and goes; the median of the pairs' ratios
 run       a 1B at 64K tokens for 60 steps: loss, tokens/s, utilisation and memory of each step
 
 Llama-3.2-1B's sizes with random weights in fp32, computed in bf16, AdamW, clipped at 1. The documents are made on the
@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from benchmarks.step import command_line, parse_length, save, show_length
 
 # Steps that compile, pin and fill caches are left out of the medians.
 WARM = 10
-ROUND = 9
+ROUND = 20
 UNCOUNTED = 2
 LIMIT_S = 570.0
 
@@ -111,51 +110,57 @@ class Alone:
         tokenizer = load_tokenizer(run.model.name, None)
         prepared = prepare(run.data, tokenizer, validation=run.validation, seed=run.seed, folder=data)
         self.session = build_session(run, 0, run.model.name, prepared, None, None)
+        self.loop: Any = None
 
-    def bare(self, steps: int) -> list[float]:
-        """Forward, backward, optimizer: the seconds of each step but the first."""
+    def bare(self, steps: int) -> float:
+        """Forward, backward, optimizer: seconds of a step."""
         from ithaca.training.step import causal_loss
 
-        session, marks = self.session, []
-        for row in [session.feed.row(session.rows_of(step)[0]) for step in range(steps)]:
+        session, device = self.session, self.session.mesh.device
+        rows = [session.feed.row(session.rows_of(step)[0]) for step in range(steps)]
+        synchronize(device)
+        began = time.perf_counter()
+        for row in rows:
             causal_loss(session.model, row, session.mesh).backward()
             session.optimizer.step()
             session.optimizer.zero_grad(set_to_none=True)
-            synchronize(session.mesh.device)
-            marks.append(time.perf_counter())
-        return [after - before for before, after in pairwise(marks)]
+            synchronize(device)
+        return (time.perf_counter() - began) / steps
 
-    def trained(self, steps: int) -> list[float]:
-        """The same steps through the trainer's loop."""
+    def trained(self, steps: int) -> float:
+        """The same through the trainer's loop, which goes on where it was."""
         from ithaca.models.support import base_model, decoder_layers
         from ithaca.training.display import Display
         from ithaca.training.loop import StageLoop
         from ithaca.training.metrics import Journal
-        from ithaca.training.place import Place
         from ithaca.training.watch import Watch
 
-        run, session, marks = self.run, self.session, []
-        journal = Journal(self.folder / "metrics.jsonl", run.metrics, writes=True, run={})
+        run, session, device = self.run, self.session, self.session.mesh.device
         with Watch.of(session.mesh) as watch:
+            if self.loop is None:
+                journal = Journal(self.folder / "metrics.jsonl", run.metrics, writes=True, run={})
+                self.loop = StageLoop(run, session, watch, journal, Display(shows=True, stages=1), lambda place: None)
+            self.loop.watch = watch
             take_off = watch.install(decoder_layers(base_model(session.model)))
-            loop = StageLoop(run, session, watch, journal, Display(shows=True, stages=1), lambda place: None)
-            step, place = loop._advance, Place()
+            synchronize(device)
+            began = time.perf_counter()
             for _ in range(steps):
-                place = step(place)
-                marks.append(time.perf_counter())
+                self.loop._advance(self.loop.place)
+            self.loop.settle()
+            took = (time.perf_counter() - began) / steps
             take_off()
-        return [after - before for before, after in pairwise(marks)]
+        return took
 
 
 def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]:
     """Rounds of the trainer's loop and the bare one, each first in every other; the first rounds count for nothing."""
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
-        alone = Alone(Path(name), write_job(Path(name), shape, length, steps))
+        alone = Alone(Path(name), write_job(Path(name), shape, length, (rounds + UNCOUNTED) * steps))
         for number in range(rounds + UNCOUNTED):
             took: dict[str, float] = {}
             for way in (alone.bare, alone.trained)[:: -1 if number % 2 else 1]:
-                took[way.__name__] = statistics.median(way(steps))
+                took[way.__name__] = way(steps)
             bare, trained = took["bare"], took["trained"]
             found.append({"bare_s": bare, "trainer_s": trained, "overhead": trained / bare - 1})
             print(f"bare {bare * 1e3:.1f} ms, trainer {trained * 1e3:.1f} ms", flush=True)
@@ -206,7 +211,7 @@ def main() -> int:
     parser.add_argument("--length", type=parse_length, help="of the run; the overhead's is 8K unless --short is given")
     parser.add_argument("--short", type=parse_length, default=parse_length("8K"))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=20, help="of the overhead's, a few steps each")
+    parser.add_argument("--rounds", type=int, default=10, help="of the overhead's, twenty steps each")
     arguments = parser.parse_args()
     result = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
     machine = about(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -8,7 +8,7 @@ gathers that count a group once, and weights that are FSDP2's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ithaca.integrations.settings import Settings
 from ithaca.integrations.state import checkpoint_plugin
 from ithaca.integrations.targets import LearnedOnly
 from ithaca.mesh import Mesh
+from ithaca.models.binding import binding_of
 from ithaca.state.clipping import clip_gradients
 
 
@@ -193,6 +194,12 @@ class UlyssesMethods:
             )
         upper: Any = super()
         return upper.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As ever; where memory runs out, with what held it."""
+        upper: Any = super()
+        with binding_of(self._models[-1]).accounting() if self._models else nullcontext():
+            upper.backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         if norm_type == 2:

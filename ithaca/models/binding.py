@@ -73,6 +73,17 @@ class Binding:
     memory: Installed | None = None
     router_logits: list[Tensor] = field(default_factory=list)
     calls: int = 0
+
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        """Running out of memory in here is told with what held it."""
+        try:
+            yield
+        except OutOfMemoryError as error:
+            if self.memory is None:
+                raise
+            raise self.memory.out_of_memory(error) from error
+
     sharded: bool = True
     takes_kwargs: bool = True
     handles: list[Any] = field(default_factory=list)

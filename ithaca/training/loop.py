@@ -3,6 +3,10 @@
 Every rank takes the same decisions, because each is made from numbers that are the same on all ranks: the reduced loss,
 the norm of all gradients, the place in the run. A step whose loss or gradient is not finite is not taken: weights and
 optimizer stay as they were, its rows are noted, and the next step follows.
+
+A step is launched, and settled when its numbers are at hand: at once where steps are long, and where they are short after
+the next one was launched, so that the device need not wait for what the host does in between. Before anything that
+looks at the place (saving, validation, the end) the last step is settled.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.clock import CLOCK
@@ -40,10 +44,13 @@ from ithaca.training.positions import LossByPosition
 from ithaca.training.session import Session
 from ithaca.training.stages import rate_at
 from ithaca.training.step import causal_loss, count_tokens
+from ithaca.training.told import Told, mark
 from ithaca.training.watch import Watch
 
 logger = logging.getLogger("ithaca")
 Batch = dict[str, Tensor]
+# Steps shorter than this are settled after the next one was launched; longer ones are told of at once.
+SHORT_S = 1.0
 
 
 class BadStepsError(IthacaError, ArithmeticError):
@@ -51,14 +58,25 @@ class BadStepsError(IthacaError, ArithmeticError):
 
 
 @dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device was handed: where it starts and ends, its targets and work, its numbers to come."""
+
+    before: Place
+    after: Place
+    targets: int
+    flops: int
+    began: Any
+    told: Told
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave; `norm` is None where gradients were stepped as they came. Seconds: all, and of the model."""
+    """What one step gave; `norm` is None where gradients were stepped as they came."""
 
     loss: float
     norm: float | None
     targets: int
     seconds: float
-    busy: float
     flops: int
 
     @property
@@ -85,6 +103,10 @@ class StageLoop:
         self.held = held_bytes(session.model, session.optimizer)
         self.warned = False
         self.place = Place()
+        # Whether a step is settled after the next one was launched; the step launched last; the one settled last.
+        self.defers = False
+        self._launched: Launched | None = None
+        self._settled: Told | None = None
         self._reader = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
@@ -93,62 +115,87 @@ class StageLoop:
         stage = self.session.stage
         self.place = place
         try:
-            while place.step < stage.count:
-                self.place = place = self._advance(place)
+            while self.place.step < stage.count:
+                place = self._advance(self.place)
                 if place.total % self.run.checkpoints.save_every == 0 and place.step < stage.count:
-                    self.save(place)
+                    self.save(self.settle())
                 if place.total % self.run.validation.every == 0 or place.step == stage.count:
-                    self.validate(place)
-            return place
+                    self.validate(self.settle())
+            return self.place
         finally:
             self._reader.shutdown(cancel_futures=True)
 
     def _advance(self, place: Place) -> Place:
+        """Launch a step, and settle it or the one before."""
         self.watch.at(f"step {place.total + 1}")
         wanted = (place.total + 1) % self.run.metrics.apart_every == 0
         with CLOCK.running(self.session.mesh.device) if wanted else nullcontext():
-            result = self._step(place)
-        times = CLOCK.seconds() if wanted else None
-        stage = self.session.stage
-        after = replace(
-            place,
-            step=place.step + 1,
-            total=place.total + 1,
-            tokens=place.tokens + stage.batch * stage.length,
-            bad=place.bad + (not result.good),
-            in_a_row=0 if result.good else place.in_a_row + 1,
-        )
-        self._record(place, after, result, times)
-        if not result.good:
-            self._note_bad(place, after, result)
-        return after
+            launched = self._step(place)
+        before, self._launched = self._launched, launched
+        self.place = launched.after
+        if before is not None:
+            self._settle(before)
+        if wanted or not self.defers:
+            self._settle_last(apart=wanted)
+        return self.place
 
-    def _step(self, place: Place) -> Step:
-        session, began = self.session, time.perf_counter()
+    def settle(self) -> Place:
+        """Where the run is, all steps counted; what follows is not part of a step's time."""
+        self._settle_last()
+        self._settled = None
+        return self.place
+
+    def _settle_last(self, *, apart: bool = False) -> None:
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._settle(launched, apart=apart)
+
+    def _settle(self, launched: Launched, *, apart: bool = False) -> None:
+        """Hear of a step, count and record it. `apart`: its time by part and loss by position are wanted too."""
+        loss, norm = launched.told.numbers()
+        seconds = launched.told.seconds_since(self._settled or launched.began)
+        self._settled = launched.told
+        result = Step(loss, norm, launched.targets, seconds, launched.flops)
+        self.place = replace(
+            self.place,
+            bad=self.place.bad + (not result.good),
+            in_a_row=0 if result.good else self.place.in_a_row + 1,
+        )
+        if apart:
+            self.defers = self._all_short(seconds)
+        self._record(launched, result, CLOCK.seconds() if apart else None)
+        if not result.good:
+            self._note_bad(launched, result)
+
+    def _all_short(self, seconds: float) -> bool:
+        """Whether steps are short, on all ranks alike: all must settle, and stop at, the same ones."""
+        longest = torch.tensor(seconds, device=self.session.mesh.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.session.mesh.world_group)
+        return float(longest) < SHORT_S
+
+    def _step(self, place: Place) -> Launched:
+        """All of a step, handed to the device."""
+        session, began = self.session, mark(self.session.mesh.device)
         set_seed(step_seed(self.run.seed, place.total, session.mesh.rank), session.mesh.device)
         rate = rate_at(self.run.stages, session.number, place.step)
         for group in session.optimizer.param_groups:
             set_rate(group, rate)
         batches: list[Batch] = []
         targets = count_tokens(self._read(place.step, batches), session.mesh)
-        at_work = time.perf_counter()
         loss = torch.zeros((), device=session.mesh.device)
         for batch in batches:
             part = causal_loss(session.model, batch, session.mesh, count=targets, by_position=self.by_position)
             part.backward()
             loss += part.detach()
-        # The device is at work still, and the host has time; it waits for nothing before the step is handed over.
         flops = self._flops(batches)
         self.watch.at("gradient norm")
         parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
         norm = gradient_norm(parameters, session.mesh.device)
         clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip)
         session.optimizer.zero_grad(set_to_none=True)
-        step = Step(float(loss), None if norm is None else float(norm), targets, 0.0, 0.0, flops)
-        if session.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        return replace(step, seconds=now - began, busy=now - at_work)
+        tokens = session.stage.batch * session.stage.length
+        after = replace(place, step=place.step + 1, total=place.total + 1, tokens=place.tokens + tokens)
+        return Launched(place, after, targets, flops, began, Told(loss, norm))
 
     def _read(self, step: int, batches: list[Batch]) -> Iterator[Batch]:
         """This step's rows, into `batches` too; the next step's are read while this one runs."""
@@ -169,7 +216,8 @@ class StageLoop:
         rows = [torch.unique_consecutive(batch["document_ids"][0], return_counts=True)[1].tolist() for batch in batches]
         return model_flops(self.session.sizes, rows, self.session.stage.length) * self.session.mesh.dp
 
-    def _record(self, before: Place, after: Place, result: Step, times: dict[str, float] | None) -> None:
+    def _record(self, launched: Launched, result: Step, times: dict[str, float] | None) -> None:
+        before, after = launched.before, launched.after
         if after.total % self.run.metrics.every and times is None and result.good:
             return
         session = self.session
@@ -186,7 +234,6 @@ class StageLoop:
             "tokens": after.tokens,
             "targets": result.targets,
             "seconds": result.seconds,
-            "outside_seconds": result.seconds - result.busy,
             "tokens_per_second": speed,
             "tokens_per_second_per_device": speed / session.mesh.world,
             "memory_gib": memory,
@@ -204,15 +251,16 @@ class StageLoop:
             self.warned = True
             logger.warning("memory: %.0f%% of the device is in use; a longer batch may not fit", 100 * share)
 
-    def _note_bad(self, before: Place, after: Place, result: Step) -> None:
-        rows = self.session.rows_of(before.step)
+    def _note_bad(self, launched: Launched, result: Step) -> None:
+        after = launched.after
+        rows = self.session.rows_of(launched.before.step)
         named = "; ".join(self.session.feed.describe(row) for row in rows)
         said = f"step {after.total}: loss {result.loss}, gradient norm {result.norm}: the step is not taken"
         logger.warning("%s; its rows on this rank: %s", said, named)
         self.journal.write("event", after.total, event="bad step", loss=str(result.loss), rows=named)
-        if after.in_a_row >= self.run.limits.bad_steps:
+        if self.place.in_a_row >= self.run.limits.bad_steps:
             raise BadStepsError(
-                f"{said}, {after.in_a_row} in a row: the last checkpoint is kept; lower the stage's lr, look at "
+                f"{said}, {self.place.in_a_row} in a row: the last checkpoint is kept; lower the stage's lr, look at "
                 f"{named}, or raise limits.bad_steps"
             )
 

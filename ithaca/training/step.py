@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
-from ithaca.models.binding import binding_of, refuse_compiled
+from ithaca.models.binding import Binding, binding_of, refuse_compiled
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.agree import agree, try_shard
@@ -63,7 +64,25 @@ def causal_loss(
     if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
         # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.
         part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * (own / divisor)
-    return shown_sum(part, mesh.world_group, mesh.world if averages_gradients(model) else 1)
+    return _accounted(shown_sum(part, mesh.world_group, mesh.world if averages_gradients(model) else 1), binding)
+
+
+def _accounted(loss: Tensor, binding: Binding) -> Tensor:
+    """The loss with a `backward` of its own, which, should memory run out, says what held it.
+
+    Layers that are run again say so themselves; the others' backward is autograd's alone.
+    """
+    if not loss.requires_grad:
+        return loss
+    # The node, not the loss: held by its own method, a loss nobody goes back from would not be freed with its graph.
+    edge, one = get_gradient_edge(loss), torch.ones_like(loss, requires_grad=False)
+
+    def backward(gradient: Tensor | None = None, **kwargs: Any) -> None:
+        with binding.accounting():
+            torch.autograd.backward([edge], [one if gradient is None else gradient], **kwargs)
+
+    loss.backward = backward  # type: ignore[method-assign, assignment]
+    return loss
 
 
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:

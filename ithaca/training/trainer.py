@@ -217,7 +217,7 @@ class _Trainer:
             except CheckpointError:
                 self.saved = None
             if self.session is not None and self.loop is not None:
-                place = self.loop.place
+                place = self.loop.settle()
                 if place != self.saved and not self.run.optimizer.in_backward:
                     self._save(place, wait=True)
         self.journal.write("event", place.total, event="stopped")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -53,8 +55,9 @@ def _step(where: str, given: bool) -> tuple[str, float, float]:
     return message, before, again.item()
 
 
-# Not in backward of a model with room for everything: no layer is run again there, and autograd's own error stands.
-@pytest.mark.parametrize(("where", "given"), [("forward", False), ("forward", True), ("backward", True)])
+# Layers that are run again tell by themselves; where there is room for everything, the loss's own backward does.
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_error_has_an_account(where: str, given: bool) -> None:
     for message, before, again in run_ranks(2, _step, where, given):
         lines = message.splitlines()
@@ -66,3 +69,21 @@ def test_the_error_has_an_account(where: str, given: bool) -> None:
         assert "The smallest change: parallelize(..., memory_budget=" in message or "any one of these fits" in message
         assert message.count("Held now") == 1, "one account, however many layers it went through"
         assert again == before, "the step after it is right"
+
+
+def test_a_loss_nobody_goes_back_from_is_freed_at_once() -> None:
+    """No cycle holds it: what its graph keeps would wait for the garbage collector."""
+    assert run_ranks(1, _freed) == [True]
+
+
+def _freed() -> bool:
+    mesh = init_mesh(sp=1)
+    model = parallelize(small_model("llama"), mesh)
+    gc.disable()
+    try:
+        loss = causal_loss(model, small_batch(1, 24), mesh)
+        held = weakref.ref(loss)
+        del loss
+        return held() is None
+    finally:
+        gc.enable()

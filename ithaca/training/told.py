@@ -1,0 +1,45 @@
+"""A step's numbers on their way from the device to the host, which need not wait for them.
+
+The host hands the next step over first and hears of this one meanwhile: what it does for a step, reading rows, writing
+metrics, counting, is then done while the device works.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Told:
+    """Loss and gradient norm of a step, and when the device was through with it."""
+
+    def __init__(self, loss: Tensor, norm: Tensor | None) -> None:
+        numbers = [loss] if norm is None else [loss, norm.to(loss.device)]
+        # A copy that nobody waits for goes to pinned memory.
+        self._numbers = torch.stack([number.double() for number in numbers]).to("cpu", non_blocking=True)
+        self._end = mark(loss.device)
+
+    def numbers(self) -> tuple[float, float | None]:
+        """Loss and norm; waits for the step, not for what was handed over after it."""
+        if not isinstance(self._end, float):
+            self._end.synchronize()
+        loss, *norm = self._numbers.tolist()
+        return loss, norm[0] if norm else None
+
+    def seconds_since(self, other: Told | Any) -> float:
+        """From another step's end, or a `mark`, to this one's; both must have been reached."""
+        start = other._end if isinstance(other, Told) else other
+        took: float = self._end - start if isinstance(start, float) else start.elapsed_time(self._end) / 1e3
+        return took
+
+
+def mark(device: torch.device) -> Any:
+    """This moment: on a GPU when its stream comes to it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record()
+    return event
