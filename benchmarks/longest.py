@@ -7,9 +7,10 @@ and compiles, then one step at the length: forward, backward, optimizer. The pla
 The JSON is written after every part, so that a step that is stopped leaves how far it came.
 
 With `--layers N` the model has N layers only, each of which saves attention and input, under the tiles and head groups
-of the whole model's plan. The whole model's time is derived from it and marked so: the head's time, every layer's, and
-for layers that the whole plan rebuilds or recomputes the FLOPs done again at the pace of the forward pass; its memory is
-then what the plan says. Without `--cells` the table is made from the file.
+of the whole model's plan. The whole model's time is derived from it and marked so: every layer's time, for layers that
+the whole plan rebuilds or recomputes also the FLOPs done again at the pace of the forward pass, and the head's time
+once, as `--heads` measures it alone (where it has not, the head counts with every layer: "at most"). Memory is then what
+the plan says. Without `--cells` the table is made from the file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.floor import SHAPES, build_model, config_of, step_flops, synchronize
+from benchmarks.floor import SHAPES, Shape, build_model, config_of, step_flops, synchronize
 from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
 from benchmarks.step import Cell, load, parse_cells, record, save, show_length
 from ithaca.planning.cost import attention_flops, run_again, token_flops
@@ -34,12 +35,13 @@ from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
 
 SHORT = 8192
+# Of the head alone: enough for the device to be busy, and tiles as the plans of long sequences have them.
+HEAD_TOKENS, TILE = 65536, 4096
 
 
 def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> None:
     """One whole step of the cell; `keep` is called after each part of it."""
     import ithaca
-    from ithaca.models.support import base_model
     from ithaca.state.optimizers import build_optimizer
 
     settings, length = cell["settings"], cell["length"]
@@ -55,8 +57,6 @@ def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]
     ithaca.parallelize(model, mesh, memory=plan, memory_budget=budget, optimizer=settings["optimizer"])
     optimizer = build_optimizer(model, settings["optimizer"], lr=1e-5)
     ids = torch.randint(0, shape.vocab, (1, length), generator=torch.Generator().manual_seed(1))
-    ends: list[float] = []
-    base_model(model).register_forward_hook(lambda *_: ends.append(clock(device)))
     for tokens in (min(SHORT, length), length):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -64,8 +64,6 @@ def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]
         loss = ithaca.causal_loss(model, {"input_ids": ids[:, :tokens]}, mesh)
         marks.append(clock(device))
         result |= {"tokens": tokens, "loss": float(loss.detach()), "forward_s": marks[1] - marks[0]} | memory(device)
-        # The head's gradients are made beside its loss, in forward.
-        result["head_s"] = marks[1] - ends[-1]
         keep(result)
         loss.backward()
         marks.append(clock(device))
@@ -84,6 +82,24 @@ def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]
 def clock(device: torch.device) -> float:
     synchronize(device)
     return time.perf_counter()
+
+
+def head_seconds(shape: Shape, device: torch.device) -> float:
+    """A token's share of the tiled head and loss, with its gradients, which are made beside it."""
+    from ithaca.memory.loss import LossSpec, head_loss
+
+    dtype, tokens = (torch.bfloat16, HEAD_TOKENS) if device.type == "cuda" else (torch.float32, 64)
+    hidden = torch.randn(1, tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, shape.vocab, (1, tokens), device=device)
+    took = []
+    for _ in range(4):
+        hidden.grad = weight.grad = None
+        began = clock(device)
+        total, *_ = head_loss(hidden, weight, None, targets, TILE, LossSpec(), fuse=device.type == "cuda")
+        total.backward()
+        took.append(clock(device) - began)
+    return min(took) / tokens
 
 
 def part_of_whole(cell: Cell, model: Any, mesh: Any, budget: int | None) -> tuple[dict[str, Any], Any]:
@@ -110,35 +126,37 @@ def whole_sizes(cell: Cell) -> ModelSizes:
     return ModelSizes.from_config(config_of(SHAPES[cell["model"]], cell["length"]).to_dict())
 
 
-def derived(cells: list[Cell]) -> list[Cell]:
+def derived(result: dict[str, Any]) -> list[Cell]:
     """Whole models whose time follows from a run with fewer layers."""
     found = []
-    for cell in (c for c in cells if c["outcome"] == "done" and "whole" in c):
+    for cell in (c for c in result["cells"] if c["outcome"] == "done" and "whole" in c):
         whole, sizes, job = cell["whole"], whole_sizes(cell), Job(length=cell["length"])
         few, layer = cell["settings"]["layers"], sizes.layers[0]
-        one = (cell["seconds"] - cell["head_s"] - cell["optimizer_s"]) / few
+        head = result.get("heads", {}).get(cell["model"], {}).get("seconds_per_token", 0.0) * cell["length"]
+        one = (cell["seconds"] - head - cell["optimizer_s"]) / few
         work = token_flops(layer, job) + attention_flops(sizes, layer, job)
-        second_per_flop = (cell["forward_s"] - cell["head_s"]) / few / work
+        second_per_flop = (cell["forward_s"] - head) / few / work
         again = {
             mode: run_again(sizes, job, layer, mode, tiled=whole["mlp_tile"] < cell["length"])
             for mode in ("save", *whole["modes"])
         }
         extra = sum(many * (again[mode] - again["save"]) for mode, many in whole["modes"].items())
-        seconds = cell["head_s"] + len(sizes.layers) * one + extra * second_per_flop
         optimizer = cell["optimizer_s"] * sizes.total / replace(sizes, layers=sizes.layers[:few]).total
-        found.append({**cell, "seconds": seconds + optimizer, "from": few} | whole)
+        seconds = head + len(sizes.layers) * one + extra * second_per_flop + optimizer
+        found.append({**cell, "seconds": seconds, "from": few, "at_most": not head} | whole)
     return found
 
 
-def table(cells: list[Cell]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Markdown: what ran, then what follows from it."""
+    cells = result["cells"]
     heads = ("model", "tokens", "step", "tokens/s", "device", "pinned", "optimizer", "plan")
     rows = [heads, ("---",) * len(heads)]
     for c in sorted(cells, key=lambda c: (c["model"], c["length"], c["settings"]["layers"])):
         rows.append((name_of(c), show_length(c["length"]), *figures(c)))
-    for c in derived(cells):
+    for c in derived(result):
         spent, speed, device, pinned, *rest = figures(c)
-        spent += f", derived from {c['from']} layer{'s' * (c['from'] > 1)}"
+        spent = f"{'at most ' * c['at_most']}{spent}, derived from {c['from']} layer{'s' * (c['from'] > 1)}"
         rows.append(
             (c["model"], show_length(c["length"]), spent, speed, f"planned {device}", f"planned {pinned}", *rest)
         )
@@ -180,6 +198,7 @@ def main() -> int:
     parser.add_argument("--optimizer", default="adamw", help="a name that parallelize takes")
     parser.add_argument("--budget", type=float, metavar="GiB", help="memory_budget (default: parallelize's own)")
     parser.add_argument("--layers", type=int, help="build the model with so many layers only")
+    parser.add_argument("--heads", default="", help="models whose head and loss are measured alone, for derived times")
     parser.add_argument("--packages", type=Path, help="a folder with packages that are not installed")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -187,6 +206,11 @@ def main() -> int:
         sys.path.append(str(arguments.packages.resolve()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     result = load(arguments.file)
+    for model in filter(None, arguments.heads.split(",")):
+        device = torch.device(arguments.device)
+        measured_head = {"seconds_per_token": head_seconds(SHAPES[model], device), "machine": about(device)}
+        result.setdefault("heads", {})[model] = measured_head
+        save(arguments.file, result)
     for model, length in parse_cells(arguments.cells):
         settings = {
             "optimizer": arguments.optimizer,
@@ -203,7 +227,7 @@ def main() -> int:
             )
 
         measured(cell, torch.device(arguments.device), keep)
-    print(table(result["cells"]))
+    print(table(result))
     return 0
 
 

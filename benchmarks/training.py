@@ -112,12 +112,12 @@ class Alone:
         self.session = build_session(run, 0, run.model.name, prepared, None, None)
         self.loop: Any = None
 
-    def bare(self, steps: int) -> float:
+    def bare(self, first: int, steps: int) -> float:
         """Forward, backward, optimizer: seconds of a step."""
         from ithaca.training.step import causal_loss
 
         session, device = self.session, self.session.mesh.device
-        rows = [session.feed.row(session.rows_of(step)[0]) for step in range(steps)]
+        rows = [session.feed.row(session.rows_of(step)[0]) for step in range(first, first + steps)]
         synchronize(device)
         began = time.perf_counter()
         for row in rows:
@@ -127,8 +127,8 @@ class Alone:
             synchronize(device)
         return (time.perf_counter() - began) / steps
 
-    def trained(self, steps: int) -> float:
-        """The same through the trainer's loop, which goes on where it was."""
+    def trained(self, first: int, steps: int) -> float:
+        """The same rows, for other documents are other work, through the trainer's loop."""
         from ithaca.models.support import base_model, decoder_layers
         from ithaca.training.display import Display
         from ithaca.training.loop import StageLoop
@@ -140,6 +140,7 @@ class Alone:
             if self.loop is None:
                 journal = Journal(self.folder / "metrics.jsonl", run.metrics, writes=True, run={})
                 self.loop = StageLoop(run, session, watch, journal, Display(shows=True, stages=1), lambda place: None)
+            assert self.loop.place.step == first
             self.loop.watch = watch
             take_off = watch.install(decoder_layers(base_model(session.model)))
             synchronize(device)
@@ -160,7 +161,7 @@ def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]
         for number in range(rounds + UNCOUNTED):
             took: dict[str, float] = {}
             for way in (alone.bare, alone.trained)[:: -1 if number % 2 else 1]:
-                took[way.__name__] = way(steps)
+                took[way.__name__] = way(number * steps, steps)
             bare, trained = took["bare"], took["trained"]
             found.append({"bare_s": bare, "trainer_s": trained, "overhead": trained / bare - 1})
             print(f"bare {bare * 1e3:.1f} ms, trainer {trained * 1e3:.1f} ms", flush=True)
