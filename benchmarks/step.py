@@ -218,30 +218,43 @@ def curves(cells: list[Cell]) -> dict[str, list[Cell]]:
 
 
 def plot(cells: list[Cell], file: Path) -> None:
-    """Bars where systems are compared, time above memory; with enough lengths of a system, both against length."""
+    """Bars, a column a cell, time above memory; of a file with many lengths and one system, both against length."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     along = curves(cells)
+    if along and max(Counter(cell_of(c) for c in cells).values()) == 1:
+        return plot_lengths(along, file)
     compared = Counter(cell_of(c) for c in sorted(cells, key=lambda c: (c["model"], c["length"])))
-    places = [place for place, many in compared.items() if many > 1 or not along]
-    columns = len(places) + bool(along)
+    places = list(compared)
+    columns = len(places)
     figure, axes = plt.subplots(2, columns, figsize=(4.2 * columns, 5.2), squeeze=False)
     for column, place in enumerate(places):
         here = [c for c in cells if cell_of(c) == place and c["outcome"] == "done"]
         here.sort(key=lambda c: (SYSTEMS.index(c["system"]), name_of(c)), reverse=True)
         _bars(axes[0][column], here, "seconds", f"{place}: seconds")
         _bars(axes[1][column], here, "allocated_gib", "GiB allocated")
-    for name, group in along.items():
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def plot_lengths(along: dict[str, list[Cell]], file: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    for group in along.values():
         lengths = [c["length"] / 1024 for c in group]
-        axes[0][-1].plot(lengths, [c["seconds"] / c["length"] * 1e6 for c in group], marker="o", label=name)
-        axes[1][-1].plot(lengths, [c.get("allocated_gib", 0) for c in group], marker="o", label=name)
-    if along:
-        axes[0][-1].set(title="microseconds a token", xlabel="K tokens", ylim=(0, None))
-        axes[1][-1].set(title="GiB allocated", xlabel="K tokens", ylim=(0, None))
-        axes[0][-1].legend(fontsize="small")
+        name = f"{group[0]['model']}: {group[0].get('plan', group[0]['system'])}"
+        axes[0].plot(lengths, [c["seconds"] / c["length"] * 1e6 for c in group], marker="o", label=name)
+        axes[1].plot(lengths, [c.get("allocated_gib", 0) for c in group], marker="o", label=name)
+    for axis, title in zip(axes, ("microseconds a token", "GiB allocated at the peak"), strict=True):
+        axis.set(title=title, xlabel="thousands (1,024) of tokens", xlim=(0, None), ylim=(0, None))
+        axis.legend(fontsize="x-small", loc="lower right")
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -135,6 +135,8 @@ class _HeadLoss(torch.autograd.Function):
             if losses_BL is not None:
                 losses_BL.view(-1)[span] = loss_t
             grads.add(span, dlogits_tV)
+            # Gone before the next tile's logits come.
+            del dlogits_tV
         ctx.grads = grads
         return total
 

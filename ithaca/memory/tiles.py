@@ -84,9 +84,12 @@ class _Tiled(torch.autograd.Function):
         for span in spans:
             grads = _tile_gradients(ctx.unit, x_BLC, span, dout, wanted, inward=dx_BLC is not None)
             if dx_BLC is not None:
-                dx = grads.pop(0)
-                dx_BLC[:, span] = 0 if dx is None else dx
+                dx_BtC = grads.pop(0)
+                dx_BLC[:, span] = 0 if dx_BtC is None else dx_BtC
+                del dx_BtC
             _add(sums, grads, only=len(spans) == 1)
+            # Gone before the next tile's come.
+            del grads
         totals = [None if total is None else total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)]
         return (dx_BLC, None, None, *totals)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,3 +92,22 @@ def test_no_more_logits_than_a_tile() -> None:
         total, _ = head_loss(*leaves, None, targets, 4, LossSpec())
         total.backward()
     assert longest == 6, "the transposed weight; a tile has 4 tokens, the whole 22"
+
+
+def test_a_tile_is_gone_before_the_next_one_comes() -> None:
+    leaves, targets = operands(bias=False)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is torch.ops.aten.mm.default and args[1].shape[1] == 17:
+                alive.append(sum(one() is not None for one in made))
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.shape[-1:] == (17,) and len(out) <= 4:
+                made.append(weakref.ref(out))
+            return out
+
+    with Watch():
+        head_loss(*leaves, None, targets, 4, LossSpec())
+    assert alive == [0] * 6
