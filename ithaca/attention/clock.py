@@ -19,28 +19,31 @@ R = TypeVar("R")
 EXCHANGE, ATTENTION = "exchange", "attention"
 
 
+class Spans(list[tuple[str, Any, Any]]):
+    """What was clocked: names, each with where it began and ended."""
+
+    def seconds(self) -> dict[str, float]:
+        """By name; on a GPU its stream must have come to the end of all of them."""
+        totals = {EXCHANGE: 0.0, ATTENTION: 0.0}
+        for name, start, end in self:
+            totals[name] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+        return totals
+
+
 class Clock:
-    """Spans of time by name, taken between `running` and the end of it."""
+    """Gathers spans of time between `running` and the end of it."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._spans = Spans()
 
     @contextmanager
-    def running(self, device: torch.device) -> Iterator[Clock]:
-        self._spans, self._device = [], device
+    def running(self, device: torch.device) -> Iterator[Spans]:
+        self._spans, self._device = Spans(), device
         try:
-            yield self
+            yield self._spans
         finally:
             self._device = None
-
-    def seconds(self) -> dict[str, float]:
-        """What was clocked, by name."""
-        totals = {EXCHANGE: 0.0, ATTENTION: 0.0}
-        for name, start, end in self._spans:
-            totals[name] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-        self._spans = []
-        return totals
 
     def clocked(self, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function whose time counts under `name`."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.attention.clock import CLOCK
+from ithaca.attention.clock import CLOCK, Spans
 from ithaca.config import Run
 from ithaca.errors import IthacaError
 from ithaca.state.clipping import clipped_step, gradient_norm
@@ -59,7 +59,10 @@ class BadStepsError(IthacaError, ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device was handed: where it starts and ends, its targets and work, its numbers to come."""
+    """A step that the device was handed: where it starts and ends, its targets and work, its numbers to come.
+
+    `spans`: what was clocked in it, where its time by part and the loss by position are wanted.
+    """
 
     before: Place
     after: Place
@@ -67,17 +70,19 @@ class Launched:
     flops: int
     began: Any
     told: Told
+    spans: Spans | None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave; `norm` is None where gradients were stepped as they came."""
+    """What one step gave; `norm` is None where gradients were stepped as they came. `apart`: where its time went."""
 
     loss: float
     norm: float | None
     targets: int
     seconds: float
     flops: int
+    apart: dict[str, Any] | None
 
     @property
     def good(self) -> bool:
@@ -107,6 +112,7 @@ class StageLoop:
         self.defers = False
         self._launched: Launched | None = None
         self._settled: Told | None = None
+        self._last_s = math.inf
         self._reader = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
@@ -129,14 +135,14 @@ class StageLoop:
         """Launch a step, and settle it or the one before."""
         self.watch.at(f"step {place.total + 1}")
         wanted = (place.total + 1) % self.run.metrics.apart_every == 0
-        with CLOCK.running(self.session.mesh.device) if wanted else nullcontext():
-            launched = self._step(place)
+        with CLOCK.running(self.session.mesh.device) if wanted else nullcontext() as spans:
+            launched = self._step(place, spans)
         before, self._launched = self._launched, launched
         self.place = launched.after
         if before is not None:
             self._settle(before)
-        if wanted or not self.defers:
-            self._settle_last(apart=wanted)
+        if not self.defers:
+            self._settle_last()
         return self.place
 
     def settle(self) -> Place:
@@ -145,35 +151,35 @@ class StageLoop:
         self._settled = None
         return self.place
 
-    def _settle_last(self, *, apart: bool = False) -> None:
+    def _settle_last(self) -> None:
         launched, self._launched = self._launched, None
         if launched is not None:
-            self._settle(launched, apart=apart)
+            self._settle(launched)
 
-    def _settle(self, launched: Launched, *, apart: bool = False) -> None:
-        """Hear of a step, count and record it. `apart`: its time by part and loss by position are wanted too."""
-        loss, norm = launched.told.numbers()
-        seconds = launched.told.seconds_since(self._settled or launched.began)
+    def _settle(self, launched: Launched) -> None:
+        """Hear of a step, count and record it."""
+        told = launched.told.read()
+        self._last_s = launched.told.seconds_since(self._settled or launched.began)
         self._settled = launched.told
-        result = Step(loss, norm, launched.targets, seconds, launched.flops)
+        apart = None
+        if launched.spans is not None:
+            self.defers = told["longest"] < SHORT_S
+            times = launched.spans.seconds()
+            apart = {
+                "seconds_apart": {**times, "rest": self._last_s - sum(times.values())},
+                "loss_by_position": self.by_position.means_of(told["by_position"]),
+            }
+        result = Step(told["loss"], told.get("norm"), launched.targets, self._last_s, launched.flops, apart)
         self.place = replace(
             self.place,
             bad=self.place.bad + (not result.good),
             in_a_row=0 if result.good else self.place.in_a_row + 1,
         )
-        if apart:
-            self.defers = self._all_short(seconds)
-        self._record(launched, result, CLOCK.seconds() if apart else None)
+        self._record(launched, result)
         if not result.good:
             self._note_bad(launched, result)
 
-    def _all_short(self, seconds: float) -> bool:
-        """Whether steps are short, on all ranks alike: all must settle, and stop at, the same ones."""
-        longest = torch.tensor(seconds, device=self.session.mesh.device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.session.mesh.world_group)
-        return float(longest) < SHORT_S
-
-    def _step(self, place: Place) -> Launched:
+    def _step(self, place: Place, spans: Spans | None) -> Launched:
         """All of a step, handed to the device."""
         session, began = self.session, mark(self.session.mesh.device)
         set_seed(step_seed(self.run.seed, place.total, session.mesh.rank), session.mesh.device)
@@ -195,7 +201,18 @@ class StageLoop:
         session.optimizer.zero_grad(set_to_none=True)
         tokens = session.stage.batch * session.stage.length
         after = replace(place, step=place.step + 1, total=place.total + 1, tokens=place.tokens + tokens)
-        return Launched(place, after, targets, flops, began, Told(loss, norm))
+        numbers = {"loss": loss} | ({} if norm is None else {"norm": norm}) | ({} if spans is None else self._beside())
+        told = Told(session.mesh.device, **numbers)
+        return Launched(place, after, targets, flops, began, told, spans)
+
+    def _beside(self) -> dict[str, Tensor]:
+        """Over all ranks: losses by position since the last time, and the longest that a step took."""
+        mesh = self.session.mesh
+        table, self.by_position = self.by_position.summed(mesh), self._buckets()
+        # All ranks must settle, and stop at, the same steps.
+        longest = torch.tensor(self._last_s, device=mesh.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=mesh.world_group)
+        return {"by_position": table, "longest": longest}
 
     def _read(self, step: int, batches: list[Batch]) -> Iterator[Batch]:
         """This step's rows, into `batches` too; the next step's are read while this one runs."""
@@ -216,9 +233,9 @@ class StageLoop:
         rows = [torch.unique_consecutive(batch["document_ids"][0], return_counts=True)[1].tolist() for batch in batches]
         return model_flops(self.session.sizes, rows, self.session.stage.length) * self.session.mesh.dp
 
-    def _record(self, launched: Launched, result: Step, times: dict[str, float] | None) -> None:
+    def _record(self, launched: Launched, result: Step) -> None:
         before, after = launched.before, launched.after
-        if after.total % self.run.metrics.every and times is None and result.good:
+        if after.total % self.run.metrics.every and result.apart is None and result.good:
             return
         session = self.session
         if not self.held["optimizer"]:
@@ -240,11 +257,7 @@ class StageLoop:
         }
         if self.peak:
             facts["utilisation"] = result.flops / (result.seconds * session.mesh.world * self.peak)
-        if times is not None:
-            facts["seconds_apart"] = {**times, "rest": result.seconds - sum(times.values())}
-            facts["loss_by_position"] = self.by_position.means(session.mesh)
-            self.by_position = self._buckets()
-        self.journal.write("step", after.total, **facts)
+        self.journal.write("step", after.total, **facts | (result.apart or {}))
         self.display.step(after, facts)
         share = full_share(memory, session.mesh)
         if share > NEARLY_FULL and not self.warned:

@@ -38,10 +38,16 @@ class LossByPosition:
         self._table[0].index_add_(0, bucket, losses_BL.flatten().double() * learned)
         self._table[1].index_add_(0, bucket, learned)
 
-    def means(self, mesh: Mesh) -> dict[str, float]:
-        """The mean loss of every bucket that has tokens, over all ranks; named by the last position in it."""
-        total = self._table.to(torch.float64)
+    def summed(self, mesh: Mesh) -> Tensor:
+        """Sums and counts over all ranks, on the device: `[2, buckets]`."""
+        total = self._table.clone()
         dist.all_reduce(total, group=mesh.world_group)
-        sums, counts = total.tolist()
+        return total
+
+    def means_of(self, table: list[list[float]]) -> dict[str, float]:
+        """The mean loss of every bucket that has tokens; named by the last position in it."""
         names = [f"<{edge}" for edge in self.edges] + [f">={self.edges[-1]}"]
-        return {name: s / n for name, s, n in zip(names, sums, counts, strict=True) if n}
+        return {name: s / n for name, s, n in zip(names, *table, strict=True) if n}
+
+    def means(self, mesh: Mesh) -> dict[str, float]:
+        return self.means_of(self.summed(mesh).tolist())

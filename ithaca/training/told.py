@@ -14,20 +14,23 @@ from torch import Tensor
 
 
 class Told:
-    """Loss and gradient norm of a step, and when the device was through with it."""
+    """Numbers of a step, by name, and when the device was through with it."""
 
-    def __init__(self, loss: Tensor, norm: Tensor | None) -> None:
-        numbers = [loss] if norm is None else [loss, norm.to(loss.device)]
+    def __init__(self, device: torch.device, **numbers: Tensor) -> None:
+        self._shapes = {name: number.shape for name, number in numbers.items()}
+        flat = torch.cat([number.to(device, torch.float64).flatten() for number in numbers.values()])
         # A copy that nobody waits for goes to pinned memory.
-        self._numbers = torch.stack([number.double() for number in numbers]).to("cpu", non_blocking=True)
-        self._end = mark(loss.device)
+        self._numbers = flat.to("cpu", non_blocking=True)
+        self._end = mark(device)
 
-    def numbers(self) -> tuple[float, float | None]:
-        """Loss and norm; waits for the step, not for what was handed over after it."""
+    def read(self) -> dict[str, Any]:
+        """As numbers and lists of them; waits for the step, not for what was handed over after it."""
         if not isinstance(self._end, float):
             self._end.synchronize()
-        loss, *norm = self._numbers.tolist()
-        return loss, norm[0] if norm else None
+        parts = self._numbers.split([shape.numel() for shape in self._shapes.values()])
+        return {
+            name: part.view(shape).tolist() for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
 
     def seconds_since(self, other: Told | Any) -> float:
         """From another step's end, or a `mark`, to this one's; both must have been reached."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -198,19 +199,19 @@ def _bad(kind: str) -> Callable[..., Any]:
     return causal_loss
 
 
-def _with_bad_steps(text: str, steps: list[int], kind: str) -> dict[str, Any]:
+def _with_bad_steps(text: str, steps: list[int], kind: str, **options: Any) -> dict[str, Any]:
     from ithaca.training import loop
     from tests.training.runs import _train
 
     kept, real = loop.StageLoop._step, loop.causal_loss
 
-    def step(self: Any, place: Any) -> Any:
+    def step(self: Any, place: Any, spans: Any) -> Any:
         loop.causal_loss = _bad(kind) if place.total in steps else real  # type: ignore[assignment]
-        return kept(self, place)
+        return kept(self, place, spans)
 
     try:
         loop.StageLoop._step = step  # type: ignore[method-assign]
-        return _train(text)
+        return _train(text, **options)
     finally:
         loop.StageLoop._step, loop.causal_loss = kept, real  # type: ignore[method-assign]
 
@@ -225,6 +226,30 @@ def test_a_step_that_is_not_finite_is_not_taken(place: Path, kind: str) -> None:
     assert [note["step"] for note in notes] == [5, 6]
     assert ".txt" in notes[0]["rows"]
     assert losses(got)[-1] < losses(got)[0]
+
+
+def _stopped_with_bad_steps(text: str, short: float) -> list[dict[str, Any]]:
+    """Stopped after eight of twelve steps and gone on with; `short`: what counts as a step to be settled late."""
+    from ithaca.training import loop
+    from tests.training.runs import _train
+
+    with patch.object(loop, "SHORT_S", short):
+        return [_with_bad_steps(text, [4, 5], "nan", stop=8, at="forward layer 1"), _train(text)]
+
+
+def test_steps_settled_late_are_told_and_counted_alike(place: Path) -> None:
+    found = []
+    for short in (0.0, 60.0):
+        run = small_run(place, f"settled {short}", metrics={"apart_every": 1})
+        stopped, whole = run_ranks(2, _stopped_with_bad_steps, run.model_dump_json(), short)[0]
+        assert not stopped["finished"]
+        assert (stopped["place"].total, stopped["place"].bad) == (8, 2)
+        assert whole["place"].bad == 2
+        steps = [line for line in whole["metrics"] if line["kind"] == "step"]
+        assert [line["step"] for line in steps] == list(range(1, 13))
+        assert all(line["seconds"] > 0 and line["loss_by_position"] for line in steps)
+        found.append(([line["loss"] for line in steps if line["step"] not in (5, 6)], whole["sum"]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
