@@ -10,25 +10,31 @@ scaling  Qwen3-4B at 128K over sp = 1 to 32: tokens a second of a GPU against sp
 whole    Qwen3-8B, sp=8, 1,048,576 tokens: every layer of the rank run
 
 Each cell is an `ithaca rehearse` in a process of its own under a time limit: one rank under a process group of one
-process, few layers where the whole would take long, the rest derived and marked so. The program goes on where it
-stopped: the JSON is written after every cell, and a cell that is in it is not run again unless it failed or --again is
+process, few layers where the whole would take long, the rest derived and marked so. The next cell's process imports what
+it needs while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written after every cell, and a cell that is in it is not run again unless it failed or --again is
 given. Without --groups nothing runs, and tables and plot are made from the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from benchmarks.step import LEAST_S, load, parse_length, save, show_length
 
 Cell = dict[str, Any]
+# What rehearsals import sooner or later.
+IMPORTED = ("ithaca.proof.rehearse", "torch._inductor.compile_fx") + tuple(
+    f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen3", "qwen3_moe")
+)
 GB = 1e9
 MODELS = ("meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "experts")
 SHAPES = ((1, "32K"), (1, "128K"), (4, "128K"), (8, "512K"), (8, "1M"))
@@ -79,14 +85,52 @@ def key(of: Cell) -> str:
     return json.dumps([of[name] for name in ("group", "model", "sp", "length", "settings", "options")])
 
 
-def command(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
-    """One rehearsal; `model` is a name or the folder that stands for it."""
-    words = [sys.executable, "-m", "ithaca.cli", "rehearse", *of["settings"], "--model", model]
+def words_of(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
+    """What is typed after `ithaca`; `model` is a name or the folder that stands for it."""
+    words = ["rehearse", *of["settings"], "--model", model]
     words += ["--length", str(of["length"]), "--world", str(of["sp"]), "--json", str(answer)]
     return [*words, *of["options"], *extra]
 
 
-def run_cell(of: Cell, limit: float, extra: list[str]) -> Cell:
+class Waiting:
+    """A process that waits for the words of a rehearsal, and after them another one."""
+
+    def __init__(self) -> None:
+        self.next = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "benchmarks.rehearsals", "-", "--wait"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True)
+
+    def run(self, words: list[str], limit: float) -> tuple[int, str]:
+        """Its status and what it said on stderr; raises TimeoutExpired after `limit` seconds."""
+        process, self.next = self.next, self._start()
+        with process:
+            try:
+                _, said = process.communicate(json.dumps(words) + "\n", timeout=limit)
+            finally:
+                process.kill()
+        return process.returncode, said
+
+    def close(self) -> None:
+        with self.next as process:
+            process.kill()
+
+
+def wait() -> None:
+    """What a waiting process does."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from ithaca.cli import main
+
+    line = sys.stdin.readline()
+    if line:
+        sys.argv = ["ithaca", *json.loads(line)]
+        main()
+
+
+def run_cell(of: Cell, limit: float, extra: list[str], waiting: Waiting) -> Cell:
     """The cell's result, or how its process ended."""
     with tempfile.TemporaryDirectory() as folder:
         answer, started = Path(folder, "answer.json"), time.monotonic()
@@ -94,20 +138,17 @@ def run_cell(of: Cell, limit: float, extra: list[str]) -> Cell:
         if model == "experts":
             model = write_experts(Path(folder))
         try:
-            done = subprocess.run(
-                command(of, model, answer, extra), capture_output=True, text=True, timeout=limit, check=False
-            )
-            got: Cell = {"outcome": "done" if done.returncode == 0 else "failed"}
-            got |= {} if done.returncode == 0 else {"error": done.stderr.strip()[-3000:]}
+            status, said = waiting.run(words_of(of, model, answer, extra), limit)
+            got: Cell = {"outcome": "failed", "error": said.strip()[-3000:]} if status else {"outcome": "done"}
         except subprocess.TimeoutExpired:
             got = {"outcome": "over the limit", "error": f"not done after {limit:.0f} s"}
         if answer.exists():
-            said = json.loads(answer.read_text())
-            got |= {name: said[name] for name in KEPT}
+            told = json.loads(answer.read_text())
+            got |= {name: told[name] for name in KEPT}
             got["predicted"] = {
-                name: said["predicted"][name] for name in ("device_bytes", "kinds", "compute_s", "step_s")
-            } | {"host_bytes": sum(term["host_bytes"] for term in said["predicted"]["memory"]["terms"])}
-            got["figures"] = said["figures"]
+                name: told["predicted"][name] for name in ("device_bytes", "kinds", "compute_s", "step_s")
+            } | {"host_bytes": sum(term["host_bytes"] for term in told["predicted"]["memory"]["terms"])}
+            got["figures"] = told["figures"]
         return got | {"spent_s": time.monotonic() - started}
 
 
@@ -122,7 +163,7 @@ def write_experts(folder: Path) -> str:
     return str(folder)
 
 
-def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Namespace) -> None:
+def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Namespace, waiting: Waiting) -> None:
     started = time.monotonic()
     settled = set() if arguments.again else {key(c) for c in result["cells"] if c["outcome"] == "done"}
     for of in cells:
@@ -130,7 +171,7 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
         if key(of) in settled or left < LEAST_S:
             print(f"{'there' if key(of) in settled else 'left'}: {name_of(of)}", flush=True)
             continue
-        got = run_cell(of, min(arguments.limit, left), arguments.extra.split())
+        got = run_cell(of, min(arguments.limit, left), arguments.extra.split(), waiting)
         if got["outcome"] == "over the limit" and left < arguments.limit:
             print(f"left: {name_of(of)}", flush=True)
             continue
@@ -273,10 +314,17 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also run the cells that the file has")
     parser.add_argument("--extra", default="", help="options for every rehearsal, such as '--layers 2'")
     parser.add_argument("--plot", type=Path, help="also draw the plan against rehearsals, into this file")
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.wait:
+        wait()
+        return 0
     result = load(arguments.file)
     cells = [of for group in filter(None, arguments.groups.split(",")) for of in cells_of(group)]
-    run_all([of for of in cells if arguments.only in name_of(of)], result, arguments)
+    wanted = [of for of in cells if arguments.only in name_of(of)]
+    if wanted:
+        with closing(Waiting()) as waiting:
+            run_all(wanted, result, arguments, waiting)
     if arguments.plot:
         plot(result["cells"], arguments.plot)
     for table in (plan_table, capped_table, scaling_table):

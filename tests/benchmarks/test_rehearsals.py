@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def test_the_groups_have_their_cells() -> None:
         == 38
     )
     [whole] = rehearsals.cells_of("whole")
-    words = rehearsals.command(whole, whole["model"], Path("a.json"), [])
-    assert words[2:4] == ["ithaca.cli", "rehearse"]
+    words = rehearsals.words_of(whole, whole["model"], Path("a.json"), [])
+    assert words[0] == "rehearse"
     assert words[words.index("--length") : words.index("--json")] == ["--length", "1048576", "--world", "8"]
     with pytest.raises(SystemExit, match="choose among plan, capped"):
         rehearsals.cells_of("some")
@@ -64,9 +65,13 @@ def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     of = rehearsals.cell("plan", "embedded", 2, "1K", "precision=fp32")
-    got = rehearsals.run_cell(of, 300, [])
-    assert got["outcome"] == "done", got.get("error")
-    assert got["derived"] is False
-    assert json.dumps(got)
-    short = rehearsals.run_cell(of, 0.5, [])
-    assert short["outcome"] == "over the limit"
+    with closing(rehearsals.Waiting()) as waiting:
+        got = rehearsals.run_cell(of, 300, [], waiting)
+        assert got["outcome"] == "done", got.get("error")
+        assert got["derived"] is False
+        assert json.dumps(got)
+        short = rehearsals.run_cell(of, 0.5, [], waiting)
+        assert short["outcome"] == "over the limit"
+        wrong = rehearsals.run_cell(of | {"settings": ["mesh.sq=2"]}, 300, [], waiting)
+    assert wrong["outcome"] == "failed"
+    assert "mesh.sq" in wrong["error"]
