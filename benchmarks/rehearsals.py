@@ -11,8 +11,9 @@ whole    Qwen3-8B, sp=8, 1,048,576 tokens: every layer of the rank run
 
 Each cell is an `ithaca rehearse` in a process of its own under a time limit: one rank under a process group of one
 process, few layers where the whole would take long, the rest derived and marked so. The next cell's process imports what
-it needs while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written after every cell, and a cell that is in it is not run again unless it failed or --again is
-given. Without --groups nothing runs, and tables and plot are made from the file.
+it needs while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written
+after every cell, and a cell that is in it is not run again unless it failed or --again is given. Without --groups
+nothing runs, and tables and plot are made from the file.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from benchmarks.step import LEAST_S, load, parse_length, save, show_length
 
 Cell = dict[str, Any]
 # What rehearsals import sooner or later.
-IMPORTED = ("ithaca.proof.rehearse", "torch._inductor.compile_fx") + tuple(
-    f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen3", "qwen3_moe")
+IMPORTED = (
+    "ithaca.proof.rehearse",
+    "torch._inductor.compile_fx",
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen3", "qwen3_moe")),
 )
 GB = 1e9
 MODELS = ("meta-llama/Llama-3.2-1B", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "experts")
