@@ -124,21 +124,22 @@ class _HeadLoss(torch.autograd.Function):
         losses_BL: Tensor | None,
     ) -> Tensor:
         exact = torch.promote_types(hidden_TC.dtype, torch.float32)
-        total = hidden_TC.new_zeros((), dtype=exact)
+        # In fp32 a sum over a million tokens has steps of one, and as many of them as there are tiles.
+        total = hidden_TC.new_zeros((), dtype=torch.float64)
         grads = _Gradients(hidden_TC, weight_VC, bias_V, ctx.needs_input_grad[:3])
         for start in range(0, len(hidden_TC), tile):
             span = slice(start, start + tile)
             logits_tV = F.linear(hidden_TC[span], weight_VC, bias_V)
             loss_t, dlogits_tV = _of_tile(logits_tV, targets_T[span], spec, fuse=fuse)
             del logits_tV
-            total += loss_t.sum()
+            total += loss_t.sum(dtype=torch.float64)
             if losses_BL is not None:
                 losses_BL.view(-1)[span] = loss_t
             grads.add(span, dlogits_tV)
             # Gone before the next tile's logits come.
             del dlogits_tV
         ctx.grads = grads
-        return total
+        return total.to(exact)
 
     @staticmethod
     @once_differentiable

@@ -77,9 +77,13 @@ def _accounted(loss: Tensor, binding: Binding) -> Tensor:
     # The node, not the loss: held by its own method, a loss nobody goes back from would not be freed with its graph.
     edge, one = get_gradient_edge(loss), torch.ones_like(loss, requires_grad=False)
 
-    def backward(gradient: Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
         with binding.accounting():
-            torch.autograd.backward([edge], [one if gradient is None else gradient], **kwargs)
+            torch.autograd.backward(
+                [edge], [one if gradient is None else gradient], retain_graph, create_graph, inputs=inputs
+            )
 
     loss.backward = backward  # type: ignore[method-assign, assignment]
     return loss
