@@ -85,7 +85,7 @@ def _accounted(loss: Tensor, binding: Binding) -> Tensor:
                 [edge], [one if gradient is None else gradient], retain_graph, create_graph, inputs=inputs
             )
 
-    loss.backward = backward  # type: ignore[method-assign, assignment]
+    loss.backward = backward  # type: ignore[method-assign]
     return loss
 
 
