@@ -12,6 +12,7 @@ from ithaca.cli.export import export
 from ithaca.cli.models import models
 from ithaca.cli.plan import plan
 from ithaca.cli.prepare import prepare
+from ithaca.cli.quiet import quiet
 from ithaca.cli.rehearse import rehearse
 from ithaca.cli.train import train
 from ithaca.cli.verify import verify
@@ -48,6 +49,7 @@ def _options(
 
 def main() -> None:
     """The `ithaca` command. A user's mistake is one line and status 2, never a traceback."""
+    quiet()
     try:
         app()
     except IthacaError as error:

@@ -16,10 +16,6 @@ def doctor(
     folder: Path = typer.Option(Path("runs"), help="Where runs would be written."),
 ) -> None:
     """Say what this machine can do; exit status 1 where training cannot run on it."""
-    import logging
-
-    for noisy in ("torch.utils._pytree", "torchao"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
     from ithaca.proof.doctor import examine
 
     findings = examine(folder)

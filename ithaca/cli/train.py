@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ithaca.cli.quiet import quiet
+
 if TYPE_CHECKING:
     from ithaca.training.trainer import Outcome
 
@@ -57,12 +59,7 @@ def split_words(words: list[str]) -> tuple[str | None, list[str]]:
 
 def work(text: str) -> int:
     """What one rank does; gives 75 where the run was asked to stop before its end."""
-    import logging
-
-    logging.basicConfig(level=logging.WARNING, format="ithaca: %(message)s")
-    # torchao, which transformers imports where it is installed, makes torch warn of torchao's own habits.
-    for noisy in ("torch.utils._pytree", "torchao"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    quiet()
     from ithaca.config import Run
     from ithaca.report.loss import draw_loss
     from ithaca.training.folder import RunFolder

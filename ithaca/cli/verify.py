@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from ithaca.cli.quiet import quiet
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
 
@@ -94,12 +95,9 @@ def _count_gpus(*, required: bool) -> int:
 
 def work(text: str) -> int:
     """What one rank does; gives 1 where something is off."""
-    import logging
     import warnings
 
-    logging.basicConfig(level=logging.WARNING, format="ithaca: %(message)s")
-    for noisy in ("torch.utils._pytree", "torchao"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    quiet()
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

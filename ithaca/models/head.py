@@ -64,10 +64,15 @@ def head_is_plain(model: PreTrainedModel) -> bool:
         return False
     ids = torch.arange(1, 5, device=head.weight.device)[None]
     spec = logits_spec(model)
-    with torch.no_grad():
-        expected = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = F.linear(hidden, head.weight, getattr(head, "bias", None)).float() * spec.scale
+    seen: list[Any] = []
+    handle = model.base_model.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    try:
+        with torch.no_grad():
+            expected = model(input_ids=ids, use_cache=False).logits.float()
+            hidden = seen[-1].last_hidden_state
+            logits = F.linear(hidden, head.weight, getattr(head, "bias", None)).float() * spec.scale
+    finally:
+        handle.remove()
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     room = 0.02 * float(expected.abs().max()) + 1e-6

@@ -1,0 +1,12 @@
+"""What a verb says on stderr: our own warnings, and not what libraries say of each other."""
+
+from __future__ import annotations
+
+import logging
+
+
+def quiet() -> None:
+    logging.basicConfig(level=logging.WARNING, format="ithaca: %(message)s")
+    # torchao, which transformers imports where it is installed, makes torch warn of torchao's own habits.
+    for noisy in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
