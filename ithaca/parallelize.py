@@ -97,7 +97,7 @@ def parallelize(
         replicas=replicas,
         on_host=on_host,
         compute_dtype=compute_dtype,
-        uneven=has_experts(base),
+        uneven=has_experts(base.config),
     )
     return model
 

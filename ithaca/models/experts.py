@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
@@ -32,9 +32,9 @@ def wants_auxiliary_loss(model: PreTrainedModel, flag: bool | None) -> bool:
     return True
 
 
-def has_experts(model: PreTrainedModel) -> bool:
+def has_experts(config: PreTrainedConfig) -> bool:
     """Whether tokens choose among experts, so that a rank may leave some of its weights unused."""
-    config = model.config.get_text_config()
+    config = config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((getattr(config, name, 0) or 0) > 1 for name in names)
 

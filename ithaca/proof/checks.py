@@ -56,7 +56,7 @@ class Bench:
     @property
     def limits(self) -> Limits:
         dtype = next(self.pair.parallel.parameters()).dtype
-        return limits_for(dtype, experts=has_experts(self.pair.parallel))
+        return limits_for(dtype, experts=has_experts(self.pair.parallel.config))
 
     def parity(self, name: str, batches: list[Batch], detail: str, **options: Any) -> Line:
         """The part of a comparison that is nearest to its limit."""

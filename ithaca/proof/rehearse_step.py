@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ithaca.attention.clock import ATTENTION, CLOCK, EXCHANGE
 from ithaca.config import Lora, Optimizer
+from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.binding import Binding, binding_of
-from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
+from ithaca.models.experts import auxiliary_loss, has_experts, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model, decoder_layers
@@ -91,6 +92,11 @@ class Figures:
 
 def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh) -> Figures:
     """The figures of a model of these of its layers under `plan`, which has a mode for each of them."""
+    if part.fake and has_experts(part.config) and (part.compute or part.weights) == torch.float32:
+        raise UnsupportedError(
+            "experts in fp32 cannot be rehearsed without a GPU, for torch has no rule for the shapes of their products: "
+            "use precision=mixed or precision=bf16"
+        )
     with ExitStack() as stack:
         model = build(part, layers, plan, mesh)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)) if part.fake else None

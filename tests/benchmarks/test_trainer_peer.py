@@ -71,7 +71,7 @@ def test_the_table_has_differences_and_medians() -> None:
     )
     assert (
         lines[3]
-        == "| ithaca | 1.0e-06, 2.0e-06 | 2.0e-06, 3.0e-06 | 0.0e+00, 0.0e+00 | 150 ms, 1.50x | 150 ms, 1.50x |"
+        == "| ithaca | 1.0e-06, 2.0e-06 | 1.5e-06, 3.0e-06 | 0.0e+00, 0.0e+00 | 150 ms, 1.50x | 150 ms, 1.50x |"
     )
     assert len(lines) == 4
 

@@ -172,6 +172,11 @@ def test_fake_tensors_have_the_bytes_of_real_ones() -> None:
     assert fake.peaks["backward"] == real.peaks["backward"]
 
 
+def test_experts_in_fp32_without_a_gpu_are_refused_by_name() -> None:
+    with alone(2, 0, like="gloo"), pytest.raises(UnsupportedError, match="use precision=mixed or precision=bf16"):
+        measure(replace(part("qwen3_moe"), fake=True), range(LAYERS), SAVE, init_mesh(sp=2, device="cpu"))
+
+
 def test_a_run_without_a_plan_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"memory.plan='none'"):
         rehearse(asked(None, memory={"plan": "none"}))
