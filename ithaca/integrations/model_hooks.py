@@ -118,7 +118,7 @@ class WholeBatches:
         if wants_auxiliary_loss(self.binding.model, call.routers):
             part = part + auxiliary_loss(self.binding.model, routers, call.shard.real, self.mesh)
         group = self.mesh.world_group if own else self.mesh.sequence.get_group()
-        return shown_sum(part, group, 1.0 if own else 1 / self.mesh.dp)
+        return shown_sum(part, group, self.binding, 1.0 if own else 1 / self.mesh.dp)
 
     def _fused_inputs(self, call: Call) -> dict[str, Any]:
         if call.routers and self.binding.memory is None:
@@ -148,7 +148,7 @@ class WholeBatches:
         model = self.binding.model
         coefficient = float(model.config.get_text_config().router_aux_loss_coef)
         term = auxiliary_loss(model, self.binding.router_logits, call.shard.real, self.mesh) / coefficient
-        return shown_sum(term, self.mesh.world_group)
+        return shown_sum(term, self.mesh.world_group, self.binding)
 
     def _named(self, args: tuple[Any, ...]) -> dict[str, Any]:
         if not args:

@@ -38,7 +38,7 @@ Each = Callable[[Tensor], None]
 def token_loss(
     logits_BLV: Tensor, targets_BL: Tensor, *, smoothing: float = 0.0, z: float = 0.0, each: Each | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over the targets that are not -100, in fp32 (fp64 stays fp64), and their number.
+    """Cross-entropy summed over the targets that are not -100, of fp32 logits at least, and their number.
 
     `each` is shown every token's own loss, [B, L], zero where nothing is learned.
     """
@@ -50,7 +50,7 @@ def token_loss(
     if each is not None:
         with torch.no_grad():
             each(F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="none").view_as(targets_BL))
-    return total, (targets_BL != IGNORE).sum()
+    return total.double(), (targets_BL != IGNORE).sum()
 
 
 def head_loss(
@@ -123,8 +123,7 @@ class _HeadLoss(torch.autograd.Function):
         fuse: bool,
         losses_BL: Tensor | None,
     ) -> Tensor:
-        exact = torch.promote_types(hidden_TC.dtype, torch.float32)
-        # In fp32 a sum over a million tokens has steps of one, and as many of them as there are tiles.
+        # In fp32 a sum over a million tokens would go by steps of one.
         total = hidden_TC.new_zeros((), dtype=torch.float64)
         grads = _Gradients(hidden_TC, weight_VC, bias_V, ctx.needs_input_grad[:3])
         for start in range(0, len(hidden_TC), tile):
@@ -139,7 +138,7 @@ class _HeadLoss(torch.autograd.Function):
             # Gone before the next tile's logits come.
             del dlogits_tV
         ctx.grads = grads
-        return total.to(exact)
+        return total
 
     @staticmethod
     @once_differentiable

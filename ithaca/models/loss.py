@@ -62,20 +62,21 @@ def read_loss(
     return total, binding.router_logits
 
 
-def shown_sum(part: Tensor, group: dist.ProcessGroup, scale: float = 1.0) -> Tensor:
-    """The sum of all ranks' parts; its gradient is this rank's own part, times `scale`."""
-    shown: Tensor = _Shown.apply(part, group, scale)
+def shown_sum(part: Tensor, group: dist.ProcessGroup, binding: Binding, scale: float = 1.0) -> Tensor:
+    """The sum of all ranks' parts, rounded once; its gradient is this rank's own part, times `scale`."""
+    dtype = torch.promote_types(binding.model.dtype, torch.float32)
+    shown: Tensor = _Shown.apply(part, group, scale, dtype)
     return shown
 
 
 class _Shown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, scale: float) -> Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, scale: float, dtype: torch.dtype) -> Tensor:
+        ctx.scale, ctx.dtype = scale, part.dtype
         total = part.detach().clone()
         dist.all_reduce(total, group=group)
-        return total
+        return total.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad * ctx.scale, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.to(ctx.dtype) * ctx.scale, None, None, None

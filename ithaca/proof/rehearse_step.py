@@ -286,7 +286,7 @@ def _fake_loss(model: nn.Module, binding: Binding, shard: Shard, mesh: Mesh) -> 
     part = total / max(1, shard.count)
     if wants_auxiliary_loss(binding.model, None):
         part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh)
-    return shown_sum(part, mesh.world_group, mesh.world if averages_gradients(model) else 1)
+    return shown_sum(part, mesh.world_group, binding, mesh.world if averages_gradients(model) else 1)
 
 
 def _faked(shard: Shard, mode: FakeTensorMode) -> Shard:

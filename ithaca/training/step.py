@@ -64,7 +64,8 @@ def causal_loss(
     if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
         # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.
         part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * (own / divisor)
-    return _accounted(shown_sum(part, mesh.world_group, mesh.world if averages_gradients(model) else 1), binding)
+    scale = mesh.world if averages_gradients(model) else 1
+    return _accounted(shown_sum(part, mesh.world_group, binding, scale), binding)
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:

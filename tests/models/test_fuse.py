@@ -62,9 +62,11 @@ def _wrong_norm(kind: str) -> dict[str, Tensor]:
     def bare(norm: nn.Module, chain: Any) -> Any:
         return lambda x: nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
 
+    real = small_model
+
     # Weights start as ones, which nothing could tell apart.
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        model = small_model(*args, **kwargs)
+        model = real(*args, **kwargs)
         for name, p in model.named_parameters():
             if "q_norm" in name:
                 p.data.fill_(1.5)
