@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from typing import Any
 
 import pytest
@@ -78,7 +79,14 @@ def test_the_table_has_differences_and_medians() -> None:
 
 def test_the_page_shows_what_was_measured() -> None:
     result = json.loads(MEASURED.read_text())
-    assert trainer_peer.table(result) in PAGE.read_text()
+    page = PAGE.read_text()
+    assert trainer_peer.table(result) in page
+    exact = {s: trainer_peer.differences(result, s, "fp64") for s in ("ithaca-trainer", "deepspeed", "plain")}
+    middle = {system: statistics.median(errors) for system, errors in exact.items()}
+    assert all(f"{error:.1e}" in page for error in middle.values())
+    for system in ("deepspeed", "plain"):
+        assert middle["ithaca-trainer"] < middle[system]
+        assert statistics.fmean(exact["ithaca-trainer"]) < statistics.fmean(exact[system])
     assert all(trainer_peer.farthest(result, system) < LOSS for system in ("ithaca", "ithaca-trainer", "deepspeed"))
     for system in ("ithaca", "ithaca-trainer"):
         for length, allowed in trainer_peer.ALLOWED.items():
