@@ -56,11 +56,12 @@ def test_a_compiled_step_is_the_uncompiled_one(kind: str, mode: str) -> None:
         assert farthest(got, wanted) < COMPILED
 
 
-def _wrong_norm(kind: str) -> dict[str, Tensor]:
-    """Planted: the compiled norm leaves its weight out."""
+def _scaled_step(kind: str, planted: bool) -> dict[str, Tensor]:
+    """A compiled step, norms of queries scaled; planted: the compiled norm leaves its weight out."""
 
-    def bare(norm: nn.Module, chain: Any) -> Any:
-        return lambda x: nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+    def bare(norm: Any, chain: Any) -> Any:
+        # Its value alone is left out: a weight without a gradient would be seen by its name.
+        return lambda x: nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * (norm.weight - norm.weight.detach() + 1)
 
     real = small_model
 
@@ -72,14 +73,17 @@ def _wrong_norm(kind: str) -> dict[str, Tensor]:
                 p.data.fill_(1.5)
         return model
 
-    with patch("ithaca.models.layers.fused_norm", bare), patch(f"{__name__}.small_model", scaled):
-        return step(kind, "keep", True)
+    with patch(f"{__name__}.small_model", scaled):
+        if not planted:
+            return step(kind, "keep", True)
+        with patch("ithaca.models.layers.fused_norm", bare):
+            return step(kind, "keep", True)
 
 
 @pytest.mark.slow
 def test_a_norm_without_its_weight_would_be_seen() -> None:
-    wanted = run_ranks(2, step, "qwen3", "keep", False)[0]
-    assert farthest(run_ranks(2, _wrong_norm, "qwen3", timeout=600)[0], wanted) > 100 * COMPILED
+    wanted, planted = (run_ranks(2, _scaled_step, "qwen3", wrong, timeout=600)[0] for wrong in (False, True))
+    assert farthest(planted, wanted) > 100 * COMPILED
 
 
 def put_and_taken_off(kind: str) -> tuple[set[str], set[str], set[str]]:
