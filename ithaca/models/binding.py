@@ -74,6 +74,15 @@ class Binding:
     router_logits: list[Tensor] = field(default_factory=list)
     calls: int = 0
 
+    sharded: bool = True
+    takes_kwargs: bool = True
+    handles: list[Any] = field(default_factory=list)
+    announced: set[AttentionSpec] = field(default_factory=set)
+
+    @property
+    def original_attention(self) -> str:
+        return self.configs[self.model]._attn_implementation or "sdpa"
+
     @contextmanager
     def accounting(self) -> Iterator[None]:
         """Running out of memory in here is told with what held it."""
@@ -83,15 +92,6 @@ class Binding:
             if self.memory is None:
                 raise
             raise self.memory.out_of_memory(error) from error
-
-    sharded: bool = True
-    takes_kwargs: bool = True
-    handles: list[Any] = field(default_factory=list)
-    announced: set[AttentionSpec] = field(default_factory=set)
-
-    @property
-    def original_attention(self) -> str:
-        return self.configs[self.model]._attn_implementation or "sdpa"
 
     def announce(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, spec: AttentionSpec) -> None:
         """Say once for every kind of attention in the model, on rank 0, which kernel runs it."""
