@@ -111,9 +111,10 @@ def farthest(result: dict[str, Any], system: str, reference: str = "plain", what
     return max(differences(result, system, reference, what))
 
 
-def typical(result: dict[str, Any], system: str, reference: str = "plain", what: str = "losses") -> float:
-    """The mean over all steps of all cases."""
-    return statistics.fmean(differences(result, system, reference, what))
+def spread(errors: list[float]) -> str:
+    """The median, the root of the mean square and the largest: they rank systems differently, so all are shown."""
+    square = statistics.fmean(error * error for error in errors) ** 0.5
+    return ", ".join(f"{error:.1e}" for error in (statistics.median(errors), square, max(errors)))
 
 
 def median_s(result: dict[str, Any], system: str, length: int) -> float:
@@ -121,12 +122,12 @@ def median_s(result: dict[str, Any], system: str, length: int) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: systems down; mean and largest differences over all parity runs, and the median step, across."""
+    """Markdown: systems down; the spread of differences over all parity runs, and the median step, across."""
     heads = ["", "loss from plain", "loss from fp64", "norm from fp64", *(f"step at {show_length(n)}" for n in LENGTHS)]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for system in dict.fromkeys(one["system"] for one in result["parity"] if one["system"] != "fp64"):
         ways = (("plain", "losses"), ("fp64", "losses"), ("fp64", "norms"))
-        errors = [f"{typical(result, system, *way):.1e}, {farthest(result, system, *way):.1e}" for way in ways]
+        errors = [spread(differences(result, system, *way)) for way in ways]
         times = [median_s(result, system, length) for length in LENGTHS]
         plain = [median_s(result, "plain", length) for length in LENGTHS]
         shown = [f"{s * 1e3:.0f} ms, {s / p:.2f}x" for s, p in zip(times, plain, strict=True)]
