@@ -312,6 +312,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="the JSON, read and written")
     parser.add_argument("--groups", default="", help="plan,capped,scaling,whole")
     parser.add_argument("--only", default="", help="cells whose name has this text")
+    parser.add_argument("--without", help="not those whose name has this text")
     parser.add_argument("--limit", type=float, default=560, help="seconds for a cell")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all; the rest waits")
     parser.add_argument("--again", action="store_true", help="also run the cells that the file has")
@@ -325,6 +326,8 @@ def main() -> int:
     result = load(arguments.file)
     cells = [of for group in filter(None, arguments.groups.split(",")) for of in cells_of(group)]
     wanted = [of for of in cells if arguments.only in name_of(of)]
+    if arguments.without:
+        wanted = [of for of in wanted if arguments.without not in name_of(of)]
     if wanted:
         with closing(Waiting()) as waiting:
             run_all(wanted, result, arguments, waiting)
