@@ -107,14 +107,13 @@ def differences(result: dict[str, Any], system: str, reference: str = "plain", w
     return [abs(got - wanted) / (wanted if what == "norms" else 1) for got, wanted in pairs]
 
 
-def farthest(result: dict[str, Any], system: str, reference: str = "plain", what: str = "losses") -> float:
-    return max(differences(result, system, reference, what))
+def spread(errors: list[float]) -> tuple[float, float, float]:
+    """The median, the root of the mean square and the largest."""
+    return statistics.median(errors), statistics.fmean(error * error for error in errors) ** 0.5, max(errors)
 
 
-def spread(errors: list[float]) -> str:
-    """The median, the root of the mean square and the largest: they rank systems differently, so all are shown."""
-    square = statistics.fmean(error * error for error in errors) ** 0.5
-    return ", ".join(f"{error:.1e}" for error in (statistics.median(errors), square, max(errors)))
+def _told(errors: tuple[float, ...]) -> str:
+    return ", ".join(f"{error:.1e}" for error in errors)
 
 
 def median_s(result: dict[str, Any], system: str, length: int) -> float:
@@ -123,15 +122,17 @@ def median_s(result: dict[str, Any], system: str, length: int) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown: systems down; the spread of differences over all parity runs, and the median step, across."""
-    heads = ["", "loss from plain", "loss from fp64", "norm from fp64", *(f"step at {show_length(n)}" for n in LENGTHS)]
+    ways = [(what, reference) for reference in ("plain", "fp64") for what in ("losses", "norms")]
+    shown = {"losses": "loss", "norms": "norm"}
+    heads = ["", *(f"{shown[what]} from {reference}" for what, reference in ways)]
+    heads += [f"step at {show_length(length)}" for length in LENGTHS]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for system in dict.fromkeys(one["system"] for one in result["parity"] if one["system"] != "fp64"):
-        ways = (("plain", "losses"), ("fp64", "losses"), ("fp64", "norms"))
-        errors = [spread(differences(result, system, *way)) for way in ways]
+        errors = [_told(spread(differences(result, system, reference, what))) for what, reference in ways]
         times = [median_s(result, system, length) for length in LENGTHS]
         plain = [median_s(result, "plain", length) for length in LENGTHS]
-        shown = [f"{s * 1e3:.0f} ms, {s / p:.2f}x" for s, p in zip(times, plain, strict=True)]
-        lines.append("| " + " | ".join([system, *errors, *shown]) + " |")
+        steps = [f"{s * 1e3:.0f} ms, {s / p:.2f}x" for s, p in zip(times, plain, strict=True)]
+        lines.append("| " + " | ".join([system, *errors, *steps]) + " |")
     return "\n".join(lines)
 
 

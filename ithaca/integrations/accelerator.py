@@ -27,7 +27,6 @@ from ithaca.integrations.state import checkpoint_plugin
 from ithaca.integrations.targets import LearnedOnly
 from ithaca.mesh import Mesh
 from ithaca.models.binding import binding_of
-from ithaca.state.clipping import clip_gradients
 
 
 def adopt(accelerator: Any, mesh: Mesh, settings: Settings) -> None:
@@ -202,9 +201,6 @@ class UlyssesMethods:
             upper.backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        if norm_type == 2:
-            given = [parameters] if isinstance(parameters, Tensor) else parameters
-            return clip_gradients(given, max_norm, self.ulysses.mesh.device)
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -114,11 +114,11 @@ class WholeBatches:
     def _loss(self, call: Call, output: Any) -> Tensor:
         total, routers = read_loss(self.binding, call.shard, output)
         own = call.items is None
-        part = total / _divisor(call.targets if call.items is None else call.items)
+        divisor = _divisor(call.targets if call.items is None else call.items)
         if wants_auxiliary_loss(self.binding.model, call.routers):
-            part = part + auxiliary_loss(self.binding.model, routers, call.shard.real, self.mesh)
+            total = total + auxiliary_loss(self.binding.model, routers, call.shard.real, self.mesh) * divisor
         group = self.mesh.world_group if own else self.mesh.sequence.get_group()
-        return shown_sum(part, group, self.binding, 1.0 if own else 1 / self.mesh.dp)
+        return shown_sum(total, group, self.binding, 1.0 if own else 1 / self.mesh.dp) / divisor
 
     def _fused_inputs(self, call: Call) -> dict[str, Any]:
         if call.routers and self.binding.memory is None:

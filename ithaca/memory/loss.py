@@ -65,6 +65,10 @@ def head_loss(
     each: Each | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden states, `tile` tokens of logits at a time; `fuse` compiles what happens to a tile."""
+    if targets_BL.numel() <= tile and not fuse:
+        # One tile anyhow: by torch's own operations it is rounded as the plain model's is, to the bit where it can be.
+        logits_BLV = _shaped(F.linear(hidden_BLC, weight_VC, bias_V), spec)
+        return token_loss(logits_BLV, targets_BL, smoothing=spec.smoothing, z=spec.z, each=each)
     losses_BL = None if each is None else torch.empty_like(targets_BL, dtype=torch.float32)
     total: Tensor = _HeadLoss.apply(
         hidden_BLC.flatten(0, 1), weight_VC, bias_V, targets_BL.flatten(), tile, spec, fuse, losses_BL
@@ -74,11 +78,15 @@ def head_loss(
     return total, (targets_BL != IGNORE).sum()
 
 
+def _shaped(logits: Tensor, spec: LossSpec) -> Tensor:
+    """In fp32 at least, scaled and capped."""
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32)) * spec.scale
+    return values if spec.softcap is None else spec.softcap * torch.tanh(values / spec.softcap)
+
+
 def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """Each token's loss, in fp32 at least, and the gradient of their sum in the logits' own dtype."""
-    values_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)) * spec.scale
-    if spec.softcap is not None:
-        values_TV = spec.softcap * torch.tanh(values_TV / spec.softcap)
+    values_TV = _shaped(logits_TV, spec)
     valid_T = targets_T != IGNORE
     index_T1 = targets_T.clamp(min=0)[:, None]
     lse_T = values_TV.logsumexp(-1)

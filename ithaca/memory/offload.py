@@ -67,6 +67,11 @@ class HostStore:
             self.staged.popleft().let_go()
         return ticket
 
+    def reserve(self, sizes: list[int]) -> None:
+        """Have blocks of these sizes instead of those that lie free: a step that finds them does not wait for pinning."""
+        self.close()
+        self.free += [_Block(self._pin(size)) for size in sizes]
+
     @property
     def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """One for each direction, made at first use."""
@@ -75,7 +80,7 @@ class HostStore:
         return self._streams
 
     def close(self) -> None:
-        """Unpin and give back all host memory."""
+        """Unpin and give back all host memory that is not in use."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.staged.clear()

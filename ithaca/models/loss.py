@@ -63,7 +63,10 @@ def read_loss(
 
 
 def shown_sum(part: Tensor, group: dist.ProcessGroup, binding: Binding, scale: float = 1.0) -> Tensor:
-    """The sum of all ranks' parts, rounded once; its gradient is this rank's own part, times `scale`."""
+    """The sum of all ranks' parts, rounded once; its gradient is this rank's own part, times `scale`.
+
+    Of sums: the mean is taken of what was rounded, as the plain model takes it, so that the two round alike.
+    """
     dtype = torch.promote_types(binding.model.dtype, torch.float32)
     shown: Tensor = _Shown.apply(part, group, scale, dtype)
     return shown

@@ -106,7 +106,7 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     if mode == "recompute":
         return (flow.x,)
     attention = (flow.q + flow.kv, flow.out, flow.lse, _normed(flow, layer))
-    if tiled:
+    if tiled or layer.experts:
         # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
         return 3 * flow.x, *attention
     # Each norm leaves its input and its output; uncompiled also the input in fp32 and the normalised values.
@@ -114,7 +114,7 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     # Gate, up, activation (kept by autograd alone) and product; without a gate the activation and what goes in.
     wide = (3 if flow.fused else 4) if layer.gated else 2
     mlp = wide * layer.width * flow.tokens * flow.c
-    return norms, *attention, mlp + _routed(flow, layer, flow.tokens, copies=2)
+    return norms, *attention, mlp
 
 
 def _normed(flow: Flow, layer: LayerSizes) -> int:
@@ -188,11 +188,11 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_MLP_STREAMS[mode == 'keep']}")]
     if mode != "keep":
         pieces += _queries(flow, layer)
-    # Forward values are already among the saved ones where the MLP of a kept layer is not tiled.
-    sides = 1 if mode == "keep" and not tiled else 2
-    values = _wide_values(layer, fused=flow.fused, kept=sides == 1)
+    # Forward values are already among the saved ones where the MLP of a kept layer is not tiled; experts always run again.
+    kept = mode == "keep" and not tiled and not layer.experts
+    values = _wide_values(layer, fused=flow.fused, kept=kept)
     wide = (values * layer.width + 4 * flow.hidden) * flow.c
-    tile_bytes = tokens * wide + _routed(flow, layer, tokens, copies=2 * sides)
+    tile_bytes = tokens * wide + _routed(flow, layer, tokens)
     pieces.append(Piece("MLP tile", tile_bytes, f"{tokens} tokens * ({values} * intermediate + 4 * hidden) * c"))
     if trains:
         each = flow.c + (FP32 if tiled else 0)
@@ -215,9 +215,9 @@ def _wide_values(layer: LayerSizes, *, fused: bool, kept: bool) -> int:
     return forward if kept else 2 * forward
 
 
-def _routed(flow: Flow, layer: LayerSizes, tokens: int, *, copies: int) -> int:
-    """Tokens copied once for each expert they visit, in and out."""
-    return copies * tokens * layer.experts_per_token * flow.hidden * flow.c
+def _routed(flow: Flow, layer: LayerSizes, tokens: int) -> int:
+    """Tokens copied once for each expert they visit: in and out, and the gradients of both."""
+    return 4 * tokens * layer.experts_per_token * flow.hidden * flow.c
 
 
 def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:

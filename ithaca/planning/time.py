@@ -24,8 +24,10 @@ ATTENTION_BACKWARD = 2.5
 FLASH_FORWARD, FLASH_BACKWARD, WIDEST = 0.57, 0.61, 192
 # Norms, activations and sums reach this share of a plain copy's speed (H200, compiled).
 ELEMENTWISE_SHARE = 0.75
-# Products over experts' uneven shares of tokens, against one large product; not measured.
-EXPERTS_SHARE = 0.6
+# Products over experts' shares of the tokens, against one large product (H200, benchmarks/results/experts.json).
+EXPERTS_SHARE = 0.85
+# How often, at that speed, the copies of tokens for their experts are passed over: sorted, weighed, put back (likewise).
+ROUTED_FORWARD, ROUTED_BACKWARD = 24, 37
 # A tile's weight gradient is read, and so is the fp32 sum, which is written again.
 SUMMED_BYTES = 2 + 4 + 4
 # AdamW on the host is bound by its memory: bytes a second of one rank's share of it; not measured.
@@ -175,7 +177,7 @@ class _Step:
     def _again(self, layer: LayerSizes, mode: LayerMode, product: float, attention: float) -> float:
         if mode == "keep":
             share = layer.active / (layer.attention + layer.active)
-            return product * share if self.tiles > 1 else 0.0
+            return product * share if self.tiles > 1 or layer.experts else 0.0
         return (2 if mode == "rebuild" else 1) * product + (attention if mode == "recompute" else 0.0)
 
     def _elementwise(self, layer: LayerSizes, mode: LayerMode) -> tuple[float, float]:
@@ -184,16 +186,19 @@ class _Step:
         x, wide = self.sizes.hidden * c, layer.width * c
         rotary = 2 * (self.sizes.heads + self.sizes.kv_heads) * self.sizes.key_size * c
         normed = layer.normed * c
-        routed = 4 * layer.experts_per_token * x
+        copies = layer.experts_per_token * x
+        mlp = (3 if layer.gated else 2) * wide + ROUTED_FORWARD * copies
         # Two norms, two sums into the residual, norms of q and k, rotary embeddings, the activation.
-        forward = 10 * x + 2 * normed + rotary + (3 if layer.gated else 2) * wide + routed
+        forward = 10 * x + 2 * normed + rotary + mlp
         # Norms' gradients and the residual's, sums over the three and two products of one input, the activation's.
-        backward = 19 * x + 3 * normed + rotary + (6 if layer.gated else 4) * wide + routed
-        again = {"keep": 0, "save": 1, "rebuild": 2, "recompute": 1}[mode]
+        backward = 19 * x + 3 * normed + rotary + (6 if layer.gated else 4) * wide + ROUTED_BACKWARD * copies
+        again = {"keep": 0, "save": forward, "rebuild": 2 * forward, "recompute": forward}[mode]
+        if mode == "keep" and layer.experts:
+            again = mlp
         summed = self.tiles * layer.mlp * SUMMED_BYTES if self.tiles > 1 and not self.sizes.adapters else 0
         packed = 2 * exchanged(self.sizes, self.job, mode, self.flow.groups).total
         first = tokens * forward + packed / 3
-        return first / self.touch, (tokens * (backward + again * forward) + summed + 2 * packed / 3) / self.touch
+        return first / self.touch, (tokens * (backward + again) + summed + 2 * packed / 3) / self.touch
 
     def _wires(self, mode: LayerMode, forward: float, backward: float) -> tuple[float, float, float]:
         """What shows of a layer's exchanges and of its ring's turns, and the exchanges' whole time on the wire."""

@@ -10,6 +10,7 @@ Invariant: what runs is what training runs: `parallelize`, `causal_loss`, `build
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ithaca.attention.clock import ATTENTION, CLOCK, EXCHANGE
 from ithaca.config import Lora, Optimizer
 from ithaca.errors import UnsupportedError
+from ithaca.memory.offload import HostStore
 from ithaca.mesh import Mesh
 from ithaca.models.binding import Binding, binding_of
 from ithaca.models.experts import auxiliary_loss, has_experts, wants_auxiliary_loss
@@ -45,6 +47,8 @@ SHORT = 2048
 # A step of fewer seconds is run a second time, and the second counts.
 AGAIN_S = 20.0
 _DRAWN = 2**22
+# A longer step's tensors are rounded up each by itself.
+_ROUNDING = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +184,23 @@ class _Run:
 
     def on_device(self) -> Figures:
         """A short step first; then one of the whole length, twice where that is quick."""
-        self._step(min(self.part.length, SHORT * self.mesh.shards), nullcontext())
+        short = min(self.part.length, SHORT * self.mesh.shards)
+        self._step(short, nullcontext())
+        self._pin_ahead(self.part.length / short)
         figures = self._timed()
         return figures if sum(figures.seconds.values()) > AGAIN_S else self._timed()
+
+    def _pin_ahead(self, longer: float) -> None:
+        """A run pins its host memory once, in its first step; here it is done before the step that is timed."""
+        store = self._store
+        if store is not None:
+            store.reserve([math.ceil(block.memory.nbytes * longer) + _ROUNDING for block in store.free])
+
+    @property
+    def _store(self) -> HostStore | None:
+        installed = _memory(self.model)
+        store: HostStore | None = None if installed is None else installed.store
+        return store
 
     def _timed(self) -> Figures:
         device, group = self.mesh.device, self.mesh.sp_group
@@ -195,8 +213,7 @@ class _Run:
             loss = self._step(self.part.length, phase)
             spent = clock.seconds()
         held = {name: _bytes(tensors, "cuda") for name, tensors in phase.held.items()}
-        store = None if _memory(self.model) is None else _memory(self.model).store
-        saved = 0 if store is None else store.pinned
+        saved = 0 if self._store is None else self._store.pinned
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
         peak = max(phase.peaks.values())
         filling = sent_of(group).filling_s()
@@ -283,10 +300,10 @@ class _Run:
 def _fake_loss(model: nn.Module, binding: Binding, shard: Shard, mesh: Mesh) -> Tensor:
     """`causal_loss` without what reads values: the ranks' agreement on a batch."""
     total, router_logits = summed_loss(model, binding, shard)
-    part = total / max(1, shard.count)
+    divisor = max(1, shard.count)
     if wants_auxiliary_loss(binding.model, None):
-        part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh)
-    return shown_sum(part, mesh.world_group, binding, mesh.world if averages_gradients(model) else 1)
+        total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * divisor
+    return shown_sum(total, mesh.world_group, binding, mesh.world if averages_gradients(model) else 1) / divisor
 
 
 def _faked(shard: Shard, mode: FakeTensorMode) -> Shard:

@@ -55,17 +55,6 @@ def _summed(key: Any, square: Tensor) -> Tensor:
     return square
 
 
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], clip: float, device: torch.device) -> Tensor:
-    """Scale all gradients so that their norm is `clip` at most; gives the norm they had."""
-    parameters = list(parameters)
-    norm = gradient_norm(parameters, device)
-    if norm is None:
-        return torch.zeros((), device=device)
-    _divide(parameters, _factor(norm, clip))
-    return norm
-
-
 def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Tensor, clip: float) -> None:
     """Step unless loss or norm is not finite, with gradients whose norm is `clip` at most (0: as they are).
 

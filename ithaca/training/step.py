@@ -60,12 +60,11 @@ def causal_loss(
     divisor = max(own if count is None else count, 1)
     each = None if by_position is None else partial(by_position.add, shard)
     total, router_logits = summed_loss(model, binding, shard, smoothing=label_smoothing, z=z_loss, each=each)
-    part = total / divisor
     if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
         # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.
-        part = part + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * (own / divisor)
+        total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * own
     scale = mesh.world if averages_gradients(model) else 1
-    return _accounted(shown_sum(part, mesh.world_group, binding, scale), binding)
+    return _accounted(shown_sum(total, mesh.world_group, binding, scale) / divisor, binding)
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:

@@ -69,7 +69,9 @@ def test_the_table_has_differences_and_medians() -> None:
     assert lines[2].endswith(
         "| 5.0e-07, 7.1e-07, 1.0e-06 | 0.0e+00, 0.0e+00, 0.0e+00 | 100 ms, 1.00x | 100 ms, 1.00x |"
     )
-    assert lines[3].startswith("| ithaca | 1.0e-06, 1.4e-06, 2.0e-06 | 1.5e-06, 2.1e-06, 3.0e-06 |")
+    assert lines[3].startswith(
+        "| ithaca | 1.0e-06, 1.4e-06, 2.0e-06 | 0.0e+00, 0.0e+00, 0.0e+00 | 1.5e-06, 2.1e-06, 3.0e-06 |"
+    )
     assert lines[3].endswith("| 150 ms, 1.50x | 150 ms, 1.50x |")
     assert len(lines) == 4
 
@@ -77,8 +79,13 @@ def test_the_table_has_differences_and_medians() -> None:
 def test_the_page_shows_what_was_measured() -> None:
     result = json.loads(MEASURED.read_text())
     assert trainer_peer.table(result) in PAGE.read_text()
-    assert all(trainer_peer.farthest(result, system) < LOSS for system in ("ithaca", "ithaca-trainer", "deepspeed"))
     for system in ("ithaca", "ithaca-trainer"):
+        for what in ("losses", "norms"):
+            own, peer = (
+                trainer_peer.spread(trainer_peer.differences(result, s, what=what)) for s in (system, "deepspeed")
+            )
+            assert all(ours <= theirs for ours, theirs in zip(own, peer, strict=True))
+        assert max(trainer_peer.differences(result, system)) < LOSS
         for length, allowed in trainer_peer.ALLOWED.items():
             plain = trainer_peer.median_s(result, "plain", length)
             assert trainer_peer.median_s(result, system, length) < allowed * plain

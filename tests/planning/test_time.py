@@ -10,18 +10,29 @@ from typing import Any
 import pytest
 
 from ithaca.planning.choose import choose_plan
+from ithaca.planning.hardware import H200
+from ithaca.planning.known_models import known_config
 from ithaca.planning.memory import GIB
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
-from ithaca.planning.time import StepTime, model_flops, step_time
+from ithaca.planning.time import (
+    ELEMENTWISE_SHARE,
+    EXPERTS_SHARE,
+    GIGA,
+    ROUTED_BACKWARD,
+    ROUTED_FORWARD,
+    TERA,
+    StepTime,
+    model_flops,
+    step_time,
+)
 from tests.planning.machines import machine
 from tests.planning.models import B1, B8, LLAMA_8B, K
 from tests.tolerances import PREDICTED_STEP
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 CELLS: list[dict[str, Any]] = [
-    cell
-    for cell in json.loads((Path(__file__).parents[2] / "benchmarks/results/step.json").read_text())["cells"]
-    if cell["system"] == "ithaca"
+    cell for cell in json.loads((RESULTS / "step.json").read_text())["cells"] if cell["system"] == "ithaca"
 ]
 ONE_H200 = machine("H200", gpus=1)
 
@@ -43,6 +54,24 @@ def test_measured_steps_are_predicted(cell: dict[str, Any]) -> None:
     time = predicted(cell)
     assert time.seconds == pytest.approx(cell["seconds"], rel=PREDICTED_STEP)
     assert time.utilisation(1.0) == pytest.approx(cell["model_tflops"], rel=PREDICTED_STEP)
+
+
+def test_an_experts_block_is_predicted() -> None:
+    measured = json.loads((RESULTS / "experts.json").read_text())
+    config = known_config(measured["model"])
+    assert config is not None
+    layer = ModelSizes.from_config(config).layers[0]
+    touch = ELEMENTWISE_SHARE * H200.bandwidth * GIGA
+    for row in measured["rows"]:
+        product = 2 * layer.active * row["tokens"] / (EXPERTS_SHARE * H200.matmul * TERA)
+        copies, wide = (
+            2 * row["tokens"] * layer.experts_per_token * config["hidden_size"],
+            2 * row["tokens"] * layer.width,
+        )
+        forward = product + (ROUTED_FORWARD * copies + 3 * wide) / touch
+        backward = 2 * product + (ROUTED_BACKWARD * copies + 6 * wide) / touch
+        assert forward == pytest.approx(row["forward_s"], rel=PREDICTED_STEP)
+        assert forward + backward == pytest.approx(row["both_s"], rel=PREDICTED_STEP)
 
 
 def test_a_term_left_out_is_seen() -> None:

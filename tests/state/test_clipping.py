@@ -16,7 +16,7 @@ from ithaca.parallelize import parallelize
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
 from ithaca.state import clipping
-from ithaca.state.clipping import clip_gradients, clipped_step, gradient_norm
+from ithaca.state.clipping import clipped_step, gradient_norm
 from ithaca.training.step import causal_loss
 from tests.ranks import run_ranks
 from tests.tolerances import FAULT, FP64, NORM_RATIO
@@ -97,10 +97,9 @@ def test_the_norm_of_millions_of_fp32_gradients_is_exact_on_a_cpu() -> None:
     weight = nn.Parameter(torch.zeros(4_000_000))
     weight.grad = torch.randn(4_000_000, generator=torch.Generator().manual_seed(4))
     exact = weight.grad.double().norm()
-    norm = clip_gradients([weight], 1.0, torch.device("cpu"))
+    norm = gradient_norm([weight], torch.device("cpu"))
+    assert norm is not None
     assert float(norm) == pytest.approx(float(exact), rel=FP64)
-    assert float(weight.grad.double().norm()) == pytest.approx(1.0, rel=NORM_RATIO)
-    assert float(clip_gradients([nn.Parameter(torch.zeros(2))], 1.0, torch.device("cpu"))) == 0.0
 
 
 def sharded(sp: int, replicas: int, counts_copies: bool = False) -> tuple[float, dict[str, Tensor]]:

@@ -1,0 +1,88 @@
+"""The pinned pool: what it refuses before it pins, what it reuses, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ithaca.memory import offload
+from ithaca.memory.offload import HostMemoryError, HostStore
+
+
+class Driver:
+    """Stands for the driver, which is asked to pin and to let go."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def cudart(self) -> Driver:
+        return self
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.held[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.held[address]
+        return 0
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    stand_in = Driver()
+    with patch.object(torch.cuda, "cudart", stand_in.cudart), patch.object(torch.cuda, "synchronize"):
+        yield stand_in
+
+
+def store() -> HostStore:
+    return HostStore(torch.device("cuda", 0))
+
+
+def test_more_than_the_host_has_is_refused_before_anything_is_pinned(driver: Driver) -> None:
+    pool = store()
+    with patch.object(offload.psutil, "virtual_memory") as memory:
+        memory.return_value.available = offload.RESERVE + 2**30
+        with pytest.raises(HostMemoryError, match=r"2\.0 GiB more .* 1\.0 GiB can be had: offload fewer layers"):
+            pool._pin(2 * 2**30)
+    assert not driver.held
+    assert pool.pinned == 0
+
+
+def test_what_the_driver_does_not_pin_is_said_with_where_to_look(driver: Driver) -> None:
+    with (
+        patch.object(driver, "cudaHostRegister", lambda *_: 2),
+        pytest.raises(HostMemoryError, match=r"did not pin .*error 2.*ulimit -l"),
+    ):
+        store()._pin(1024)
+
+
+def test_a_block_is_reused_where_it_is_not_far_too_large(driver: Driver) -> None:
+    pool = store()
+    pool.reserve([1024, 4096])
+    assert pool._take(1000).memory.nbytes == 1024
+    # The other block is four times what is wanted: it waits for something larger.
+    assert pool._take(1000).memory.nbytes == 1000
+    assert pool._take(4000).memory.nbytes == 4096
+    assert pool.pinned == 1024 + 1000 + 4096
+
+
+def test_reserving_changes_what_lies_free_and_closing_gives_it_back(driver: Driver) -> None:
+    pool = store()
+    pool.reserve([512, 512])
+    used = pool._take(512)
+    pool.reserve([2048])
+    assert sorted(driver.held.values()) == [512, 2048]
+    assert pool.pinned == 512 + 2048
+    pool.close()
+    assert list(driver.held) == [used.memory.data_ptr()]
+    assert pool.pinned == 512
+
+
+def test_on_a_cpu_tensors_stay_where_they_are() -> None:
+    kept: list[Tensor] = [torch.ones(3)]
+    ticket = HostStore(torch.device("cpu")).put(kept)
+    assert ticket.get()[0] is kept[0]
