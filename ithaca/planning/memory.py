@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ithaca.errors import MemoryPlanError
-from ithaca.planning.activations import Flow, Piece, attention_work, loss_work, mlp_work, saved
+from ithaca.planning.activations import FP32, Flow, Piece, attention_work, loss_work, mlp_work, saved
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan, chain_of
 from ithaca.planning.sizes import ModelSizes
 
@@ -107,9 +107,12 @@ class Frame:
         # On the host beside saved tensors; on the device beside a layer's activations.
         gradients = self.trainable * job.gradient_bytes // self.shards if job.gradients_on_host else 0
         self.host_beside = sum(term.host_bytes for term in self.standing[False]) + gradients
-        unreduced = {kind: self._unreduced_bytes(self.kinds.index(kind)) for kind in set(self.kinds)}
-        pairs = zip(self.made, self.kinds, strict=True)
-        self.beside = [self._gradient_bytes(made) + unreduced[kind] for made, kind in pairs]
+        trained = self._trained()
+        self.unreduced = [
+            self._unreduced_bytes(own, after) for own, after in zip(trained, [*trained[1:], 0], strict=True)
+        ]
+        pairs = zip(self.made, self.unreduced, strict=True)
+        self.beside = [self._gradient_bytes(made) + waiting for made, waiting in pairs]
         self._saved: dict[tuple[int, LayerMode], tuple[int, int]] = {}
         self._work: dict[tuple[int, LayerMode], Work] = {}
 
@@ -160,7 +163,7 @@ class Frame:
         backward = self._backward(modes, resident, away)
         index, here, staged, _ = max(backward, key=lambda each: (1 + SLACK) * each[3] + self.beside[each[0]])
         part, work, _ = self._layer_work(index, modes[index])
-        unreduced = Piece("unreduced gradients", self._unreduced_bytes(index), "a layer * (c + 4) + head * c")
+        unreduced = Piece("unreduced gradients", self.unreduced[index], "layer * c + the one after it * 4 + head * c")
         moments = [
             ("optimizer step", self._gradients(self.trainable), list[Piece]()),
             ("loss", self._gradients(0), self._at_loss(resident, away)),
@@ -211,12 +214,16 @@ class Frame:
 
     def _made(self) -> list[int]:
         """Of each layer, the parameters whose gradients were made before its own backward."""
-        trained = {kind: self.sizes.layer_trainable(self.kinds.index(kind)) for kind in set(self.kinds)}
         made, before = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding, list[int]()
-        for kind in reversed(self.kinds):
+        for own in reversed(self._trained()):
             before.append(made)
-            made += trained[kind]
+            made += own
         return before[::-1]
+
+    def _trained(self) -> list[int]:
+        """Parameters of each layer that want a gradient."""
+        each = {kind: self.sizes.layer_trainable(self.kinds.index(kind)) for kind in set(self.kinds)}
+        return [each[kind] for kind in self.kinds]
 
     def _gradient_bytes(self, made: int) -> int:
         """Gradients of the parameters behind us; all of them where earlier micro-batches left theirs."""
@@ -227,12 +234,12 @@ class Frame:
         formula = "every" if self.job.accumulate else f"{made:,} made so far"
         return [Piece("gradients", self._gradient_bytes(made), f"{formula} * {self.job.gradient_bytes}")]
 
-    def _unreduced_bytes(self, index: int) -> int:
-        """FSDP2's: a layer's own before they are reduced, the fp32 copy that is, and the root's until the end."""
+    def _unreduced_bytes(self, own: int, after: int) -> int:
+        """FSDP2's: a layer's own, the fp32 copy of the next one's on its way, and the root's until the end."""
         if not self.gathers:
             return 0
-        c = self.job.compute_bytes
-        return self.sizes.layer_trainable(index) * (c + 4) + (0 if self.sizes.adapters else self.sizes.embedding * c)
+        root = 0 if self.sizes.adapters else self.sizes.embedding
+        return (own + root) * self.job.compute_bytes + after * FP32
 
     def _at_loss(self, resident: list[int], away: list[int]) -> list[Piece]:
         return [
@@ -258,8 +265,8 @@ class Frame:
         key = (self.kinds[index], mode)
         if key not in self._work:
             layer, trains = self.sizes.layers[index], not self.sizes.adapters
-            attention = attention_work(self.flow, layer, mode)
-            mlp = mlp_work(self.flow, layer, mode, self.mlp_tile, trains=trains)
+            attention = attention_work(self.flow, layer, mode, tiled=self.tiled)
+            mlp = mlp_work(self.flow, layer, mode, self.mlp_tile, trains=trains, reduces=self.gathers)
             halves = [(name, work, _total(work)) for name, work in (("attention", attention), ("MLP", mlp))]
             self._work[key] = max(halves, key=lambda half: half[2])
         return self._work[key]
