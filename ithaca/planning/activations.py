@@ -112,11 +112,14 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
         return 3 * flow.x, *attention
     # Each norm leaves its input and its output; uncompiled also the input in fp32 and the normalised values.
     norms = 4 * flow.x if flow.fused else 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
-    return norms, *attention, _kept_wide(flow, layer)
+    return norms, *attention, kept_wide(flow, layer, mode, tiled=tiled)
 
 
-def _kept_wide(flow: Flow, layer: LayerSizes) -> int:
-    """Gate, up, activation (kept by autograd alone) and product; without a gate the activation and what goes in."""
+def kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+    """What a layer saves for its MLP alone, gone when its attention runs backward: gate, up, activation (kept by
+    autograd alone) and product; without a gate the activation and what goes in."""
+    if mode != "keep" or tiled or layer.experts:
+        return 0
     wide = (3 if flow.fused else 4) if layer.gated else 2
     return wide * layer.width * flow.tokens * flow.c
 
@@ -126,14 +129,12 @@ def _normed(flow: Flow, layer: LayerSizes) -> int:
     return flow.tokens * layer.normed * (flow.c if flow.fused else FP32 + flow.c)
 
 
-def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> list[Piece]:
+def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode) -> list[Piece]:
     """What lives beside the saved tensors while a layer's attention runs backward."""
     streams = 2 if mode == "keep" else 3
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_ATTENTION_STREAMS[mode == 'keep']}")]
     if mode != "keep":
         pieces += _queries(flow, layer)
-    elif not tiled and not layer.experts:
-        pieces.append(Piece("given back by the MLP", -_kept_wide(flow, layer), "its backward came first"))
     gradients = flow.out
     formula = "B*L*H*E*c for the output's"
     if not (flow.alone and flow.groups == 1):
