@@ -105,16 +105,23 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
         return flow.out, flow.lse
     if mode == "recompute":
         return (flow.x,)
-    attention = (flow.q + flow.kv, flow.out, flow.lse, _normed(flow, layer))
+    # Among ranks attention's output is there twice: as its backward wants it, and as the projection after it does.
+    attention = (flow.q + flow.kv, flow.out, flow.lse, _normed(flow, layer), 0 if flow.alone else flow.out)
     if tiled or layer.experts:
         # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
         return 3 * flow.x, *attention
     # Each norm leaves its input and its output; uncompiled also the input in fp32 and the normalised values.
     norms = 4 * flow.x if flow.fused else 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
-    # Gate, up, activation (kept by autograd alone) and product; without a gate the activation and what goes in.
+    return norms, *attention, kept_wide(flow, layer, mode, tiled=tiled)
+
+
+def kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+    """What a layer saves for its MLP alone, gone when its attention runs backward: gate, up, activation (kept by
+    autograd alone) and product; without a gate the activation and what goes in."""
+    if mode != "keep" or tiled or layer.experts:
+        return 0
     wide = (3 if flow.fused else 4) if layer.gated else 2
-    mlp = wide * layer.width * flow.tokens * flow.c
-    return norms, *attention, mlp
+    return wide * layer.width * flow.tokens * flow.c
 
 
 def _normed(flow: Flow, layer: LayerSizes) -> int:
@@ -180,8 +187,11 @@ def _group_work(flow: Flow) -> list[Piece]:
     ]
 
 
-def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, trains: bool) -> list[Piece]:
-    """What lives beside the saved tensors while a layer's MLP runs backward, tile by tile."""
+def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, trains: bool, reduces: bool) -> list[Piece]:
+    """What lives beside the saved tensors while a layer's MLP runs backward, tile by tile.
+
+    `reduces`: gradients wait to be reduced over ranks, and are counted there.
+    """
     tokens = min(tile, flow.tokens)
     tiled = tokens < flow.tokens
     streams = 2 if mode == "keep" else 4
@@ -190,12 +200,13 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
         pieces += _queries(flow, layer)
     # Forward values are already among the saved ones where the MLP of a kept layer is not tiled; experts always run again.
     kept = mode == "keep" and not tiled and not layer.experts
-    values = _wide_values(layer, fused=flow.fused, kept=kept)
-    wide = (values * layer.width + 4 * flow.hidden) * flow.c
+    values, narrow = _wide_values(layer, fused=flow.fused, kept=kept), 1 if kept else 4
+    wide = (values * layer.width + narrow * flow.hidden) * flow.c
     tile_bytes = tokens * wide + _routed(flow, layer, tokens)
-    pieces.append(Piece("MLP tile", tile_bytes, f"{tokens} tokens * ({values} * intermediate + 4 * hidden) * c"))
-    if trains:
-        each = flow.c + (FP32 if tiled else 0)
+    formula = f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
+    pieces.append(Piece("MLP tile", tile_bytes, formula))
+    each = (0 if reduces else flow.c) + (FP32 if tiled else 0)
+    if trains and each:
         pieces.append(Piece("MLP weight gradients", layer.mlp * each, "a tile's, and their sum in fp32"))
     return pieces
 

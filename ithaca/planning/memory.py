@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ithaca.errors import MemoryPlanError
-from ithaca.planning.activations import Flow, Piece, attention_work, loss_work, mlp_work, saved
+from ithaca.planning.activations import FP32, Flow, Piece, attention_work, kept_wide, loss_work, mlp_work, saved
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan, chain_of
 from ithaca.planning.sizes import ModelSizes
 
@@ -88,7 +89,16 @@ def standing_terms(sizes: ModelSizes, job: Job, *, rebuilds: bool = False) -> li
     return [term for term in terms if term.device_bytes or term.host_bytes]
 
 
-Work = tuple[str, list[Piece], int]
+class Work(NamedTuple):
+    """Half of a layer's backward: what it makes, and what of the layer's saved tensors is gone by then."""
+
+    part: str
+    pieces: list[Piece]
+    gone: int
+
+    @property
+    def more(self) -> int:
+        return _total(self.pieces) - self.gone
 
 
 class Frame:
@@ -107,11 +117,14 @@ class Frame:
         # On the host beside saved tensors; on the device beside a layer's activations.
         gradients = self.trainable * job.gradient_bytes // self.shards if job.gradients_on_host else 0
         self.host_beside = sum(term.host_bytes for term in self.standing[False]) + gradients
-        unreduced = {kind: self._unreduced_bytes(self.kinds.index(kind)) for kind in set(self.kinds)}
-        pairs = zip(self.made, self.kinds, strict=True)
-        self.beside = [self._gradient_bytes(made) + unreduced[kind] for made, kind in pairs]
+        trained = self._trained()
+        self.unreduced = [
+            self._unreduced_bytes(own, after) for own, after in zip(trained, [*trained[1:], 0], strict=True)
+        ]
+        pairs = zip(self.made, self.unreduced, strict=True)
+        self.beside = [self._gradient_bytes(made) + waiting for made, waiting in pairs]
         self._saved: dict[tuple[int, LayerMode], tuple[int, int]] = {}
-        self._work: dict[tuple[int, LayerMode], Work] = {}
+        self._more: dict[tuple[int, LayerMode], int] = {}
 
     def saves(self, index: int, mode: LayerMode) -> tuple[int, int]:
         """What layer `index` saves under `mode`: its bytes, and the same in pinned pages."""
@@ -159,15 +172,15 @@ class Frame:
         resident, away = self._split(modes, offload)
         backward = self._backward(modes, resident, away)
         index, here, staged, _ = max(backward, key=lambda each: (1 + SLACK) * each[3] + self.beside[each[0]])
-        part, work, _ = self._layer_work(index, modes[index])
-        unreduced = Piece("unreduced gradients", self._unreduced_bytes(index), "a layer * (c + 4) + head * c")
+        work = self._layer_work(index, modes[index])
+        unreduced = Piece("unreduced gradients", self.unreduced[index], "layer * c + the one after it * 4 + head * c")
         moments = [
             ("optimizer step", self._gradients(self.trainable), list[Piece]()),
             ("loss", self._gradients(0), self._at_loss(resident, away)),
             (
-                f"{part} of layer {index}, backward",
+                f"{work.part} of layer {index}, backward",
                 [*self._gradients(self.made[index]), unreduced],
-                [*self._at_layer(modes, index, here, staged), *work],
+                [*self._at_layer(modes, index, here - work.gone, staged), *work.pieces],
             ),
         ]
         moment, gradients, pieces = max(moments, key=lambda m: _total(m[1]) + (1 + SLACK) * _total(m[2]))
@@ -188,14 +201,14 @@ class Frame:
         """Layer by layer from the last: its index, what is saved on the device up to it, what is staged for the host,
         and all activations that its backward finds or makes."""
         places, late, here = chain_of(modes), _late(away), sum(resident)
-        x, anchor, work = self.flow.x, self.flow.anchor, self._work
+        x, anchor, more = self.flow.x, self.flow.anchor, self._more
         for index in range(len(modes) - 1, -1, -1):
             mode, place = modes[index], places[index]
             # A chain's tensors all came back for its rebuilding; the layer before it is being prefetched.
             first = index + 1 if mode == "keep" else max(index - place - 1, 0)
             staged = sum(away[first : index + 1]) + sum(away[i] for i in late if i < first and i <= index)
             key = (self.kinds[index], mode)
-            own = work[key][2] if key in work else self._layer_work(index, mode)[2]
+            own = more[key] if key in more else self._layer_more(index, mode)
             again = anchor if modes[index - place] == "recompute" else 0
             yield index, here, staged, here + staged + place * x + again + self.positions + own
             here -= resident[index]
@@ -211,12 +224,16 @@ class Frame:
 
     def _made(self) -> list[int]:
         """Of each layer, the parameters whose gradients were made before its own backward."""
-        trained = {kind: self.sizes.layer_trainable(self.kinds.index(kind)) for kind in set(self.kinds)}
         made, before = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding, list[int]()
-        for kind in reversed(self.kinds):
+        for own in reversed(self._trained()):
             before.append(made)
-            made += trained[kind]
+            made += own
         return before[::-1]
+
+    def _trained(self) -> list[int]:
+        """Parameters of each layer that want a gradient."""
+        each = {kind: self.sizes.layer_trainable(self.kinds.index(kind)) for kind in set(self.kinds)}
+        return [each[kind] for kind in self.kinds]
 
     def _gradient_bytes(self, made: int) -> int:
         """Gradients of the parameters behind us; all of them where earlier micro-batches left theirs."""
@@ -227,12 +244,12 @@ class Frame:
         formula = "every" if self.job.accumulate else f"{made:,} made so far"
         return [Piece("gradients", self._gradient_bytes(made), f"{formula} * {self.job.gradient_bytes}")]
 
-    def _unreduced_bytes(self, index: int) -> int:
-        """FSDP2's: a layer's own before they are reduced, the fp32 copy that is, and the root's until the end."""
+    def _unreduced_bytes(self, own: int, after: int) -> int:
+        """FSDP2's: a layer's own, the fp32 copy of the next one's on its way, and the root's until the end."""
         if not self.gathers:
             return 0
-        c = self.job.compute_bytes
-        return self.sizes.layer_trainable(index) * (c + 4) + (0 if self.sizes.adapters else self.sizes.embedding * c)
+        root = 0 if self.sizes.adapters else self.sizes.embedding
+        return (own + root) * self.job.compute_bytes + after * FP32
 
     def _at_loss(self, resident: list[int], away: list[int]) -> list[Piece]:
         return [
@@ -253,16 +270,19 @@ class Frame:
             Piece("positions and ids", self.positions, POSITIONS),
         ]
 
+    def _layer_more(self, index: int, mode: LayerMode) -> int:
+        """What a layer's backward takes beside all saved tensors."""
+        more = self._layer_work(index, mode).more
+        self._more[self.kinds[index], mode] = more
+        return more
+
     def _layer_work(self, index: int, mode: LayerMode) -> Work:
-        """The larger of the two halves of a layer's backward, its pieces, and their total."""
-        key = (self.kinds[index], mode)
-        if key not in self._work:
-            layer, trains = self.sizes.layers[index], not self.sizes.adapters
-            attention = attention_work(self.flow, layer, mode)
-            mlp = mlp_work(self.flow, layer, mode, self.mlp_tile, trains=trains)
-            halves = [(name, work, _total(work)) for name, work in (("attention", attention), ("MLP", mlp))]
-            self._work[key] = max(halves, key=lambda half: half[2])
-        return self._work[key]
+        """The larger of the two halves of a layer's backward."""
+        flow, layer, trains = self.flow, self.sizes.layers[index], not self.sizes.adapters
+        mlp = mlp_work(flow, layer, mode, self.mlp_tile, trains=trains, reduces=self.gathers)
+        gone = kept_wide(flow, layer, mode, tiled=self.tiled)
+        halves = Work("attention", attention_work(flow, layer, mode), gone), Work("MLP", mlp, 0)
+        return max(halves, key=lambda half: half.more)
 
 
 def _late(away: list[int]) -> list[int]:

@@ -45,7 +45,9 @@ def test_what_a_layer_saves(mode: LayerMode, gib: float) -> None:
     flow = Flow.of(B8, BARE, 1)
     assert sum(saved(flow, B8.layers[0], mode, tiled=True)) == gib * GIB
     eighth = Flow.of(B8, replace(BARE, sp=8), 1)
-    assert sum(saved(eighth, B8.layers[0], mode, tiled=True)) == gib * GIB / 8
+    # Among ranks a kept layer has attention's output in both orders.
+    twice = eighth.out if mode == "keep" else 0
+    assert sum(saved(eighth, B8.layers[0], mode, tiled=True)) == gib * GIB / 8 + twice
 
 
 def test_a_kept_layer_that_is_not_tiled_has_its_mlp_too() -> None:

@@ -20,9 +20,10 @@ from ithaca.planning.traffic import Machine, exchanged
 from ithaca.proof.rehearse import Asked, Rehearsed, rehearse
 from ithaca.proof.rehearse_cut import blocks_of, choose_trials, cut_plan, derive
 from ithaca.proof.rehearse_group import AloneGroup, alone
-from ithaca.proof.rehearse_step import Part, build, cut, measure
+from ithaca.proof.rehearse_step import Part, build, cut, measure, only
 from ithaca.proof.small import small_config
-from ithaca.state.load import local
+from ithaca.state.load import local, materialize
+from ithaca.training.step import causal_loss
 from tests.ranks import run_ranks
 from tests.tolerances import TRACED_MEMORY
 
@@ -229,3 +230,28 @@ def test_a_cut_model_has_the_layers_it_was_asked_for() -> None:
     assert len(decoder_layers(model)) == model.config.num_hidden_layers == 3
     assert [layer.self_attn.layer_idx for layer in decoder_layers(model)] == [0, 1, 2]
     assert config.num_hidden_layers == 6
+
+
+@pytest.mark.parametrize("wanted", [(0,), (0, 3)])
+def test_a_pass_over_some_layers_leaves_the_next_one_whole(wanted: tuple[int, ...]) -> None:
+    ids = {"input_ids": torch.arange(LENGTH)[None] % 32}
+    with alone(2, 0, like="gloo"):
+        mesh = init_mesh(sp=2, device="cpu")
+        model = build(part(), range(LAYERS), MIXED, mesh)
+        materialize(model)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(local(parameter), std=0.02)
+        before = causal_loss(model, ids, mesh)
+        before.backward()
+        ran: list[int] = []
+        for index, layer in enumerate(decoder_layers(model)):
+            layer.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
+        with only(model, wanted):
+            causal_loss(model, ids, mesh).backward()
+        assert ran == list(wanted)
+        ran.clear()
+        after = causal_loss(model, ids, mesh)
+        after.backward()
+        assert ran == list(range(LAYERS))
+        assert float(after.detach()) == float(before.detach())

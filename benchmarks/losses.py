@@ -1,0 +1,158 @@
+"""Head and cross-entropy, forward and backward, by every well-kept implementation at hand: time, memory, error.
+
+    python -m benchmarks.losses results/losses.json --packages DIR
+
+ithaca     `memory.loss.head_loss`, compiled, 4,096 tokens a tile
+eager      the same without the compiler
+liger      LigerFusedLinearCrossEntropyFunction
+torch      torch.nn.functional.linear_cross_entropy in chunks, where this torch has it
+whole      logits of all tokens and torch's cross_entropy
+
+Hidden states and the head's weight in bf16, both wanting gradients; sizes of Llama-3 1B and 8B, and a large vocabulary
+with few values; on a CPU, which is for trying the program, a small one in fp32. Memory is the peak beside what is given
+and what is asked for. Errors are of 4,096 tokens against the same in fp32, relative to the largest value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.floor import seconds, synchronize
+from benchmarks.kernels import machine
+from benchmarks.step import save
+from ithaca.memory.loss import LossSpec, head_loss
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+# Name: (tokens, hidden size, vocabulary).
+SHAPES = {"1B": (32_768, 2048, 128_256), "8B": (32_768, 4096, 128_256), "Gemma-1B": (32_768, 1152, 262_144)}
+ON_CPU = {"small": (8192, 256, 32_000)}
+TRIED = 4096
+TILE = 4096
+# Takes (hidden states, the head's weight, targets) and gives the summed loss.
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ithaca(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, *, fuse: bool) -> Tensor:
+    return head_loss(hidden_TC[None], weight_VC, None, targets_T[None], TILE, LossSpec(), fuse=fuse)[0]
+
+
+def liger(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    given = LigerFusedLinearCrossEntropyFunction.apply(
+        hidden_TC, weight_VC, targets_T, None, None, -100, 0.0, 0.0, "sum"
+    )
+    loss: Tensor = given[0] if isinstance(given, tuple) else given
+    return loss
+
+
+def chunked(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    return F.linear_cross_entropy(hidden_TC, weight_VC, targets_T, reduction="sum", options=LinearCrossEntropyOptions())
+
+
+def whole(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden_TC, weight_VC).float(), targets_T, reduction="sum")
+
+
+def systems() -> dict[str, Loss]:
+    """What there is here."""
+    found: dict[str, Loss] = {"ithaca": partial(ithaca, fuse=True), "eager": partial(ithaca, fuse=False)}
+    try:
+        import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
+
+        found["liger"] = liger
+    except ImportError:
+        print("liger: not installed")
+    if hasattr(F, "linear_cross_entropy"):
+        found["torch"] = chunked
+    else:
+        print(f"torch: {torch.__version__} has no linear_cross_entropy")
+    return found | {"whole": whole}
+
+
+def inputs(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, hidden, vocabulary = shape
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    x_TC = torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE, generator=draw)
+    weight_VC = torch.randn(vocabulary, hidden, device=DEVICE, dtype=DTYPE, generator=draw) * 0.02
+    return x_TC, weight_VC, torch.randint(0, vocabulary, (tokens,), device=DEVICE, generator=draw)
+
+
+def gradients(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in given[:2]]
+    mean = loss(leaves[0], leaves[1], given[2]) / len(given[2])
+    dx, dw = torch.autograd.grad(mean, leaves)
+    return {"loss": mean.detach(), "hidden": dx, "weight": dw}
+
+
+def measured(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+    call = partial(gradients, loss, given)
+    call()
+    synchronize(DEVICE)
+    found: dict[str, float] = {}
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        synchronize(DEVICE)
+        asked = sum(x.nbytes for x in given[:2])
+        found["peak_gib"] = (torch.cuda.max_memory_allocated() - before - asked) / 2**30
+    return found | {"seconds": seconds(call, DEVICE)}
+
+
+def errors(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+    few = given[0][:TRIED], given[1], given[2][:TRIED]
+    got = gradients(loss, few)
+    exact = gradients(whole, (few[0].float(), few[1].float(), few[2]))
+    return {name: float((got[name].float() - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="where the JSON goes")
+    parser.add_argument("--packages", type=Path, help="a folder with Liger")
+    arguments = parser.parse_args()
+    if arguments.packages:
+        sys.path.append(str(arguments.packages))
+    about = machine() if DEVICE.type == "cuda" else {"device": "CPU", "torch": torch.__version__}
+    result: dict[str, Any] = {"machine": about, "tile": TILE, "rows": []}
+    for name, shape in (SHAPES if DEVICE.type == "cuda" else ON_CPU).items():
+        given = inputs(shape)
+        for system, loss in systems().items():
+            row: dict[str, Any] = {"system": system, "shape": name, "tokens": len(given[0])}
+            try:
+                row |= measured(loss, given) | {"errors": errors(loss, given)}
+            except torch.OutOfMemoryError:
+                row["outcome"] = "out of memory"
+            result["rows"].append(row)
+            save(arguments.file, result)
+            print(told(row), flush=True)
+            if DEVICE.type == "cuda":
+                torch.cuda.empty_cache()
+    return 0
+
+
+def told(row: dict[str, Any]) -> str:
+    head = f"{row['shape']}, {row['tokens']:,} tokens, {row['system']}: "
+    if "outcome" in row:
+        return head + str(row["outcome"])
+    memory = f", {row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
+    worst = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
+    return f"{head}{row['seconds'] * 1e3:.0f} ms{memory}; off by {worst}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
