@@ -3,8 +3,9 @@
 `token_loss` takes logits. `head_loss` takes hidden states and the head's weight, and never has more than one tile of
 logits: each tile's loss and its gradients, of the hidden states and of the weight, are computed in forward, which
 saves a second product with the head; backward scales both by whatever gradient arrives, so any later scaling of the
-loss is right. A shard on which nothing is learned gives a sum of zero that still has a graph, so its backward runs the
-same collectives as every other rank's.
+loss is right. A shard of one tile that is not compiled goes through torch's own operations instead. A shard on which
+nothing is learned gives a sum of zero that still has a graph, so its backward runs the same collectives as every other
+rank's.
 """
 
 from __future__ import annotations

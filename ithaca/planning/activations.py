@@ -107,7 +107,7 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
         return (flow.x,)
     # Among ranks attention's output is there twice: as its backward wants it, and as the projection after it does.
     attention = (flow.q + flow.kv, flow.out, flow.lse, _normed(flow, layer), 0 if flow.alone else flow.out)
-    if tiled or layer.experts:
+    if not _keeps_mlp(layer, mode, tiled=tiled):
         # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
         return 3 * flow.x, *attention
     # Each norm leaves its input and its output; uncompiled also the input in fp32 and the normalised values.
@@ -118,10 +118,15 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
 def kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """What a layer saves for its MLP alone, gone when its attention runs backward: gate, up, activation (kept by
     autograd alone) and product; without a gate the activation and what goes in."""
-    if mode != "keep" or tiled or layer.experts:
+    if not _keeps_mlp(layer, mode, tiled=tiled):
         return 0
     wide = (3 if flow.fused else 4) if layer.gated else 2
     return wide * layer.width * flow.tokens * flow.c
+
+
+def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
+    """Whether an MLP's values are kept for backward; tiles and experts always run again."""
+    return mode == "keep" and not tiled and not layer.experts
 
 
 def _normed(flow: Flow, layer: LayerSizes) -> int:
@@ -198,8 +203,8 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_MLP_STREAMS[mode == 'keep']}")]
     if mode != "keep":
         pieces += _queries(flow, layer)
-    # Forward values are already among the saved ones where the MLP of a kept layer is not tiled; experts always run again.
-    kept = mode == "keep" and not tiled and not layer.experts
+    # Forward values that are kept are already among the saved ones.
+    kept = _keeps_mlp(layer, mode, tiled=tiled)
     values, narrow = _wide_values(layer, fused=flow.fused, kept=kept), 1 if kept else 4
     wide = (values * layer.width + narrow * flow.hidden) * flow.c
     tile_bytes = tokens * wide + _routed(flow, layer, tokens)

@@ -222,9 +222,7 @@ class _Run:
 
     def _load_kernels(self) -> None:
         """Libraries choose and load kernels at a shape's first call: one layer of each kind makes it, not the timed step."""
-        kinds = getattr(base_model(self.model).config.get_text_config(), "layer_types", None) or [None] * len(
-            self.layers
-        )
+        kinds = getattr(base_model(self.model).config.get_text_config(), "layer_types", None) or [None]
         with only(self.model, sorted(kinds.index(kind) for kind in set(kinds))):
             self._loss(self.part.length).backward()
         self.optimizer.zero_grad(set_to_none=True)
