@@ -5,12 +5,15 @@ with the current stream. At most `STAGED` tickets hold their device tensors whil
 then waits, on the GPU, for the oldest. What is still here when it is wanted back, as the last layers' tensors are,
 is not copied again. Host blocks are pinned once, exactly as large as needed (torch's own pinned
 allocator rounds up to powers of two, which would take up to twice as much), kept between steps, and given back by
-`close`. On a CPU device there is nothing to move: tickets just hold the tensors.
+`close` or with the last that holds them: memory freed while the driver still knows it would be in the way of whatever
+comes to lie there next. On a CPU device there is nothing to move: tickets just hold the tensors.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -30,12 +33,16 @@ class HostMemoryError(IthacaError, MemoryError):
     """The host has not the memory that was asked to be pinned."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Block:
-    """Pinned bytes, and the event after which they may be written again."""
+    """Pinned bytes, unpinned when nobody holds them, and the event after which they may be written again."""
 
     memory: Tensor
     free_after: torch.cuda.Event | None = None
+
+    def __post_init__(self) -> None:
+        # With the process itself the driver lets go of everything.
+        weakref.finalize(self, _unpin, self.memory.data_ptr()).atexit = False
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +77,7 @@ class HostStore:
     def reserve(self, sizes: list[int]) -> None:
         """Have blocks of these sizes instead of those that lie free: a step that finds them does not wait for pinning."""
         self.close()
-        self.free += [_Block(self._pin(size)) for size in sizes]
+        self.free += [self._pin(size) for size in sizes]
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -81,13 +88,9 @@ class HostStore:
 
     def close(self) -> None:
         """Unpin and give back all host memory that is not in use."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self.staged.clear()
-        while self.free:
-            block = self.free.pop()
-            _unpin(block.memory)
-            self.pinned -= block.memory.nbytes
+        self.pinned -= sum(block.memory.nbytes for block in self.free)
+        self.free.clear()
 
     def _take(self, size: int) -> _Block:
         fitting = [block for block in self.free if size <= block.memory.nbytes <= 2 * size]
@@ -97,9 +100,9 @@ class HostStore:
             if block.free_after is not None:
                 self.streams[0].wait_event(block.free_after)
             return block
-        return _Block(self._pin(size))
+        return self._pin(size)
 
-    def _pin(self, size: int) -> Tensor:
+    def _pin(self, size: int) -> _Block:
         room = psutil.virtual_memory().available - RESERVE
         if size > room:
             raise HostMemoryError(
@@ -111,7 +114,7 @@ class HostStore:
         if code:
             raise HostMemoryError(f"the driver did not pin {size / 2**30:.1f} GiB (error {code}): check `ulimit -l`")
         self.pinned += size
-        return memory
+        return _Block(memory)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,5 +186,9 @@ def _views(memory: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [memory[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in zip(starts, like, strict=False)]
 
 
-def _unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+def _unpin(address: int) -> None:
+    # A device that has failed has let go of everything already.
+    with suppress(RuntimeError):
+        # A copy may still be under way.
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ithaca.memory import offload
-from ithaca.memory.offload import HostMemoryError, HostStore
+from ithaca.memory.offload import HostMemoryError, HostStore, Ticket
 
 
 class Driver:
@@ -80,6 +81,26 @@ def test_reserving_changes_what_lies_free_and_closing_gives_it_back(driver: Driv
     pool.close()
     assert list(driver.held) == [used.memory.data_ptr()]
     assert pool.pinned == 512
+
+
+def test_a_pool_that_is_dropped_leaves_nothing_pinned(driver: Driver) -> None:
+    pool = store()
+    pool.reserve([512, 2048])
+    ticket = Ticket(pool, None, pool._take(2048), [])
+    del pool
+    assert sorted(driver.held.values()) == [512, 2048]
+    del ticket
+    assert not driver.held
+
+
+def test_a_graph_in_a_cycle_leaves_nothing_pinned_either(driver: Driver) -> None:
+    pool = store()
+    pool.reserve([512, 2048])
+    ticket = Ticket(pool, None, pool._take(2048), [])
+    pool.staged.append(ticket)
+    del pool, ticket
+    gc.collect()
+    assert not driver.held
 
 
 def test_on_a_cpu_tensors_stay_where_they_are() -> None:
