@@ -12,8 +12,8 @@ whole    Qwen3-8B, sp=8, 1,048,576 tokens: every layer of the rank run
 Each cell is an `ithaca rehearse` in a process of its own under a time limit: one rank under a process group of one
 process, few layers where the whole would take long, the rest derived and marked so. The next cell's process imports what
 it needs while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written
-after every cell, and a cell that is in it is not run again unless it failed or --again is given. Without --groups
-nothing runs, and tables and plot are made from the file.
+after every cell, and what is in it, in this group or another, is not run again unless it failed or --again is given.
+Without --groups nothing runs, and tables and plot are made from the file.
 """
 
 from __future__ import annotations
@@ -85,7 +85,12 @@ def cells_of(group: str) -> list[Cell]:
 
 
 def key(of: Cell) -> str:
-    return json.dumps([of[name] for name in ("group", "model", "sp", "length", "settings", "options")])
+    return json.dumps([of["group"], asked(of)])
+
+
+def asked(of: Cell) -> list[Any]:
+    """What is rehearsed; two groups may have the same."""
+    return [of[name] for name in ("model", "sp", "length", "settings", "options")]
 
 
 def words_of(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
@@ -174,13 +179,18 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
         if key(of) in settled or left < LEAST_S:
             print(f"{'there' if key(of) in settled else 'left'}: {name_of(of)}", flush=True)
             continue
-        got = run_cell(of, min(arguments.limit, left), arguments.extra.split(), waiting)
+        same = [c for c in result["cells"] if asked(c) == asked(of) and c["outcome"] == "done"]
+        if same and not arguments.again:
+            got = same[0]
+        else:
+            got = run_cell(of, min(arguments.limit, left), arguments.extra.split(), waiting)
         if got["outcome"] == "over the limit" and left < arguments.limit:
             print(f"left: {name_of(of)}", flush=True)
             continue
-        result["cells"] = [*(c for c in result["cells"] if key(c) != key(of)), of | got]
+        done = got | of
+        result["cells"] = [*(c for c in result["cells"] if key(c) != key(of)), done]
         save(arguments.file, result)
-        print(detail(of | got), flush=True)
+        print(detail(done), flush=True)
 
 
 def name_of(of: Cell) -> str:

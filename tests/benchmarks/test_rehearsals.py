@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -53,6 +55,18 @@ def test_efficiency_and_published_figures() -> None:
     assert "| 2 | 8.00 | 10.00 | 0.50 (predicted, NVLink 4, 450 GB/s) | 16,384 | 100.0% |" in table
     assert "| 80.0% |" in table
     assert "| 8K | 12.00 | 23.4 |" in rehearsals.capped_table([done(rehearsals.cells_of("capped")[0])])
+
+
+def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
+    [planned] = [c for c in rehearsals.cells_of("plan") if (c["model"], c["sp"]) == ("Qwen/Qwen3-4B", 4)]
+    scaling = [c for c in rehearsals.cells_of("scaling") if c["sp"] == 4]
+    result = {"cells": [done(planned)]}
+    arguments = argparse.Namespace(again=False, total=600.0, limit=600.0, extra="", file=tmp_path / "all.json")
+    with patch.object(rehearsals, "run_cell") as run:
+        rehearsals.run_all(scaling, result, arguments, waiting=None)  # type: ignore[arg-type]
+    run.assert_not_called()
+    assert [c["group"] for c in result["cells"]] == ["plan", "scaling"]
+    assert result["cells"][1] == result["cells"][0] | {"group": "scaling"}
 
 
 def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
