@@ -2,15 +2,18 @@
 
     python -m benchmarks.losses results/losses.json --packages DIR
 
-ithaca     `memory.loss.head_loss`, compiled, 4,096 tokens a tile
+ithaca     `memory.loss.head_loss`, 4,096 tokens a tile, through Liger's kernel of a tile
+compiled   the same through what the compiler makes of a tile, as it is without Liger
 eager      the same without the compiler
-liger      LigerFusedLinearCrossEntropyFunction
+liger      LigerFusedLinearCrossEntropyFunction; the weight's gradient is summed over its chunks in bf16
+liger-fp32 the same, summed in fp32 as Ithaca does
 torch      torch.nn.functional.linear_cross_entropy in chunks, where this torch has it
 whole      logits of all tokens and torch's cross_entropy
 
 Hidden states and the head's weight in bf16, both wanting gradients; sizes of Llama-3 1B and 8B, and a large vocabulary
 with few values; on a CPU, which is for trying the program, a small one in fp32. Memory is the peak beside what is given
-and what is asked for. Errors are of 4,096 tokens against the same in fp32, relative to the largest value.
+and what is asked for. Errors are of 4,096 tokens against the same in fp32, relative to the largest value; those of
+Ithaca's also with softcap, label smoothing and z-loss.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from torch.nn import functional as F
 from benchmarks.floor import seconds, synchronize
 from benchmarks.kernels import machine
 from benchmarks.step import save
+from ithaca.memory import liger as tile
 from ithaca.memory.loss import LossSpec, head_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,19 +43,35 @@ SHAPES = {"1B": (32_768, 2048, 128_256), "8B": (32_768, 4096, 128_256), "Gemma-1
 ON_CPU = {"small": (8192, 256, 32_000)}
 TRIED = 4096
 TILE = 4096
+PLAIN = LossSpec()
 # Takes (hidden states, the head's weight, targets) and gives the summed loss.
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ithaca(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, *, fuse: bool) -> Tensor:
-    return head_loss(hidden_TC[None], weight_VC, None, targets_T[None], TILE, LossSpec(), fuse=fuse)[0]
+SPECS = {
+    "plain": LossSpec(),
+    "softcap": LossSpec(softcap=30.0),
+    "smoothing": LossSpec(smoothing=0.1),
+    "z": LossSpec(z=1e-3),
+    "all": LossSpec(softcap=30.0, smoothing=0.1, z=1e-3),
+}
 
 
-def liger(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
+def ithaca(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, *, fuse: bool, spec: LossSpec = PLAIN) -> Tensor:
+    return head_loss(hidden_TC[None], weight_VC, None, targets_T[None], TILE, spec, fuse=fuse)[0]
+
+
+def compiled(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
+    with patch.object(tile, "tile_kernel", lambda: None):
+        return ithaca(hidden_TC, weight_VC, targets_T, fuse=True)
+
+
+def liger(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, *, sums: torch.dtype | None = None) -> Tensor:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
+    # Input, weight, target, then: class weights, bias, ignored, z, smoothing, reduction, softcap, return z, sums' dtype.
     given = LigerFusedLinearCrossEntropyFunction.apply(
-        hidden_TC, weight_VC, targets_T, None, None, -100, 0.0, 0.0, "sum"
+        hidden_TC, weight_VC, targets_T, None, None, -100, 0.0, 0.0, "sum", None, False, sums
     )
     loss: Tensor = given[0] if isinstance(given, tuple) else given
     return loss
@@ -62,19 +83,22 @@ def chunked(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
     return F.linear_cross_entropy(hidden_TC, weight_VC, targets_T, reduction="sum", options=LinearCrossEntropyOptions())
 
 
-def whole(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden_TC, weight_VC).float(), targets_T, reduction="sum")
+def whole(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, *, spec: LossSpec = PLAIN) -> Tensor:
+    logits_TV = F.linear(hidden_TC, weight_VC).float()
+    if spec.softcap is not None:
+        logits_TV = spec.softcap * torch.tanh(logits_TV / spec.softcap)
+    total = F.cross_entropy(logits_TV, targets_T, reduction="sum", label_smoothing=spec.smoothing)
+    return total + spec.z * logits_TV.logsumexp(-1).square().sum() if spec.z else total
 
 
 def systems() -> dict[str, Loss]:
     """What there is here."""
-    found: dict[str, Loss] = {"ithaca": partial(ithaca, fuse=True), "eager": partial(ithaca, fuse=False)}
-    try:
-        import liger_kernel.ops.fused_linear_cross_entropy  # noqa: F401
-
-        found["liger"] = liger
-    except ImportError:
+    found: dict[str, Loss] = {}
+    if tile.tile_kernel() is not None:
+        found = {"ithaca": partial(ithaca, fuse=True), "liger": liger, "liger-fp32": partial(liger, sums=torch.float32)}
+    else:
         print("liger: not installed")
+    found |= {"compiled": compiled, "eager": partial(ithaca, fuse=False)}
     if hasattr(F, "linear_cross_entropy"):
         found["torch"] = chunked
     else:
@@ -113,10 +137,10 @@ def measured(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> dict[str, floa
     return found | {"seconds": seconds(call, DEVICE)}
 
 
-def errors(loss: Loss, given: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+def errors(loss: Loss, given: tuple[Tensor, Tensor, Tensor], spec: LossSpec = PLAIN) -> dict[str, float]:
     few = given[0][:TRIED], given[1], given[2][:TRIED]
     got = gradients(loss, few)
-    exact = gradients(whole, (few[0].float(), few[1].float(), few[2]))
+    exact = gradients(partial(whole, spec=spec), (few[0].float(), few[1].float(), few[2]))
     return {name: float((got[name].float() - exact[name]).abs().max() / exact[name].abs().max()) for name in exact}
 
 
@@ -142,6 +166,9 @@ def main() -> int:
             print(told(row), flush=True)
             if DEVICE.type == "cuda":
                 torch.cuda.empty_cache()
+    result["specs"] = {name: errors(partial(ithaca, fuse=True, spec=spec), given, spec) for name, spec in SPECS.items()}
+    save(arguments.file, result)
+    print("\n".join(f"{name}: off by {_shown(found)}" for name, found in result["specs"].items()))
     return 0
 
 
@@ -150,8 +177,11 @@ def told(row: dict[str, Any]) -> str:
     if "outcome" in row:
         return head + str(row["outcome"])
     memory = f", {row['peak_gib']:.2f} GiB" if "peak_gib" in row else ""
-    worst = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
-    return f"{head}{row['seconds'] * 1e3:.0f} ms{memory}; off by {worst}"
+    return f"{head}{row['seconds'] * 1e3:.0f} ms{memory}; off by {_shown(row['errors'])}"
+
+
+def _shown(found: dict[str, float]) -> str:
+    return ", ".join(f"{name} {error:.1e}" for name, error in found.items())
 
 
 if __name__ == "__main__":

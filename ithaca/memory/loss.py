@@ -3,9 +3,9 @@
 `token_loss` takes logits. `head_loss` takes hidden states and the head's weight, and never has more than one tile of
 logits: each tile's loss and its gradients, of the hidden states and of the weight, are computed in forward, which
 saves a second product with the head; backward scales both by whatever gradient arrives, so any later scaling of the
-loss is right. A shard of one tile that is not compiled goes through torch's own operations instead. A shard on which
-nothing is learned gives a sum of zero that still has a graph, so its backward runs the same collectives as every other
-rank's.
+loss is right. A compiled tile goes through Liger's kernel where that is installed. A shard of one tile that is not
+compiled goes through torch's own operations instead. A shard on which nothing is learned gives a sum of zero that still
+has a graph, so its backward runs the same collectives as every other rank's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from ithaca.memory import liger
 
 IGNORE = -100
 
@@ -113,6 +115,9 @@ def _compiled(spec: LossSpec) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor
 def _of_tile(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool) -> tuple[Tensor, Tensor]:
     if not fuse:
         return loss_and_gradient(logits_TV, targets_T, spec)
+    kernel = liger.tile_kernel() if logits_TV.is_cuda and torch.version.hip is None and spec.scale == 1 else None
+    if kernel is not None:
+        return liger.in_place(kernel, logits_TV, targets_T, spec, ignore=IGNORE), logits_TV
     # The number of tokens is left open: a tail is not a reason to compile again.
     torch._dynamo.maybe_mark_dynamic(logits_TV, 0)
     torch._dynamo.maybe_mark_dynamic(targets_T, 0)
@@ -155,6 +160,14 @@ class _HeadLoss(torch.autograd.Function):
         return (*ctx.grads.scaled(dtotal), None, None, None, None, None)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`; where the matrix units can add to fp32, nothing is rounded between."""
+    if left.is_cuda and torch.version.hip is None and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
 class _Gradients:
     """Gradients of a loss of weight one, gathered tile by tile; the weight's in fp32."""
 
@@ -169,8 +182,7 @@ class _Gradients:
         if self.hidden is not None:
             torch.matmul(dlogits_tV, self.weight_VC, out=self.hidden[span])
         if self.weight is not None:
-            # Out of the matrix units in fp32 would be slower; one rounding a tile, summed in fp32, is what is paid.
-            self.weight += dlogits_tV.t() @ self.hidden_TC[span]
+            _add_product(self.weight, dlogits_tV.t(), self.hidden_TC[span])
         if self.bias is not None:
             self.bias += dlogits_tV.sum(0)
 

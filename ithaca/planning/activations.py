@@ -246,7 +246,7 @@ def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list
         Piece("loss tile", tokens * sizes.vocabulary * each, f"{tokens} tokens * V * {formula}"),
     ]
     if trains:
-        # Its sum, and once a tile its own, while the logits are gone.
-        own = max(0, sizes.embedding * flow.c - tokens * sizes.vocabulary * (each - flow.c))
+        # Its sum; where products are not added to it as they are made, once a tile its own, while the logits are gone.
+        own = 0 if flow.fused else max(0, sizes.embedding * flow.c - tokens * sizes.vocabulary * (each - flow.c))
         pieces.append(Piece("head weight gradient", sizes.embedding * FP32 + own, "V*hidden*4, summed over tiles"))
     return pieces

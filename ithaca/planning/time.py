@@ -251,7 +251,8 @@ class _Step:
         job, sizes = self.job, self.sizes
         passes = 2 if sizes.adapters else 3
         tiles = -(-job.tokens // self.plan.loss_tile)
-        summed = 0 if sizes.adapters else tiles * sizes.embedding * SUMMED_BYTES
+        # Products are added to the sum as they are made: it alone is read and written.
+        summed = 0 if sizes.adapters else tiles * sizes.embedding * 2 * FP32
         touched = 3 * job.tokens * sizes.vocabulary * job.compute_bytes + summed
         return passes * 2 * sizes.embedding * job.tokens / self.matmul, touched / self.touch
 

@@ -35,6 +35,7 @@ OPTIONAL = {
     "peft": "LoRA adapters",
     "trl": "SFTTrainer",
     "torchao": "the optimizers adamw8bit and bf16_sr",
+    "liger-kernel": "a faster kernel for the loss on GPUs",
     "tensorboard": "the tracker tensorboard",
     "wandb": "the tracker wandb",
     "trackio": "the tracker trackio",

@@ -1,0 +1,75 @@
+"""Liger's cross-entropy kernel on a tile of logits, where it is installed: faster than the compiled one, and in place.
+
+Liger's own functions round the loss to the logits' dtype, ask the device how many targets there are and wait for the
+answer; the kernel itself does neither, so it is launched from here. Its arguments are no promise of Liger's: a version
+whose kernel takes others is not used.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ithaca.memory.loss import LossSpec
+
+# Columns that a program reads at once.
+MOST_COLUMNS = 32_768
+UNUSED = {
+    "weight_ptr": None, "weight_sum": 0.0, "sum_non_ignore_weight": 1, "n_non_ignore": 1, "z_loss_ptr": None,
+    "token_accuracy_ptr": None, "token_accuracy_stride": 0, "predicted_tokens_ptr": None, "predicted_tokens_stride": 0,
+    "RETURN_Z_LOSS": False, "RETURN_TOKEN_ACCURACY": False, "RETURN_PREDICTED_TOKENS": False, "HAS_WEIGHT": False,
+}  # fmt: skip
+USED = {
+    "X_ptr", "X_stride", "Y_ptr", "Y_stride", "loss_ptr", "loss_stride", "n_cols", "ignore_index", "lse_square_scale",
+    "label_smoothing", "reduction", "softcap", "HAS_SOFTCAPPING", "HAS_GRADIENTS", "BLOCK_SIZE",
+}  # fmt: skip
+
+
+@cache
+def tile_kernel() -> Any | None:
+    """The kernel, or nothing where Liger is not installed or is not the one known here."""
+    if find_spec("liger_kernel") is None or find_spec("triton") is None:
+        return None
+    try:
+        from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel as kernel
+    except ImportError:
+        return None
+    return kernel if set(kernel.arg_names) == USED | UNUSED.keys() else None
+
+
+def in_place(kernel: Any, logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, ignore: int) -> Tensor:
+    """Each token's loss in fp32; the logits, which `spec` must not scale, become the gradient of their sum."""
+    tokens, vocabulary = logits_TV.shape
+    # Of a token that is not learned the kernel writes no loss.
+    loss_T = logits_TV.new_zeros(tokens, dtype=torch.float32)
+    kernel[(tokens,)](
+        X_ptr=logits_TV,
+        X_stride=logits_TV.stride(0),
+        Y_ptr=targets_T,
+        Y_stride=targets_T.stride(0),
+        loss_ptr=loss_T,
+        loss_stride=1,
+        n_cols=vocabulary,
+        ignore_index=ignore,
+        lse_square_scale=spec.z,
+        label_smoothing=spec.smoothing,
+        reduction="sum",
+        softcap=spec.softcap,
+        HAS_SOFTCAPPING=spec.softcap is not None,
+        HAS_GRADIENTS=True,
+        BLOCK_SIZE=min(MOST_COLUMNS, 1 << (vocabulary - 1).bit_length()),
+        num_warps=_warps(logits_TV),
+        **UNUSED,
+    )
+    return loss_T
+
+
+def _warps(logits_TV: Tensor) -> int:
+    """As Liger chooses: few on Blackwell in half precision."""
+    new = logits_TV.is_cuda and torch.cuda.get_device_capability(logits_TV.device)[0] >= 10
+    return 8 if new and logits_TV.element_size() == 2 else 32
