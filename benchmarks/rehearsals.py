@@ -1,7 +1,7 @@
 """Rehearsals on one GPU, cell by cell: the plan against them, a capped card, scaling, and a whole rank at 1M tokens.
 
     python -m benchmarks.rehearsals results/rehearsals.json --groups plan,capped,scaling,whole --total 1500
-    python -m benchmarks.rehearsals results/rehearsals.json --plot docs/rehearsals.png
+    python -m benchmarks.rehearsals results/rehearsals.json --plot docs/rehearsals.png --page docs/rehearse.md
 
 plan     five models x (sp, length): memory and computing time, planned and rehearsed; AdamW in bf16, so that 8B fits
          one card with its optimizer; the mixture of experts is Qwen3-30B-A3B's widths with six layers
@@ -21,15 +21,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import platform
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import closing
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step import LEAST_S, load, parse_length, save, show_length
+from benchmarks.step import LEAST_S, command_line, load, parse_length, save, show_length
 
 Cell = dict[str, Any]
 # What rehearsals import sooner or later.
@@ -188,9 +192,17 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
             print(f"left: {name_of(of)}", flush=True)
             continue
         done = got | of
+        if (run := about()) not in result["runs"]:
+            result["runs"].append(run)
         result["cells"] = [*(c for c in result["cells"] if key(c) != key(of)), done]
         save(arguments.file, result)
         print(detail(done), flush=True)
+
+
+def about() -> dict[str, str]:
+    """Command and versions, without touching the device; its name is in every cell."""
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "triton") if find_spec(name)}
+    return {"command": command_line(), "python": platform.python_version(), **versions}
 
 
 def name_of(of: Cell) -> str:
@@ -218,7 +230,8 @@ def plan_table(cells: list[Cell]) -> str:
     """Plan against rehearsal, every cell, and the worst of them."""
     heads = ("model", "sp", "tokens", "peak, GB", "plan", "off", "computing, s", "plan", "off", "layers")
     rows: list[tuple[str, ...]] = []
-    done = [c for c in cells if c["group"] == "plan"]
+    order = [key(of) for of in cells_of("plan")]
+    done = sorted((c for c in cells if c["group"] == "plan"), key=lambda c: order.index(key(c)))
     for c in done:
         start = (short_name(c), str(c["sp"]), show_length(c["length"]))
         if c["outcome"] != "done":
@@ -288,12 +301,36 @@ def _markdown(heads: tuple[str, ...], rows: list[Any]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)
 
 
+def whole_table(cells: list[Cell]) -> str:
+    """The whole rank at a million tokens."""
+    heads = ("model", "sp", "tokens", "step, s", "computing, s", "reserved, GB", "peak, GB", "host, GB")
+    rows = []
+    for c in cells:
+        if c["group"] == "whole" and c["outcome"] == "done":
+            spent = (f"{c['step_s']:.1f}", f"{c['compute_s']:.1f}")
+            memory = (f"{c[name] / GB:.1f}" for name in ("reserved", "peak", "host"))
+            rows.append((short_name(c), str(c["sp"]), f"{c['length']:,}", *spent, *memory))
+    return _markdown(heads, rows)
+
+
+TABLES = {"plan": plan_table, "capped": capped_table, "scaling": scaling_table, "whole": whole_table}
+
+
+def put_into(page: str, cells: list[Cell]) -> str:
+    """The page with every table for which it has marks, `<!-- plan -->` to `<!-- end -->`, made anew."""
+    for name, table in TABLES.items():
+        made = f"<!-- {name} -->\n{table(cells)}\n<!-- end -->"
+        page = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, made=made: made, page, flags=re.DOTALL)
+    return page
+
+
 def plot(cells: list[Cell], file: Path) -> None:
-    """Planned against rehearsed, memory and time, on the line where both are the same."""
+    """Planned against rehearsed, memory and time, around the line where both are the same."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     done = [c for c in cells if c["group"] == "plan" and c["outcome"] == "done"]
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.6))
@@ -303,15 +340,21 @@ def plot(cells: list[Cell], file: Path) -> None:
             (c, c["compute_s"], c["predicted"]["compute_s"]) for c in done if c["time_error"] is not None
         ],
     }
-    for axis, (title, points) in zip(axes, pairs.items(), strict=True):
+    for axis, (title, points), within in zip(axes, pairs.items(), (0.05, 0.1), strict=True):
         for model in dict.fromkeys(short_name(c) for c, _, _ in points):
             own = [(x, y) for c, x, y in points if short_name(c) == model]
             axis.plot(*zip(*own, strict=True), marker="o", linestyle="none", label=model)
         ends = [min((x for _, x, _ in points), default=1), max((x for _, x, _ in points), default=2)]
         axis.plot(ends, ends, color="gray", linewidth=1)
+        low, high = ([end * (1 + sign * within) for end in ends] for sign in (-1, 1))
+        axis.fill_between(ends, low, high, color="gray", alpha=0.2, linewidth=0, label=f"within {within:.0%}")
         axis.set(title=title, xlabel="rehearsed", ylabel="planned", xscale="log", yscale="log")
-    if done:
-        axes[0].legend(fontsize="small")
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            side.set_minor_locator(NullLocator())
+            side.set_major_formatter(StrMethodFormatter("{x:g}"))
+        if points:
+            axis.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)
@@ -328,6 +371,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also run the cells that the file has")
     parser.add_argument("--extra", default="", help="options for every rehearsal, such as '--layers 2'")
     parser.add_argument("--plot", type=Path, help="also draw the plan against rehearsals, into this file")
+    parser.add_argument("--page", type=Path, help="also put the tables into this page, between its marks")
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.wait:
@@ -343,9 +387,10 @@ def main() -> int:
             run_all(wanted, result, arguments, waiting)
     if arguments.plot:
         plot(result["cells"], arguments.plot)
-    for table in (plan_table, capped_table, scaling_table):
+    if arguments.page:
+        arguments.page.write_text(put_into(arguments.page.read_text(), result["cells"]))
+    for table in TABLES.values():
         print(f"\n{table(result['cells'])}")
-    print("\n".join(detail(c) for c in result["cells"] if c["group"] == "whole"))
     return 0
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks import rehearsals
 
+ROOT = Path(__file__).parents[2]
+
 
 def done(of: dict[str, Any], **more: Any) -> dict[str, Any]:
     predicted = {"device_bytes": 11 * 10**9, "compute_s": 11.0, "step_s": 12.0, "kinds": {}, "host_bytes": 0}
@@ -60,13 +62,14 @@ def test_efficiency_and_published_figures() -> None:
 def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
     [planned] = [c for c in rehearsals.cells_of("plan") if (c["model"], c["sp"]) == ("Qwen/Qwen3-4B", 4)]
     scaling = [c for c in rehearsals.cells_of("scaling") if c["sp"] == 4]
-    result = {"cells": [done(planned)]}
+    result: dict[str, Any] = {"runs": [], "cells": [done(planned)]}
     arguments = argparse.Namespace(again=False, total=600.0, limit=600.0, extra="", file=tmp_path / "all.json")
     with patch.object(rehearsals, "run_cell") as run:
         rehearsals.run_all(scaling, result, arguments, waiting=None)  # type: ignore[arg-type]
     run.assert_not_called()
     assert [c["group"] for c in result["cells"]] == ["plan", "scaling"]
     assert result["cells"][1] == result["cells"][0] | {"group": "scaling"}
+    assert result["runs"][0].keys() >= {"command", "python", "torch", "transformers"}
 
 
 def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
@@ -89,3 +92,11 @@ def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
         wrong = rehearsals.run_cell(of | {"settings": ["mesh.sq=2"]}, 300, [], waiting)
     assert wrong["outcome"] == "failed"
     assert "unknown key 'sq' in mesh" in wrong["error"]
+
+
+def test_the_page_shows_what_the_file_has() -> None:
+    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
+    page = (ROOT / "docs/rehearse.md").read_text()
+    assert rehearsals.put_into(page, cells) == page
+    for c in (c for c in cells if c["group"] == "plan"):
+        assert f"| {rehearsals.short_name(c)} | {c['sp']} | {rehearsals.show_length(c['length'])} |" in page
