@@ -103,11 +103,8 @@ def read_model_config(name: str, revision: str | None) -> Any:
     """The config of a folder, a file, the embedded model, a name of the built-in table, or one on the hub."""
     import tempfile
 
-    from transformers import AutoConfig
-
     from ithaca.models.embedded import build_embedded
-    from ithaca.models.pretrained import find_folder, read_config
-    from ithaca.planning.known_models import known_config
+    from ithaca.models.pretrained import find_folder, known_model, read_config
 
     path = Path(name).expanduser()
     if name == "embedded":
@@ -115,10 +112,7 @@ def read_model_config(name: str, revision: str | None) -> Any:
             return read_config(build_embedded(Path(folder)))
     if path.is_dir() or path.suffix == ".json":
         return read_config(path if path.is_dir() else path.parent)
-    found = known_config(name)
-    if found is not None:
-        return AutoConfig.for_model(found.pop("model_type"), **found)
-    return read_config(find_folder(name, revision))
+    return known_model(name) or read_config(find_folder(name, revision))
 
 
 def one_length(run: Run, length: str, world: int, config: Any) -> Run:

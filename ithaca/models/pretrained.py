@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
+from ithaca.planning.known_models import known_config
 
 CONFIG = "config.json"
 # What a causal language model is made of on the hub: no code, no pickles.
@@ -44,6 +45,12 @@ def find_folder(name: str, revision: str | None = None) -> Path:
             f"model.name {name!r} is neither a folder here nor found on the hub ({reason}): check the name, or "
             "download the model and name its folder"
         ) from None
+
+
+def known_model(name: str) -> PreTrainedConfig | None:
+    """The config of a model that the built-in table has under this name, without a folder or a network."""
+    found = known_config(name)
+    return None if found is None else AutoConfig.for_model(found.pop("model_type"), **found)
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:

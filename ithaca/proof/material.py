@@ -1,4 +1,4 @@
-"""What `ithaca verify` is given, as configs and tokens: a run file, a model's folder, or the name of an architecture.
+"""What `ithaca verify` is given, as configs and tokens: a run file, a model's folder or name, or an architecture's.
 
 Of a run it is the last stage's model (its positions as stretched as they get) and the first rows of its data, read
 as a stream, so that nothing has to be tokenized before.
@@ -22,9 +22,10 @@ from ithaca.data.prepare import prepare
 from ithaca.errors import ConfigError, DataError, UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.embedded import build_embedded
-from ithaca.models.pretrained import find_folder, read_config
+from ithaca.models.pretrained import find_folder, known_model, read_config
 from ithaca.models.support import verdicts
 from ithaca.models.tokenizer import load_tokenizer
+from ithaca.planning.known_models import nearest_models
 from ithaca.proof.small_more import survey_config
 from ithaca.training.session import stage_config
 
@@ -34,14 +35,18 @@ _TRIES = 64
 
 
 def config_of_model(name: str) -> tuple[PreTrainedConfig, Path | None]:
-    """Of a folder (or a hub name) and where that is, or of a small model of an architecture."""
-    if Path(name).expanduser().is_dir() or "/" in name:
+    """Of a folder (or a hub name) and where that is, of the built-in table, or of a small model of an architecture."""
+    there = Path(name).expanduser().is_dir()
+    known = None if there or name in verdicts() else known_model(name)
+    if known is not None:
+        return known, None
+    if there or "/" in name:
         folder = find_folder(name)
         return read_config(folder), folder
     if name not in verdicts():
-        near = difflib.get_close_matches(name, verdicts(), 3)
+        near = [*difflib.get_close_matches(name, verdicts(), 3), *nearest_models(name, 2)]
         hint = f"did you mean {', '.join(near)}?" if near else "`ithaca models` lists the architectures"
-        raise ConfigError(f"--model {name}: no folder here and no architecture is called so; {hint}")
+        raise ConfigError(f"--model {name}: no folder here, no known model and no architecture is called so; {hint}")
     if verdicts()[name]["verdict"] != "exact":
         raise UnsupportedError(f"the architecture {name!r} is refused: {verdicts()[name]['reason']}")
     return survey_config(name), None

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from ithaca.errors import ConfigError, UnsupportedError
+from ithaca.proof.material import config_of_model
 from ithaca.proof.small import small_config, small_model
 from ithaca.proof.subject import SMALL_VOCABULARY, Subject, cut_layers, make_subject
 
@@ -89,3 +90,15 @@ def test_own_weights_where_the_first_layers_stay(tmp_path: Path) -> None:
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="--layers 1: this model has 2 layers of 2 kinds"):
         subject("gemma2", layers=1)
+
+
+def test_a_model_is_found_by_the_name_of_the_table_without_a_network(tmp_path: Path) -> None:
+    for name in ("Qwen/Qwen3-8B", "qwen3-8b"):
+        config, folder = config_of_model(name)
+        assert (config.model_type, config.hidden_size, config.num_hidden_layers, folder) == ("qwen3", 4096, 36, None)
+    # A folder of that name and an architecture come first.
+    small_model("llama").save_pretrained(tmp_path / "own")
+    assert config_of_model(str(tmp_path / "own"))[1] == tmp_path / "own"
+    assert config_of_model("qwen3")[0].hidden_size < 4096
+    with pytest.raises(ConfigError, match=r"did you mean .*Qwen/Qwen3-8B"):
+        config_of_model("qwen3-8bb")
