@@ -112,10 +112,17 @@ def _compiled(spec: LossSpec) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     return torch.compile(partial(loss_and_gradient, spec=spec))
 
 
+def in_place_kernel(device: torch.device, spec: LossSpec) -> Any | None:
+    """Liger's kernel, where a compiled tile goes through it: logits then become their gradient in place."""
+    if device.type != "cuda" or torch.version.hip is not None or spec.scale != 1:
+        return None
+    return liger.tile_kernel()
+
+
 def _of_tile(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool) -> tuple[Tensor, Tensor]:
     if not fuse:
         return loss_and_gradient(logits_TV, targets_T, spec)
-    kernel = liger.tile_kernel() if logits_TV.is_cuda and torch.version.hip is None and spec.scale == 1 else None
+    kernel = in_place_kernel(logits_TV.device, spec)
     if kernel is not None:
         return liger.in_place(kernel, logits_TV, targets_T, spec, ignore=IGNORE), logits_TV
     # The number of tokens is left open: a tail is not a reason to compile again.

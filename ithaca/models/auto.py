@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from ithaca.memory.loss import in_place_kernel
 from ithaca.mesh import Mesh
 from ithaca.models.exhausted import out_of_memory
-from ithaca.models.support import decoder_layers
+from ithaca.models.head import logits_spec
+from ithaca.models.support import base_model, decoder_layers
 from ithaca.planning.advice import explain
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import memory_of
@@ -65,7 +67,7 @@ class AutoMemory:
         if self.given is not None:
             self.plan = self.given
             return None
-        host = _host_memory(self.mesh)
+        host, self.job = _agree(self.mesh, self.job)
         self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host)
         if self.mesh.rank == 0:
             memory = memory_of(self.sizes, self.job, plan)
@@ -104,6 +106,7 @@ def job_of(
         gradient_bytes=width,
         optimizer=optimizer,
         fused=fused,
+        loss_in_place=fused and in_place_kernel(mesh.device, logits_spec(base_model(model))) is not None,
         weights_on_host=on_host,
         gradients_on_host=on_host,
         optimizer_on_host=on_host,
@@ -146,10 +149,12 @@ def _device_memory(mesh: Mesh) -> int:
     return int(SHARE * psutil.virtual_memory().total / mesh.local_ranks)
 
 
-def _host_memory(mesh: Mesh) -> int:
-    """This rank's share of the host's free memory; none where the host is the device."""
+def _agree(mesh: Mesh, job: Job) -> tuple[int, Job]:
+    """Host memory that every rank may take, and the job with what all ranks have: they must choose alike."""
     if mesh.device.type != "cuda":
-        return 0
-    free = torch.tensor([int(SHARE * psutil.virtual_memory().available / mesh.local_ranks)], device=mesh.device)
-    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.world_group)
-    return int(free.item())
+        return 0, job
+    free = int(SHARE * psutil.virtual_memory().available / mesh.local_ranks)
+    least = torch.tensor([free, int(job.loss_in_place)], device=mesh.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.world_group)
+    host, in_place = least.tolist()
+    return host, replace(job, loss_in_place=bool(in_place))

@@ -47,6 +47,7 @@ class Flow:
     alone: bool
     shares_kv: bool
     fused: bool
+    loss_in_place: bool
     ring: int
 
     @classmethod
@@ -76,6 +77,7 @@ class Flow:
             alone=job.sp == 1,
             shares_kv=kv_heads * job.sp > sizes.kv_heads,
             fused=job.fused,
+            loss_in_place=job.loss_in_place,
             ring=job.ring,
         )
 
@@ -241,6 +243,8 @@ def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list
     tokens = min(tile, flow.tokens)
     # Logits and their gradient; uncompiled, what lies between them in fp32 and a mark of each target.
     each, formula = (2 * flow.c, "2 * c") if flow.fused else (2 * flow.c + 4 * FP32 + 1, "(2 * c + 4 * 4 + 1)")
+    if flow.loss_in_place:
+        each, formula = flow.c, "c"
     pieces = [
         Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
         Piece("loss tile", tokens * sizes.vocabulary * each, f"{tokens} tokens * V * {formula}"),

@@ -34,7 +34,7 @@ class Job:
 
     `weights`: "shard" (FSDP2 over the world, or over world / `replicas`), "replicate", or "none" (the model's own
     parameters, nothing gathered). `accumulate`: gradients of earlier micro-batches exist when a step begins. `fused`:
-    token-wise work is compiled, and keeps less.
+    token-wise work is compiled, and keeps less. `loss_in_place`: logits become their gradient where they are.
     """
 
     length: int
@@ -50,6 +50,7 @@ class Job:
     optimizer: Optimizer = "adamw"
     accumulate: bool = False
     fused: bool = True
+    loss_in_place: bool = False
     weights_on_host: bool = False
     gradients_on_host: bool = False
     optimizer_on_host: bool = False

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ithaca.errors import MemoryPlanError, MeshError
-from ithaca.planning.activations import Flow, attention_work, rank_heads, saved
+from ithaca.planning.activations import Flow, attention_work, loss_work, rank_heads, saved
 from ithaca.planning.advice import explain
 from ithaca.planning.known_models import find_model
 from ithaca.planning.memory import GIB, Memory, memory_of
@@ -161,6 +161,17 @@ def test_a_short_step_is_worst_at_its_end() -> None:
     # Torch's AdamW has two states like the weights.
     assert memory.device_bytes == 8_030_261_248 * (2 + 2 + 4)
     assert memory_of(B8, replace(job, weight_bytes=4), plan(offload=False)).device_bytes == 8_030_261_248 * (4 + 2 + 8)
+
+
+def test_a_loss_in_place_has_one_tile_of_logits() -> None:
+    tile = 2048 * B8.vocabulary * 2
+    names = ("loss tile", "head weight gradient")
+    for job, logits in ((BARE, 2 * tile), (replace(BARE, loss_in_place=True), tile)):
+        pieces = {piece.name: piece.bytes for piece in loss_work(Flow.of(B8, job, 1), B8, 2048, trains=True)}
+        # Products are added to the weight's gradient in fp32 as they are made.
+        assert [pieces[name] for name in names] == [logits, 4 * B8.embedding]
+    apart = {p.name: p.bytes for p in loss_work(Flow.of(B8, replace(BARE, fused=False), 1), B8, 64, trains=True)}
+    assert apart["head weight gradient"] > 4 * B8.embedding
 
 
 def test_lora_has_gradients_and_state_for_its_adapters() -> None:
