@@ -93,6 +93,7 @@ def by_data_rank() -> float:
     return float(causal_loss(model, batch, mesh))
 
 
+@pytest.mark.slow
 def test_ranks_of_different_data_may_differ() -> None:
     assert len(set(run_ranks(4, by_data_rank))) == 1
 

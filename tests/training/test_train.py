@@ -237,6 +237,7 @@ def _stopped_with_bad_steps(text: str, short: float) -> list[dict[str, Any]]:
         return [_with_bad_steps(text, [4, 5], "nan", stop=8, at="forward layer 1"), _train(text)]
 
 
+@pytest.mark.slow
 def test_steps_settled_late_are_told_and_counted_alike(place: Path) -> None:
     found = []
     for short in (0.0, 60.0):
