@@ -113,6 +113,7 @@ def test_the_plan_shown_is_the_plan_made(tmp_path: Path, monkeypatch: pytest.Mon
     assert {" ".join(line.split()) for line in shown.strip().splitlines()} <= lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", re.findall(r"^torchrun (.+?)(?:\s+#.*)?$", README, re.M))
 def test_torchrun_commands_run(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if word.endswith(".py") else word for word in command.split()]
