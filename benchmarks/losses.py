@@ -46,10 +46,8 @@ TILE = 4096
 PLAIN = LossSpec()
 # Takes (hidden states, the head's weight, targets) and gives the summed loss.
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 SPECS = {
-    "plain": LossSpec(),
+    "plain": PLAIN,
     "softcap": LossSpec(softcap=30.0),
     "smoothing": LossSpec(smoothing=0.1),
     "z": LossSpec(z=1e-3),
@@ -69,7 +67,7 @@ def compiled(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor) -> Tensor:
 def liger(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, *, sums: torch.dtype | None = None) -> Tensor:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    # Input, weight, target, then: class weights, bias, ignored, z, smoothing, reduction, softcap, return z, sums' dtype.
+    # Input, weight, target, then: bias, class weights, ignored, z, smoothing, reduction, softcap, return z, sums' dtype.
     given = LigerFusedLinearCrossEntropyFunction.apply(
         hidden_TC, weight_VC, targets_T, None, None, -100, 0.0, 0.0, "sum", None, False, sums
     )
@@ -97,7 +95,7 @@ def systems() -> dict[str, Loss]:
     if tile.tile_kernel() is not None:
         found = {"ithaca": partial(ithaca, fuse=True), "liger": liger, "liger-fp32": partial(liger, sums=torch.float32)}
     else:
-        print("liger: not installed")
+        print("liger: not installed, or not a version whose kernel is known here")
     found |= {"compiled": compiled, "eager": partial(ithaca, fuse=False)}
     if hasattr(F, "linear_cross_entropy"):
         found["torch"] = chunked

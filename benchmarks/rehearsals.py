@@ -244,7 +244,9 @@ def plan_table(cells: list[Cell]) -> str:
             spent = (f"{c['compute_s']:.2f}", f"{said['compute_s']:.2f}", f"{c['time_error']:+.1%}")
         rows.append((*start, *memory, *spent, "derived" if c["derived"] else "all run"))
     worst = [_worst(done, error) for error in ("memory_error", "time_error")]
-    return "\n".join([_markdown(heads, rows), "", *filter(None, worst)])
+    missing = len(order) - len(done)
+    rest = f"{missing} of {len(order)} cells have no result yet." if missing else ""
+    return "\n".join([_markdown(heads, rows), "", *filter(None, [*worst, rest])])
 
 
 def _worst(cells: list[Cell], error: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ithaca.planning.activations import FP32, Flow, saved
-from ithaca.planning.cost import attention_flops, token_flops
+from ithaca.planning.cost import SUMMED_BYTES, attention_flops, token_flops
 from ithaca.planning.layers import LayerSizes
 from ithaca.planning.memory import optimizer_bytes
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
@@ -28,8 +28,6 @@ ELEMENTWISE_SHARE = 0.75
 EXPERTS_SHARE = 0.85
 # How often, at that speed, the copies of tokens for their experts are passed over: sorted, weighed, put back (likewise).
 ROUTED_FORWARD, ROUTED_BACKWARD = 24, 37
-# A tile's weight gradient is read, and so is the fp32 sum, which is written again.
-SUMMED_BYTES = 2 + 4 + 4
 # AdamW on the host is bound by its memory: bytes a second of one rank's share of it; not measured.
 HOST_STEP = 20 * GIGA
 
