@@ -26,7 +26,7 @@ class Spans(list[tuple[str, Any, Any]]):
         """By name; on a GPU its stream must have come to the end of all of them."""
         totals = {EXCHANGE: 0.0, ATTENTION: 0.0}
         for name, start, end in self:
-            totals[name] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+            totals[name] += seconds_between(start, end)
         return totals
 
 
@@ -54,9 +54,9 @@ class Clock:
                 device = self._device
                 if device is None:
                     return function(*args, **kwargs)
-                start = _now(device)
+                start = moment(device)
                 result = function(*args, **kwargs)
-                self._spans.append((name, start, _now(device)))
+                self._spans.append((name, start, moment(device)))
                 return result
 
             return timed
@@ -64,12 +64,18 @@ class Clock:
         return decorate
 
 
-def _now(device: torch.device) -> Any:
+def moment(device: torch.device) -> Any:
+    """Now, on the device's own clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """On a GPU its stream must have come to the end."""
+    return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
 
 
 CLOCK = Clock()

@@ -22,7 +22,7 @@ def rehearse(
     world: int = typer.Option(0, help="Ranks of the whole job; as the run says, or 8."),
     rank: int = typer.Option(0, help="Which of them is rehearsed."),
     stage: int = typer.Option(0, help="Which of the run's stages, from 1; the last if left out."),
-    layers: str = typer.Option("auto", help="`all`, `auto`, or how many layers a second run has more than the first."),
+    layers: str = typer.Option("auto", help="`all`, `auto`, or how many layers later runs have more than the first."),
     cap: str = typer.Option("", help="Memory that the device may use: 80GB."),
     gpus: str = typer.Option("", help="The card of the job, if not the one here: H100."),
     link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),

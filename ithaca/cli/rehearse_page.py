@@ -119,7 +119,6 @@ def as_json(asked: Asked, result: Rehearsed) -> dict[str, Any]:
         "precision": asked.run.precision,
         "how": how(result),
         "plan_summary": result.predicted.plan.summary(),
-        "parameters_run": [len(each.layers) for each in result.figures],
         "peak": result.peak,
         "compute_s": result.compute_s,
         "step_s": result.step_s,

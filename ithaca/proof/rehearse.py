@@ -1,8 +1,9 @@
 """`ithaca rehearse`: one rank of a job on the one device here, beside what the plan said of it.
 
 The plan is made for the whole model as training would make it; then its step runs: all layers, or a few of them with
-the rest derived (`rehearse_cut`). Time is the device's own; what travels between ranks is counted, and its time is
-predicted from the link's speed. Without a GPU tensors are fake and memory alone is reported.
+the rest derived (`rehearse_cut`): seconds from each layer's own, bytes from runs with more layers and no attention.
+Time is the device's own; what travels between ranks is counted, and its time is predicted from the link's speed.
+Without a GPU tensors are fake and memory alone is reported.
 
 Invariant: both sides of a comparison are of the same job and plan, and of the same things: without a GPU the kernels'
 workspace and the allocator's gaps are left out of both, as no trace sees them.
@@ -11,7 +12,7 @@ workspace and the allocator's gaps are left out of both, as no trace sees them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
@@ -30,9 +31,9 @@ from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.time import step_time
 from ithaca.planning.traffic import Machine, exchange_s, exchanged
-from ithaca.proof.rehearse_cut import MORE, Trials, choose_trials, cut_plan, derive
+from ithaca.proof.rehearse_cut import MORE, Trial, Trials, choose_trials, cut_plan, derive, derive_clocked
 from ithaca.proof.rehearse_group import alone
-from ithaca.proof.rehearse_phases import OPTIMIZER, PHASES
+from ithaca.proof.rehearse_phases import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from ithaca.proof.rehearse_step import Figures, Part, measure
 from ithaca.proof.rehearse_trace import Kinds
 from ithaca.state.weights import leaves_device
@@ -93,13 +94,17 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """Everything a rehearsal gives; `derived` where not all layers ran. Seconds are of a whole optimizer step."""
+    """Everything a rehearsal gives; `derived` where not all layers ran, with the runs for bytes alone as `bare`.
+
+    Seconds are of a whole optimizer step.
+    """
 
     length: int
     rows: int
     degrees: tuple[int, int, int]
     predicted: Predicted
     figures: tuple[Figures, ...]
+    bare: tuple[Figures, ...]
     derived: bool
     seconds: dict[str, float]
     peaks: dict[str, int]
@@ -154,12 +159,18 @@ def rehearse(asked: Asked, progress: Callable[[str], None] = lambda text: None) 
         part = part_of(asked, number, config, mesh)
         sizes, said = predict(asked, part, mesh)
         progress(f"plan: {said.plan.summary()}")
-        trials = _trials(asked, sizes, said)
-        figures = []
-        for trial in trials.runs:
-            progress(f"running {len(trial.layers)} of {len(sizes.layers)} layers")
-            figures.append(measure(part, trial.layers, cut_plan(said.plan, trial.layers), mesh))
-        return _whole(part, mesh, sizes, said, trials, tuple(figures), asked.machine)
+        trials = _trials(asked, sizes, said, bare=not part.fake)
+
+        def run(trial: Trial, *, bare: bool = False) -> Figures:
+            how = " without attention" if bare else ""
+            progress(f"running {len(trial.layers)} of {len(sizes.layers)} layers{how}")
+            return measure(part, trial.layers, cut_plan(said.plan, trial.layers), mesh, bare=bare)
+
+        # Fake attention takes no time: there one sort of run serves for all.
+        separate = trials.derived and not part.fake
+        figures = tuple(run(trial) for trial in (trials.runs[:1] if separate else trials.runs))
+        bare = tuple(run(trial, bare=True) for trial in trials.runs) if separate else ()
+        return _whole(part, mesh, sizes, said, trials, figures, bare, asked.machine)
 
 
 def part_of(asked: Asked, number: int, config: Any, mesh: Mesh) -> Part:
@@ -227,14 +238,14 @@ def _kinds(terms: list[Term]) -> Kinds:
     return Kinds(**totals)
 
 
-def _trials(asked: Asked, sizes: ModelSizes, said: Predicted) -> Trials:
+def _trials(asked: Asked, sizes: ModelSizes, said: Predicted, *, bare: bool) -> Trials:
     more: int | None = asked.layers or MORE
     if asked.layers is None:
         more = None
     elif asked.layers == 0:
         whole = len(sizes.layers) <= WHOLE_LAYERS if said.compute_s is None else said.compute_s <= WHOLE_S
         more = None if whole else MORE
-    return choose_trials(said.plan, sizes.kinds, more)
+    return choose_trials(said.plan, sizes.kinds, more, bare=bare)
 
 
 def _whole(
@@ -244,27 +255,34 @@ def _whole(
     said: Predicted,
     trials: Trials,
     figures: tuple[Figures, ...],
+    bare: tuple[Figures, ...],
     machine: Machine,
 ) -> Rehearsed:
+    first = figures[0]
+
     def total(value: Callable[[Figures], float]) -> float:
-        return derive(trials, [value(each) for each in figures])
+        return derive(trials, [value(each) for each in bare or figures], value(first))
 
     peaks = {phase: int(total(lambda f, p=phase: f.peaks[p])) for phase in PHASES}  # type: ignore[misc]
-    held = {name: int(total(lambda f, n=name: getattr(f.kinds, n))) for name in ("weights", "optimizer", "gradients")}  # type: ignore[misc]
+    worst = max(peaks, key=lambda phase: peaks[phase])
+    kinds = {name: int(total(lambda f, n=name: getattr(f.kinds[worst], n))) for name in asdict(first.kinds[worst])}  # type: ignore[misc]
     seconds: dict[str, float] = {}
-    if figures[0].seconds:
-        seconds = {phase: total(lambda f, p=phase: f.seconds[p]) for phase in PHASES}  # type: ignore[misc]
-        seconds = {phase: s * (1 if phase == OPTIMIZER else part.rows) for phase, s in seconds.items()}
+    if first.seconds:
+        seconds = {OPTIMIZER: total(lambda f: f.seconds[OPTIMIZER])}
+        for phase in (FORWARD, BACKWARD):
+            seconds[phase] = part.rows * derive_clocked(trials, first.seconds[phase], first.layer_s[phase])
+        seconds = {phase: seconds[phase] for phase in PHASES}
     return Rehearsed(
         length=part.length,
         rows=part.rows,
         degrees=(mesh.dp, mesh.ring, mesh.sp),
         predicted=said,
         figures=figures,
+        bare=bare,
         derived=trials.derived,
         seconds=seconds,
         peaks=peaks,
-        kinds=Kinds(**held, working=max(peaks.values()) - sum(held.values())),
+        kinds=Kinds(**kinds),
         reserved=int(total(lambda f: f.reserved)),
         pinned=int(total(lambda f: f.pinned)),
         host=int(total(lambda f: f.host)),

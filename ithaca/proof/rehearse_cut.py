@@ -2,8 +2,10 @@
 
 A plan's layers fall into blocks: a layer with those whose inputs are rebuilt from it. Blocks of the same sizes, modes
 and places of their saved tensors cost the same, so a figure of the whole is that of a first run, which has a few blocks
-of every kind, and for each kind the missing blocks times what one of them adds. What one adds is seen in a second run
-with more blocks of that kind: for a plan of one kind, the line through two runs.
+of every kind, and for each kind the missing blocks times what one of them adds. Seconds that one adds are clocked in the
+first run, block by block. Bytes that one adds are seen in a second run with more blocks of that kind: for a plan of one
+kind, the line through two runs. As attention takes most of a long step's time and keeps nothing, runs for bytes may go
+without it; then the first is run so too, and lines go through runs of one sort.
 
 Invariant: `derive` of runs that keep to such a line is exact, and runs of the whole model are not derived from.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from ithaca.planning.plan import MemoryPlan
 
@@ -20,14 +23,17 @@ from ithaca.planning.plan import MemoryPlan
 FIRST_ALONE, FIRST = 3, 2
 # Layers that a later run has more, unless told.
 MORE = 3
+# What a layer without attention takes of one with it, where steps are long enough to be cut; an upper bound.
+BARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run: its layers, and how many blocks of each kind they are."""
+    """One run: its layers, how many blocks of each kind they are, and the blocks in order: kind and number of layers."""
 
     layers: tuple[int, ...]
     counts: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,11 @@ def blocks_of(plan: MemoryPlan) -> list[tuple[int, ...]]:
     return blocks
 
 
-def choose_trials(plan: MemoryPlan, kinds: Sequence[int], more: int | None = MORE) -> Trials:
-    """Which layers to run; `kinds` numbers layers of equal sizes alike. `more=None`: all of them, in one run."""
+def choose_trials(plan: MemoryPlan, kinds: Sequence[int], more: int | None = MORE, *, bare: bool = False) -> Trials:
+    """Which layers to run; `kinds` numbers layers of equal sizes alike. `more=None`: all of them, in one run.
+
+    `bare`: runs for bytes go without attention.
+    """
     blocks = blocks_of(plan)
     names = [tuple((kinds[i], plan.layers[i], plan.offload[i]) for i in block) for block in blocks]
     distinct = list(dict.fromkeys(names))
@@ -66,36 +75,49 @@ def choose_trials(plan: MemoryPlan, kinds: Sequence[int], more: int | None = MOR
         if added > 0:
             wider.append(tuple(count + added * (at == place) for place, count in enumerate(first)))
     counts = [first, *wider]
-    spent = sum(len(_layers(blocks, names, distinct, each)) for each in counts)
+    kinds_of = [distinct.index(name) for name in names]
+    runs = [_trial(blocks, kinds_of, each) for each in counts]
+    lengths = [len(trial.layers) for trial in runs]
+    spent = lengths[0] + BARE * sum(lengths) if bare else sum(lengths)
     if more is None or spent >= len(plan.layers):
-        counts = [whole]
-    return Trials(tuple(Trial(_layers(blocks, names, distinct, c), c) for c in counts), whole)
+        runs = [_trial(blocks, kinds_of, whole)]
+    return Trials(tuple(runs), whole)
 
 
-def _layers(
-    blocks: list[tuple[int, ...]],
-    names: Sequence[object],
-    distinct: Sequence[object],
-    counts: Sequence[int],
-) -> tuple[int, ...]:
+def _trial(blocks: list[tuple[int, ...]], kinds: Sequence[int], counts: tuple[int, ...]) -> Trial:
     """The last blocks of each kind, in the model's order: what is kept or staged last stays last."""
-    left = dict(zip(distinct, counts, strict=True))
-    chosen: list[tuple[int, ...]] = []
-    for block, name in zip(reversed(blocks), reversed(names), strict=True):
-        if left[name] > 0:
-            left[name] -= 1
-            chosen.append(block)
-    return tuple(index for block in reversed(chosen) for index in block)
+    left = list(counts)
+    chosen: list[tuple[int, tuple[int, ...]]] = []
+    for block, kind in zip(reversed(blocks), reversed(kinds), strict=True):
+        if left[kind] > 0:
+            left[kind] -= 1
+            chosen.insert(0, (kind, block))
+    layers = tuple(index for _, block in chosen for index in block)
+    return Trial(layers, counts, tuple((kind, len(block)) for kind, block in chosen))
 
 
-def derive(trials: Trials, values: Sequence[float]) -> float:
-    """The whole's figure from each run's, in the order of `trials.runs`."""
-    first, base = trials.runs[0].counts, values[0]
-    total = base
+def derive(trials: Trials, values: Sequence[float], first: float | None = None) -> float:
+    """The whole's figure from each run's, in the order of `trials.runs`; from `first`, where that is another run's."""
+    counts, base = trials.runs[0].counts, values[0]
+    total = base if first is None else first
     for trial, value in zip(trials.runs[1:], values[1:], strict=True):
-        at = next(place for place, count in enumerate(trial.counts) if count != first[place])
-        total += (value - base) / (trial.counts[at] - first[at]) * (trials.whole[at] - first[at])
+        at = next(place for place, count in enumerate(trial.counts) if count != counts[place])
+        total += (value - base) / (trial.counts[at] - counts[at]) * (trials.whole[at] - counts[at])
     return total
+
+
+def derive_clocked(trials: Trials, first: float, layers: Sequence[float | None]) -> float:
+    """The whole's seconds from the first run's and those of its layers, where they are known."""
+    run = trials.runs[0]
+    clocked: list[list[float]] = [[] for _ in run.counts]
+    at = 0
+    for kind, length in run.blocks:
+        seconds = [s for s in layers[at : at + length] if s is not None]
+        if len(seconds) == length:
+            clocked[kind].append(sum(seconds))
+        at += length
+    missing = [every - some for every, some in zip(trials.whole, run.counts, strict=True)]
+    return first + sum(count * mean(own) for count, own in zip(missing, clocked, strict=True) if count)
 
 
 def cut_plan(plan: MemoryPlan, layers: Sequence[int]) -> MemoryPlan:

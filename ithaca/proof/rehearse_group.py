@@ -40,9 +40,9 @@ class Sent:
         self.calls[name] = self.calls.get(name, 0) + 1
         self.bytes[name] = self.bytes.get(name, 0) + size
 
-    def filling_s(self) -> float:
+    def filling_s(self, first: int = 0, last: int | None = None) -> float:
         """Seconds of the device that a real exchange would not have taken from computing; 0 without a GPU."""
-        return sum(start.elapsed_time(end) for start, end in self.spans) / 1e3
+        return sum(start.elapsed_time(end) for start, end in self.spans[first:last]) / 1e3
 
     def clear(self) -> None:
         self.calls.clear()

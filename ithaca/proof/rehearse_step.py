@@ -32,6 +32,7 @@ from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
+from ithaca.proof.rehearse_bare import without_attention
 from ithaca.proof.rehearse_group import sent_of
 from ithaca.proof.rehearse_phases import BACKWARD, FORWARD, OPTIMIZER, DevicePhases, TracedPhases
 from ithaca.proof.rehearse_trace import Kinds, Trace, TracedStore, held_by
@@ -73,19 +74,19 @@ class Part:
 class Figures:
     """What a run of some layers gave; seconds of one row's forward and backward and of one optimizer step.
 
-    `peaks`: bytes of the device by phase. `kinds`: of the highest of them, gradients as at its end. `pinned`: as the
-    driver holds it, rounded up. `host`: saved tensors there, and weights, gradients and state where they live there.
-    `filling_s` is left out of `seconds`: it stands where real data would arrive. `attention_s`, `packing_s` and what
-    was sent are of two rows where a step has more than one.
+    `kinds`: bytes of the device at every phase's peak, gradients as at its end. `pinned`: as the driver holds it, rounded
+    up. `host`: saved tensors there, and weights, gradients and state where they live there. `filling_s` is left out of
+    `seconds`: it stands where real data would arrive. `layer_s`: forward and backward of every layer, unknown for the
+    last one to run. `attention_s`, `packing_s` and what was sent are of two rows where a step has more than one.
     """
 
     layers: tuple[int, ...]
     seconds: dict[str, float]
-    peaks: dict[str, int]
-    kinds: Kinds
+    kinds: dict[str, Kinds]
     reserved: int
     pinned: int
     host: int
+    layer_s: dict[str, list[float | None]] = field(default_factory=dict)
     attention_s: float = 0.0
     packing_s: float = 0.0
     filling_s: float = 0.0
@@ -93,15 +94,24 @@ class Figures:
     calls: dict[str, int] = field(default_factory=dict)
     loss: float | None = None
 
+    @property
+    def peaks(self) -> dict[str, int]:
+        return {phase: kinds.total for phase, kinds in self.kinds.items()}
 
-def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh) -> Figures:
-    """The figures of a model of these of its layers under `plan`, which has a mode for each of them."""
+
+def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh, *, bare: bool = False) -> Figures:
+    """The figures of a model of these of its layers under `plan`, which has a mode for each of them.
+
+    `bare`: without attention, for bytes alone.
+    """
     if part.fake and has_experts(part.config) and (part.compute or part.weights) == torch.float32:
         raise UnsupportedError(
             "experts in fp32 cannot be rehearsed without a GPU, for torch has no rule for the shapes of their products: "
             "use precision=mixed or precision=bf16"
         )
     with ExitStack() as stack:
+        if bare:
+            stack.enter_context(without_attention())
         model = build(part, layers, plan, mesh)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)) if part.fake else None
         materialize(model)
@@ -113,7 +123,7 @@ def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh) -> 
         )
         run = _Run(part, tuple(layers), model, optimizer, mesh, fake, list(model.parameters()))
         if mesh.device.type == "cuda":
-            return run.on_device()
+            return run.on_device(once=bare)
         return run.traced()
 
 
@@ -201,15 +211,15 @@ class _Run:
     fake: FakeTensorMode | None
     parameters: list[nn.Parameter]
 
-    def on_device(self) -> Figures:
-        """A short step first; then one of the whole length, twice where that is quick."""
+    def on_device(self, *, once: bool = False) -> Figures:
+        """A short step first; then one of the whole length, twice where that is quick, unless `once`."""
         short = min(self.part.length, SHORT * self.mesh.shards)
         self._step(short, nullcontext())
         self._pin_ahead(self.part.length / short)
         self._load_kernels()
         torch.cuda.empty_cache()
         figures = self._timed()
-        if sum(figures.seconds.values()) > AGAIN_S:
+        if once or sum(figures.seconds.values()) > AGAIN_S:
             return figures
         # The second finds the memory that the first took from the driver; how much that was is the first one's to say.
         return replace(self._timed(), reserved=figures.reserved)
@@ -238,23 +248,21 @@ class _Run:
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_peak_host_memory_stats()
         sent_of(group).clear()
-        phase = DevicePhases(device, sent_of(group))
+        phase = DevicePhases(device, sent_of(group), decoder_layers(base_model(self.model)))
         with CLOCK.running(device) as clock:
             loss = self._step(self.part.length, phase)
             spent = clock.seconds()
-        held = {name: _bytes(tensors, "cuda") for name, tensors in phase.held.items()}
         saved = 0 if self._store is None else self._store.pinned
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-        peak = max(phase.peaks.values())
         filling = sent_of(group).filling_s()
         return Figures(
             layers=self.layers,
             seconds=phase.seconds,
-            peaks=phase.peaks,
-            kinds=Kinds(**held, working=peak - sum(held.values())),
+            kinds=phase.kinds,
             reserved=torch.cuda.max_memory_reserved(device),
             pinned=pinned + saved,
-            host=saved + sum(_bytes(tensors, "cpu") for tensors in phase.held.values()),
+            host=saved + phase.on_host,
+            layer_s=phase.layers(),
             attention_s=spent[ATTENTION],
             packing_s=max(0.0, spent[EXCHANGE] - filling),
             filling_s=filling,
@@ -268,21 +276,21 @@ class _Run:
         self._step(self.part.length, nullcontext())
         trace = Trace(lambda: held_by(self.parameters, self.optimizer))
         _trace_store(self.model, self.mesh, trace)
-        phase = TracedPhases(trace)
-        sent_of(self.mesh.sp_group).clear()
+        sent = sent_of(self.mesh.sp_group)
+        phase = TracedPhases(trace, sent, decoder_layers(base_model(self.model)))
+        sent.clear()
         with trace:
             loss = self._step(self.part.length, phase)
-        worst = max(phase.kinds.values(), key=lambda kinds: kinds.total)
         return Figures(
             layers=self.layers,
             seconds=phase.seconds if self.fake is None else {},
-            peaks={name: kinds.total for name, kinds in phase.kinds.items()},
-            kinds=worst,
-            reserved=worst.total,
+            kinds=phase.kinds,
+            reserved=max(kinds.total for kinds in phase.kinds.values()),
             pinned=trace.pinned,
             host=trace.pinned,
-            sent=dict(sent_of(self.mesh.sp_group).bytes),
-            calls=dict(sent_of(self.mesh.sp_group).calls),
+            layer_s=phase.layers() if self.fake is None else {},
+            sent=dict(sent.bytes),
+            calls=dict(sent.calls),
             loss=loss,
         )
 
@@ -356,7 +364,3 @@ def _trace_store(model: nn.Module, mesh: Mesh, trace: Trace) -> None:
     installed.store = TracedStore(mesh.device, trace=trace)
     for layer in installed.layers:
         layer.store = None if layer.store is None else installed.store
-
-
-def _bytes(tensors: list[Tensor], kind: str) -> int:
-    return sum(x.nbytes for x in tensors if x.device.type == kind)

@@ -3,6 +3,7 @@ the plan: memory by kind and what is sent; and the whole derived from few layers
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ithaca.attention import local as local_attention
+from ithaca.attention.kernels import choose
+from ithaca.attention.local import LocalAttention
 from ithaca.config import Optimizer, read_run
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import init_mesh
@@ -18,9 +22,9 @@ from ithaca.planning.hardware import find_device, find_link
 from ithaca.planning.plan import MemoryPlan
 from ithaca.planning.traffic import Machine, exchanged
 from ithaca.proof.rehearse import Asked, Rehearsed, rehearse
-from ithaca.proof.rehearse_cut import blocks_of, choose_trials, cut_plan, derive
+from ithaca.proof.rehearse_cut import Trial, blocks_of, choose_trials, cut_plan, derive, derive_clocked
 from ithaca.proof.rehearse_group import AloneGroup, alone
-from ithaca.proof.rehearse_step import Part, build, cut, measure, only
+from ithaca.proof.rehearse_step import Figures, Part, build, cut, measure, only
 from ithaca.proof.small import small_config
 from ithaca.state.load import local, materialize
 from ithaca.training.step import causal_loss
@@ -47,7 +51,8 @@ def figures(of: Part, plan: MemoryPlan, sp: int) -> dict[str, Any]:
     """What a rank measures, whoever the other ranks are."""
     mesh = init_mesh(sp=sp, device="cpu")
     got = measure(of, range(LAYERS), plan, mesh)
-    return {"peaks": got.peaks, "kinds": asdict(got.kinds), "pinned": got.pinned, "loss": got.loss}
+    kinds = asdict(got.kinds["backward"])
+    return {"peaks": got.peaks, "kinds": kinds, "pinned": got.pinned, "loss": got.loss}
 
 
 def alone_as(rank: int, world: int, of: Part, plan: MemoryPlan, sp: int) -> dict[str, Any]:
@@ -159,10 +164,54 @@ def test_the_comparison_sees_a_wrong_plan(whole: Rehearsed) -> None:
 def test_few_layers_give_the_whole(whole: Rehearsed) -> None:
     few = rehearse(asked(2, 12))
     assert few.derived
-    assert [len(each.layers) for each in few.figures] == [3, 5]
+    assert [len(each.layers) for each in (*few.figures, *few.bare)] == [3, 3, 5]
     # Bytes do lie on a line; only ids and loss buffers beside it.
     assert few.peaks == pytest.approx(whole.peaks, rel=0.005)
     assert asdict(few.kinds) == pytest.approx(asdict(whole.kinds), rel=0.01)
+
+
+def test_bytes_of_a_mixed_plan_follow_from_runs_without_attention() -> None:
+    plan = MemoryPlan(("save",) * 6 + ("keep",) * 6, (True,) * 3 + (False,) * 9, LENGTH, LENGTH)
+    of = replace(part(), config=small_config("llama", num_hidden_layers=12))
+    trials = choose_trials(plan, (0,) * 12, more=1, bare=True)
+    assert trials.derived
+    with alone(2, 0):
+        mesh = init_mesh(sp=2, device="cpu")
+
+        def run(trial: Trial, *, bare: bool) -> Figures:
+            return measure(of, trial.layers, cut_plan(plan, trial.layers), mesh, bare=bare)
+
+        first, every = run(trials.runs[0], bare=False), measure(of, range(12), plan, mesh)
+        bare = [run(trial, bare=True) for trial in trials.runs]
+    assert local_attention.choose is choose
+    assert bare[0].loss != first.loss
+    for phase in ("forward", "backward", "optimizer"):
+        got = derive(trials, [each.peaks[phase] for each in bare], first.peaks[phase])
+        assert got == pytest.approx(every.peaks[phase], rel=0.005), phase
+    assert derive(trials, [each.pinned for each in bare], first.pinned) == every.pinned > first.pinned
+
+
+def test_layers_are_clocked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted delay in one layer's forward is that layer's; the last of a phase has no end."""
+    count, delay = 4, 0.3
+    of = replace(part(), config=small_config("llama", num_hidden_layers=count))
+    plan = MemoryPlan(("save",) * count, (False,) * count, LENGTH, LENGTH)
+    attend, calls = LocalAttention.attend, []
+
+    def late(self: LocalAttention, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) % count == 2:
+            time.sleep(delay)
+        return attend(self, *args)
+
+    monkeypatch.setattr(LocalAttention, "attend", late)
+    with alone(2, 0):
+        got = measure(of, range(count), plan, init_mesh(sp=2, device="cpu"))
+    forward, backward = got.layer_s["forward"], got.layer_s["backward"]
+    assert forward[-1] is backward[0] is None
+    assert [s is not None and s > delay for s in forward] == [False, True, False, False]
+    assert all(s is not None and 0 < s < delay for s in backward[1:])
+    assert sum(s or 0 for s in forward) < got.seconds["forward"]
 
 
 @pytest.mark.slow
@@ -219,6 +268,23 @@ def test_what_lies_on_a_line_is_derived_exactly() -> None:
     every = choose_trials(plan, (0,) * 40, more=None)
     assert not every.derived
     assert every.runs[0].layers == tuple(range(40))
+
+
+def test_seconds_of_the_missing_layers_are_those_clocked() -> None:
+    modes = ("recompute", "rebuild", "rebuild") * 10 + ("keep",) * 10
+    plan = MemoryPlan(modes, (False,) * 40, 8, 8)  # type: ignore[arg-type]
+    trials = choose_trials(plan, (0,) * 40, bare=True)
+    assert trials.runs[0].blocks == ((0, 3), (0, 3), (1, 1), (1, 1))
+    # Of eight blocks of three and eight of one; the first layer's end is not known.
+    layers = [None, 2.0, 3.0, 1.0, 2.0, 4.0, 10.0, 12.0]
+    assert derive_clocked(trials, 100.0, layers) == pytest.approx(100 + 8 * 7 + 8 * 11)
+    assert derive_clocked(choose_trials(plan, (0,) * 40, more=None), 100.0, [None] * 40) == 100.0
+
+
+def test_runs_without_attention_are_cheap_enough_to_cut_more_often() -> None:
+    plan = MemoryPlan(("save",) * 28 + ("keep",) * 4, (True,) * 22 + (False,) * 10, 8, 8)
+    assert not choose_trials(plan, (0,) * 32).derived
+    assert [len(trial.layers) for trial in choose_trials(plan, (0,) * 32, bare=True).runs] == [6, 9, 9, 8]
 
 
 def test_a_cut_model_has_the_layers_it_was_asked_for() -> None:
