@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -51,8 +52,8 @@ def documents() -> Iterator[str]:
         yield "".join(f"# {file.relative_to(library)}\n{file.read_text('utf-8', 'replace')}\n" for file in files)
 
 
-def write_job(folder: Path, shape: str, length: int, steps: int) -> Path:
-    """The model's folder, the documents and the run file; gives the last."""
+def write_job(folder: Path, shape: str, length: int, steps: int, most: float = math.inf) -> Path:
+    """The model's folder, the documents, up to one that makes them `most` characters, and the run file; gives the last."""
     from ithaca.models.embedded import embedded_tokenizer
 
     tokenizer = embedded_tokenizer()
@@ -62,7 +63,10 @@ def write_job(folder: Path, shape: str, length: int, steps: int) -> Path:
     config.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     with (folder / "documents.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in documents())
+        for text in documents():
+            file.write(json.dumps({"text": text}) + "\n")
+            if file.tell() > most:
+                break
     run = {
         "output": str(folder / "run"),
         "model": {"name": str(folder / "model"), "weights": "random"},
@@ -157,7 +161,8 @@ def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]
     """Rounds of the trainer's loop and the bare one, each first in every other; the first rounds count for nothing."""
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
-        alone = Alone(Path(name), write_job(Path(name), shape, length, (rounds + UNCOUNTED) * steps))
+        every = (rounds + UNCOUNTED) * steps
+        alone = Alone(Path(name), write_job(Path(name), shape, length, every, most=every * length))
         for number in range(rounds + UNCOUNTED):
             took: dict[str, float] = {}
             for way in (alone.bare, alone.trained)[:: -1 if number % 2 else 1]:

@@ -21,6 +21,9 @@ def test_a_job_is_a_run_file(tmp_path: Path) -> None:
     run = load_run(str(training.write_job(tmp_path, "tiny", 256, 14)), [])
     assert (run.stages[0].length, run.stages[0].steps, run.model.weights) == (256, 14, "random")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] >= 264
+    every = (tmp_path / "documents.jsonl").stat().st_size
+    training.write_job(tmp_path, "tiny", 256, 14, most=100_000)
+    assert 100_000 < (tmp_path / "documents.jsonl").stat().st_size < every
 
 
 @pytest.mark.slow
