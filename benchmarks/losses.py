@@ -22,6 +22,8 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +43,16 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 # Name: (tokens, hidden size, vocabulary).
 SHAPES = {"1B": (32_768, 2048, 128_256), "8B": (32_768, 4096, 128_256), "Gemma-1B": (32_768, 1152, 262_144)}
 ON_CPU = {"small": (8192, 256, 32_000)}
+# How the table calls them.
+LONG = {
+    "ithaca": "Ithaca, a tile by Liger's kernel",
+    "compiled": "Ithaca, a tile compiled",
+    "eager": "Ithaca, a tile uncompiled",
+    "liger": "Liger, weight's gradient summed in bf16",
+    "liger-fp32": "Liger, summed in fp32",
+    "torch": "torch's linear_cross_entropy",
+    "whole": "all logits at once",
+}
 TRIED = 4096
 TILE = 4096
 PLAIN = LossSpec()
@@ -150,6 +162,8 @@ def main() -> int:
     if arguments.packages:
         sys.path.append(str(arguments.packages))
     about = machine() if DEVICE.type == "cuda" else {"device": "CPU", "torch": torch.__version__}
+    if find_spec("liger_kernel"):
+        about["liger-kernel"] = metadata.version("liger-kernel")
     result: dict[str, Any] = {"machine": about, "tile": TILE, "rows": []}
     for name, shape in (SHAPES if DEVICE.type == "cuda" else ON_CPU).items():
         given = inputs(shape)
@@ -167,7 +181,26 @@ def main() -> int:
     result["specs"] = {name: errors(partial(ithaca, fuse=True, spec=spec), given, spec) for name, spec in SPECS.items()}
     save(arguments.file, result)
     print("\n".join(f"{name}: off by {_shown(found)}" for name, found in result["specs"].items()))
+    print(table(result))
     return 0
+
+
+def table(result: dict[str, Any]) -> str:
+    """Time, memory and the weight's gradient's largest error, one line an implementation."""
+    rows = result["rows"]
+    shapes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("shape", "system"))
+    lines = ["| | " + " | ".join(shapes) + " | weight's gradient off by |", "|---" * (len(shapes) + 2) + "|"]
+    for name in names:
+        own = {row["shape"]: row for row in rows if row["system"] == name and "outcome" not in row}
+        cells = [
+            f"{own[shape]['seconds'] * 1e3:.0f} ms, {own[shape].get('peak_gib', 0):.2f} GiB"
+            if shape in own
+            else "ran out"
+            for shape in shapes
+        ]
+        worst = max((row["errors"]["weight"] for row in own.values()), default=0.0)
+        lines.append(f"| {LONG[name]} | " + " | ".join(cells) + f" | {worst:.2%} |")
+    return "\n".join(lines)
 
 
 def told(row: dict[str, Any]) -> str:

@@ -83,6 +83,17 @@ def test_the_run_shown_is_the_one_measured() -> None:
     assert f"adds {found['overhead']['overhead']:.1%};" in page
 
 
+def test_the_losses_shown_are_those_measured() -> None:
+    import json
+
+    from benchmarks.losses import table
+
+    result = json.loads((ROOT / "benchmarks/results/losses.json").read_text())
+    assert table(result) in (ROOT / "docs/design.md").read_text()
+    seconds = {(row["shape"], row["system"]): row["seconds"] for row in result["rows"]}
+    assert {min((s, name) for (shape, name), s in seconds.items() if shape == at)[1] for at, _ in seconds} == {"ithaca"}
+
+
 def test_the_longest_steps_are_those_measured() -> None:
     import json
 
