@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ithaca.training.boundaries import put_boundaries
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
+# A tenth of a second or so.
+WAIT_CYCLES = 200_000_000
 
 
 class _Layers:
@@ -56,34 +59,44 @@ class _Layers:
 
 
 class DevicePhases:
-    """Seconds and peaks of a GPU, phase by phase; `held` are bytes of the device and of the host at the end of each."""
+    """Seconds and peaks of a GPU, phase by phase; `held` are bytes of the device and of the host at the end of each.
+
+    The device is kept waiting at first, so that the host is ahead of it, as it is in a run: what the host does before a
+    step's first kernel is done while the step before is still computed.
+    """
 
     def __init__(self, device: torch.device, sent: Sent, layers: Sequence[nn.Module]) -> None:
         self.device, self.sent = device, sent
-        self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
         self.held: dict[str, dict[str, tuple[int, int]]] = {}
         self._layers = _Layers(layers, device, sent)
-        self._last = self._filled = 0.0
+        self._ends: list[tuple[str, Any, int]] = []
 
     def __enter__(self) -> DevicePhases:
         self._layers.__enter__()
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._last = time.perf_counter()
+        torch.cuda._sleep(WAIT_CYCLES)
+        self._ends = [("", moment(self.device), 0)]
         return self
 
     def __exit__(self, *error: object) -> None:
         self._layers.__exit__()
 
     def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
-        torch.cuda.synchronize(self.device)
-        now, filled = time.perf_counter(), self.sent.filling_s()
-        self.seconds[name] = now - self._last - (filled - self._filled)
-        self._last, self._filled = now, filled
+        self._ends.append((name, moment(self.device), len(self.sent.spans)))
         self.peaks[name] = torch.cuda.max_memory_allocated(self.device)
         self.held[name] = {kind: (_bytes(own, "cuda"), _bytes(own, "cpu")) for kind, own in held.items()}
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the phases marked so far, without the filling of buffers; waits for them."""
+        torch.cuda.synchronize(self.device)
+        return {
+            name: seconds_between(start, end) - self.sent.filling_s(filled, more)
+            for (_, start, filled), (name, end, more) in pairwise(self._ends)
+        }
 
     @property
     def kinds(self) -> dict[str, Kinds]:

@@ -51,6 +51,11 @@ def try_shard(batch: Mapping[str, Any], mesh: Mesh, vocab_size: int) -> tuple[Sh
 
 def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exception | None) -> Agreement:
     """Compare notes with every rank. `error` is what this rank found wrong with its batch, if anything."""
+    if mesh.world == 1:
+        # Nobody to ask, and no device to wait for.
+        if shard is None:
+            raise error or AssertionError("no shard, and no reason why")
+        return Agreement(shard.count)
     mine = torch.tensor(_note(batch, shard), dtype=torch.int64, device=mesh.device)
     notes = mine.new_zeros(mesh.world, mine.numel())
     notes[mesh.rank] = mine
