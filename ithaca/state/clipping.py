@@ -72,14 +72,22 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Te
             _divide([p for group in optimizer.param_groups for p in group["params"]], factor)
             optimizer.step()
         return
-    one: Any = optimizer
     # Moved here, where that is waited for: the optimizer would read what is still on its way to the host.
     where = optimizer.param_groups[0]["params"][0].device
-    one.grad_scale, one.found_inf = factor.float().to(where), (~finite).float().to(where)
+    scale, clips, finite = factor.float().to(where), (factor > 1).to(where), finite.to(where)
+    # A step that divides also writes gradients back, which takes longer: two are launched, and one of them left out.
+    _step_where(optimizer, finite & ~clips)
+    if clip:
+        _step_where(optimizer, finite & clips, scale)
+
+
+def _step_where(optimizer: Any, taken: Tensor, scale: Tensor | None = None) -> None:
+    """A step that changes nothing where `taken` is false; of gradients divided by `scale`."""
+    optimizer.grad_scale, optimizer.found_inf = scale, (~taken).float()
     try:
         optimizer.step()
     finally:
-        del one.grad_scale, one.found_inf
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:

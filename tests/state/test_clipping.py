@@ -61,6 +61,18 @@ def test_a_step_is_torchs_own(clip: float, fused: bool) -> None:
     assert not hasattr(optimizer, "found_inf")
 
 
+@pytest.mark.parametrize("clip", [CLIP, 1e9, 0.0])
+def test_one_step_is_taken_and_only_clipping_writes_gradients(clip: float) -> None:
+    model, optimizer, loss = made(fused=True)
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for number in (1, 2):
+        norm = gradient_norm(model.parameters(), torch.device("cpu"))
+        clipped_step(optimizer, norm, loss, clip / number)
+        assert {float(state["step"]) for state in optimizer.state.values()} == {number}
+    kept = [torch.equal(before, p.grad) for before, p in zip(grads, model.parameters(), strict=True)]  # type: ignore[arg-type]
+    assert all(kept) == (clip != CLIP)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing(bad: str, fused: bool) -> None:
