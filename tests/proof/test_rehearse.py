@@ -170,6 +170,7 @@ def test_few_layers_give_the_whole(whole: Rehearsed) -> None:
     assert asdict(few.kinds) == pytest.approx(asdict(whole.kinds), rel=0.01)
 
 
+@pytest.mark.slow
 def test_bytes_of_a_mixed_plan_follow_from_runs_without_attention() -> None:
     plan = MemoryPlan(("save",) * 6 + ("keep",) * 6, (True,) * 3 + (False,) * 9, LENGTH, LENGTH)
     of = replace(part(), config=small_config("llama", num_hidden_layers=12))
@@ -193,7 +194,7 @@ def test_bytes_of_a_mixed_plan_follow_from_runs_without_attention() -> None:
 
 def test_layers_are_clocked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted delay in one layer's forward is that layer's; the last of a phase has no end."""
-    count, delay = 4, 0.3
+    count, delay = 4, 1.0
     of = replace(part(), config=small_config("llama", num_hidden_layers=count))
     plan = MemoryPlan(("save",) * count, (False,) * count, LENGTH, LENGTH)
     attend, calls = LocalAttention.attend, []
