@@ -9,7 +9,6 @@ Invariant: what was installed before is back after `close`.
 
 from __future__ import annotations
 
-import select
 import signal
 import socket
 import threading
@@ -33,7 +32,6 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         reader, writer = socket.socketpair()
-        reader.setblocking(False)
         writer.setblocking(False)
         self._ends = reader, writer
         self._descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -44,8 +42,12 @@ class Signals:
         if self._ends is None:
             time.sleep(seconds)
             return []
-        ready, _, _ = select.select([self._ends[0]], [], [], seconds)
-        numbers = self._ends[0].recv(256) if ready else b""
+        # Not select(), which takes no descriptor above 1023: a process that holds many files has such.
+        self._ends[0].settimeout(seconds)
+        try:
+            numbers = self._ends[0].recv(256)
+        except TimeoutError:
+            return []
         return [number for number in numbers if number in self.numbers]
 
     def close(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ithaca.training import watch as module
 from ithaca.training.hangs import Post, explain, locate, name_ranks
+from ithaca.training.signals import Signals
 from ithaca.training.watch import HANG, INTERRUPTED, PEER, Preempted, Watch
 from tests.training.crew import Crew, voyage
 
@@ -246,6 +249,27 @@ def test_a_signal_stops_and_handlers_come_back(number: signal.Signals) -> None:
     assert watch.asked
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_signals_are_heard_in_a_process_that_holds_many_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"no more than {hard} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    signals = Signals([signal.SIGUSR1])
+    try:
+        with ExitStack() as held:
+            for number in range(1100):
+                held.enter_context((tmp_path / str(number)).open("w"))
+            signals.open()
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert signals.receive(5.0) == [signal.SIGUSR1]
+                assert signals.receive(0.01) == []
+            finally:
+                signals.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_second_interrupt_ends_at_once() -> None:
