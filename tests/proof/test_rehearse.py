@@ -21,9 +21,11 @@ from ithaca.models.support import decoder_layers
 from ithaca.planning.hardware import find_device, find_link
 from ithaca.planning.plan import MemoryPlan
 from ithaca.planning.traffic import Machine, exchanged
+from ithaca.proof import rehearse_phases
 from ithaca.proof.rehearse import Asked, Rehearsed, rehearse
 from ithaca.proof.rehearse_cut import Trial, blocks_of, choose_trials, cut_plan, derive, derive_clocked
-from ithaca.proof.rehearse_group import AloneGroup, alone
+from ithaca.proof.rehearse_group import AloneGroup, Sent, alone
+from ithaca.proof.rehearse_phases import DevicePhases
 from ithaca.proof.rehearse_step import Figures, Part, build, cut, measure, only
 from ithaca.proof.small import small_config
 from ithaca.state.load import local, materialize
@@ -213,6 +215,32 @@ def test_layers_are_clocked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [s is not None and s > delay for s in forward] == [False, True, False, False]
     assert all(s is not None and 0 < s < delay for s in backward[1:])
     assert sum(s or 0 for s in forward) < got.seconds["forward"]
+
+
+class Fill:
+    """Stands for the two events around a filled buffer, a millisecond apart."""
+
+    def elapsed_time(self, _other: object) -> float:
+        return 1.0
+
+
+def test_filled_buffers_are_left_out_of_the_phase_they_were_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's phases on a clock of ten milliseconds; what was filled before they began is no part of them."""
+    ticks = iter(range(100))
+    monkeypatch.setattr(rehearse_phases, "moment", lambda _device: next(ticks) / 100)
+    for name in ("synchronize", "reset_peak_memory_stats", "_sleep", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_args: 7)
+    sent, fill = Sent(), (Fill(), Fill())
+    sent.spans += [fill] * 5
+    with DevicePhases(torch.device("cpu"), sent, []) as phase:
+        sent.spans += [fill] * 2
+        phase.mark("forward", {"weights": [torch.ones(3)]})
+        sent.spans += [fill] * 3
+        phase.mark("backward", {"weights": [torch.ones(3)]})
+        phase.mark("optimizer", {"weights": [torch.ones(3)]})
+    assert phase.seconds == pytest.approx({"forward": 0.008, "backward": 0.007, "optimizer": 0.01})
+    assert phase.on_host == 12
+    assert {kinds.total for kinds in phase.kinds.values()} == {7}
 
 
 @pytest.mark.slow
