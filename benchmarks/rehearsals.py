@@ -160,7 +160,7 @@ def run_cell(of: Cell, limit: float, extra: list[str], waiting: Waiting) -> Cell
             got["predicted"] = {
                 name: told["predicted"][name] for name in ("device_bytes", "kinds", "compute_s", "step_s")
             } | {"host_bytes": sum(term["host_bytes"] for term in told["predicted"]["memory"]["terms"])}
-            got["figures"] = told["figures"]
+            got |= {name: told[name] for name in ("figures", "bare")}
         return got | {"spent_s": time.monotonic() - started}
 
 

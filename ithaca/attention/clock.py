@@ -64,11 +64,11 @@ class Clock:
         return decorate
 
 
-def moment(device: torch.device) -> Any:
-    """Now, on the device's own clock."""
+def moment(device: torch.device, *, awaited: bool = False) -> Any:
+    """Now, on the device's own clock; `awaited`: a thread that waits for it sleeps meanwhile."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True, blocking=awaited)
     event.record()
     return event
 

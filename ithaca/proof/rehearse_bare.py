@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ithaca.attention import local
-from ithaca.attention.kernels.interface import AttentionSpec, Bounds
+from ithaca.attention.kernels.base import DenseOnly
+from ithaca.attention.kernels.interface import AttentionSpec
 
 
 @contextmanager
@@ -28,22 +29,23 @@ def without_attention() -> Iterator[None]:
         local.choose = chosen
 
 
-def _choose(*asked: Any, **more: Any) -> _Bare:
-    return _Bare()
+def _choose(*asked: Any, **more: Any) -> Any:
+    return None if more.get("varlen") else _Bare()
 
 
-class _Bare:
-    """A kernel that computes nothing."""
+class _Bare(DenseOnly):
+    """A kernel that computes nothing; a rehearsed row is one document."""
 
     name = "bare"
-    varlen = True
 
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         return None
 
     def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         batch, length, heads = q_BShD.shape[:3]
-        return v_BSkE.new_zeros(batch, length, heads, v_BSkE.shape[-1]), _lse(q_BShD, (batch, heads, length))
+        exact = torch.promote_types(q_BShD.dtype, torch.float32)
+        lse_BhS = q_BShD.new_zeros((batch, heads, length), dtype=exact)
+        return v_BSkE.new_zeros(batch, length, heads, v_BSkE.shape[-1]), lse_BhS
 
     def backward(
         self,
@@ -57,29 +59,6 @@ class _Bare:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _zeros(q_BShD), _zeros(k_BSkD), _zeros(v_BSkE)
 
-    def forward_varlen(
-        self, q_ThD: Tensor, k_TkD: Tensor, v_TkE: Tensor, bounds: Bounds, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        length, heads = q_ThD.shape[:2]
-        return v_TkE.new_zeros(length, heads, v_TkE.shape[-1]), _lse(q_ThD, (heads, length))
-
-    def backward_varlen(
-        self,
-        dout_ThE: Tensor,
-        q_ThD: Tensor,
-        k_TkD: Tensor,
-        v_TkE: Tensor,
-        out_ThE: Tensor,
-        lse_hT: Tensor,
-        bounds: Bounds,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _zeros(q_ThD), _zeros(k_TkD), _zeros(v_TkE)
-
 
 def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
-
-
-def _lse(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -33,7 +33,7 @@ class Trial:
 
     layers: tuple[int, ...]
     counts: tuple[int, ...]
-    blocks: tuple[tuple[int, int], ...] = ()
+    blocks: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

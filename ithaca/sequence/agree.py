@@ -53,8 +53,9 @@ def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exce
     """Compare notes with every rank. `error` is what this rank found wrong with its batch, if anything."""
     if mesh.world == 1:
         # Nobody to ask, and no device to wait for.
-        if shard is None:
-            raise error or AssertionError("no shard, and no reason why")
+        if error is not None:
+            raise error
+        assert shard is not None
         return Agreement(shard.count)
     mine = torch.tensor(_note(batch, shard), dtype=torch.int64, device=mesh.device)
     notes = mine.new_zeros(mesh.world, mine.numel())

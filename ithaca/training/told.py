@@ -6,11 +6,12 @@ metrics, counting, is then done while the device works.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ithaca.attention.clock import moment, seconds_between
 
 
 class Told:
@@ -34,15 +35,9 @@ class Told:
 
     def seconds_since(self, other: Told | Any) -> float:
         """From another step's end, or a `mark`, to this one's; both must have been reached."""
-        start = other._end if isinstance(other, Told) else other
-        took: float = self._end - start if isinstance(start, float) else start.elapsed_time(self._end) / 1e3
-        return took
+        return seconds_between(other._end if isinstance(other, Told) else other, self._end)
 
 
 def mark(device: torch.device) -> Any:
     """This moment: on a GPU when its stream comes to it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True, blocking=True)
-    event.record()
-    return event
+    return moment(device, awaited=True)
