@@ -5,8 +5,9 @@
 
 overhead  a 1B at 8K tokens: steps of the trainer's loop (rows, norm and clipping, metrics, display, watching for
           preemption: everything), against a loop that does forward, backward and optimizer on rows already at hand
-          and nothing else; the two in turn over the same model, twenty steps each and many times, as the machine's
-          own speed comes and goes; the median of the pairs' ratios
+          and nothing else, and against the same loop with an optimizer that also divides the gradients, as the
+          trainer's does when it clips; the three in turn over the same model, ten steps each and many times, as the
+          machine's own speed comes and goes; medians of the rounds' ratios
 run       a 1B at 64K tokens for 60 steps: loss, tokens/s, utilisation and memory of each step
 
 Llama-3.2-1B's sizes with random weights in fp32, computed in bf16, AdamW, clipped at 1. The documents are made on the
@@ -25,12 +26,13 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.floor import SHAPES, config_of, synchronize
 from benchmarks.peers import about
@@ -38,7 +40,7 @@ from benchmarks.step import command_line, parse_length, save, show_length
 
 # Steps that compile, pin and fill caches are left out of the medians.
 WARM = 10
-ROUND = 20
+ROUND = 10
 UNCOUNTED = 2
 LIMIT_S = 570.0
 
@@ -118,15 +120,27 @@ class Alone:
 
     def bare(self, first: int, steps: int) -> float:
         """Forward, backward, optimizer: seconds of a step."""
+        optimizer = self.session.optimizer
+        return self._timed(first, steps, lambda loss: optimizer.step())
+
+    def dividing(self, first: int, steps: int) -> float:
+        """The same, the optimizer called as the trainer calls it where it clips."""
+        from ithaca.state.clipping import clipped_step
+
+        optimizer, two = self.session.optimizer, torch.full((), 2.0, device=self.session.mesh.device)
+        return self._timed(first, steps, lambda loss: clipped_step(optimizer, two, loss, clip=1.0))
+
+    def _timed(self, first: int, steps: int, step: Callable[[Tensor], None]) -> float:
         from ithaca.training.step import causal_loss
 
         session, device = self.session, self.session.mesh.device
-        rows = [session.feed.row(session.rows_of(step)[0]) for step in range(first, first + steps)]
+        rows = [session.feed.row(session.rows_of(at)[0]) for at in range(first, first + steps)]
         synchronize(device)
         began = time.perf_counter()
         for row in rows:
-            causal_loss(session.model, row, session.mesh).backward()
-            session.optimizer.step()
+            loss = causal_loss(session.model, row, session.mesh)
+            loss.backward()
+            step(loss.detach())
             session.optimizer.zero_grad(set_to_none=True)
             synchronize(device)
         return (time.perf_counter() - began) / steps
@@ -158,18 +172,22 @@ class Alone:
 
 
 def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Rounds of the trainer's loop and the bare one, each first in every other; the first rounds count for nothing."""
+    """Rounds of the three loops, each first in its turn; the first rounds count for nothing.
+
+    `overhead` is what the trainer adds to the bare loop, `outside` what it adds to the one whose optimizer divides.
+    """
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         every = (rounds + UNCOUNTED) * steps
         alone = Alone(Path(name), write_job(Path(name), shape, length, every, most=every * length))
+        ways = [alone.bare, alone.dividing, alone.trained]
         for number in range(rounds + UNCOUNTED):
-            took: dict[str, float] = {}
-            for way in (alone.bare, alone.trained)[:: -1 if number % 2 else 1]:
-                took[way.__name__] = way(number * steps, steps)
-            bare, trained = took["bare"], took["trained"]
-            found.append({"bare_s": bare, "trainer_s": trained, "overhead": trained / bare - 1})
-            print(f"bare {bare * 1e3:.1f} ms, trainer {trained * 1e3:.1f} ms", flush=True)
+            took = {way.__name__: way(number * steps, steps) for way in ways}
+            ways.append(ways.pop(0))
+            bare, dividing, trained = (took[name] for name in ("bare", "dividing", "trained"))
+            seconds = {"bare_s": bare, "dividing_s": dividing, "trainer_s": trained}
+            found.append(seconds | {"overhead": trained / bare - 1, "outside": trained / dividing - 1})
+            print(", ".join(f"{way} {each * 1e3:.1f} ms" for way, each in sorted(took.items())), flush=True)
     del found[:UNCOUNTED]
     middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
     return {"model": shape, "length": length, "steps": steps, "rounds": found} | middle
@@ -196,7 +214,8 @@ def table(result: dict[str, Any]) -> str:
         o = result["overhead"]
         said.append(
             f"{o['model']} at {show_length(o['length'])}: {o['trainer_s'] * 1e3:.1f} ms a step through `ithaca train`, "
-            f"{o['bare_s'] * 1e3:.1f} ms in a bare loop: {o['overhead']:.1%} more"
+            f"{o['bare_s'] * 1e3:.1f} ms in a bare loop: {o['overhead']:.1%} more, {o['outside']:.1%} more than one whose "
+            f"optimizer divides the gradients too ({o['dividing_s'] * 1e3:.1f} ms)"
         )
     if "run" in result:
         r = result["run"]
@@ -217,7 +236,7 @@ def main() -> int:
     parser.add_argument("--length", type=parse_length, help="of the run; the overhead's is 8K unless --short is given")
     parser.add_argument("--short", type=parse_length, default=parse_length("8K"))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=10, help="of the overhead's, twenty steps each")
+    parser.add_argument("--rounds", type=int, default=20, help="of the overhead's, ten steps of each loop")
     arguments = parser.parse_args()
     result = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
     machine = about(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -31,6 +31,7 @@ def test_both_parts_on_the_cpu() -> None:
     over = training.overhead("tiny", 128, 4, 1)
     [only] = over["rounds"]
     assert over["overhead"] == only["overhead"] == only["trainer_s"] / only["bare_s"] - 1
+    assert over["outside"] == only["trainer_s"] / only["dividing_s"] - 1
     ran = training.whole_run("tiny", 256, 14)
     assert [step["step"] for step in ran["taken"]] == list(range(1, 15))
     said = training.table({"overhead": over, "run": ran})
