@@ -5,9 +5,10 @@
 
 overhead  a 1B at 8K tokens: steps of the trainer's loop (rows, norm and clipping, metrics, display, watching for
           preemption: everything), against a loop that does forward, backward and optimizer on rows already at hand
-          and nothing else, and against the same loop with an optimizer that also divides the gradients, as the
-          trainer's does when it clips; the three in turn over the same model, ten steps each and many times, as the
-          machine's own speed comes and goes; medians of the rounds' ratios
+          and nothing else, not even wait for one step before it starts the next; and against the same loop with an
+          optimizer that also divides the gradients, as the trainer's does when it clips; the three in turn over the
+          same model, ten steps each and many times, as the machine's own speed comes and goes; medians of the rounds'
+          ratios
 run       a 1B at 64K tokens for 60 steps: loss, tokens/s, utilisation and memory of each step
 
 Llama-3.2-1B's sizes with random weights in fp32, computed in bf16, AdamW, clipped at 1. The documents are made on the
@@ -142,7 +143,7 @@ class Alone:
             loss.backward()
             step(loss.detach())
             session.optimizer.zero_grad(set_to_none=True)
-            synchronize(device)
+        synchronize(device)
         return (time.perf_counter() - began) / steps
 
     def trained(self, first: int, steps: int) -> float:

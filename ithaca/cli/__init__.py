@@ -7,6 +7,7 @@ import sys
 import typer
 
 from ithaca import __version__
+from ithaca.cli.allocator import let_segments_grow
 from ithaca.cli.doctor import doctor
 from ithaca.cli.export import export
 from ithaca.cli.models import models
@@ -50,6 +51,7 @@ def _options(
 def main() -> None:
     """The `ithaca` command. A user's mistake is one line and status 2, never a traceback."""
     quiet()
+    let_segments_grow()
     try:
         app()
     except IthacaError as error:
