@@ -22,6 +22,9 @@ EVAL_LOSS_AFTER_STEPS = 1e-5
 LOGITS = 1e-5
 # A gradient norm over another's that should equal it: NORM, over a norm of about 10.
 NORM_RATIO = 1e-5
+# A norm summed in fp64 over blocks that are summed in fp32, each rounded by up to 6e-8; in fp32 throughout it would be
+# off by 1e-3.
+NORM_BY_BLOCKS = 1e-7
 # One fp32 step compiled against the same uncompiled, of the largest value: sums of up to 64 products in another order.
 COMPILED = 1e-5
 # One bf16 forward against another that rounds elsewhere: 8 bits of mantissa over two layers.

@@ -24,6 +24,7 @@ from ithaca.attention.clock import ATTENTION, CLOCK, EXCHANGE
 from ithaca.config import Lora, Optimizer
 from ithaca.errors import UnsupportedError
 from ithaca.memory.offload import HostStore
+from ithaca.memory.release import release
 from ithaca.mesh import Mesh
 from ithaca.models.binding import Binding, binding_of
 from ithaca.models.experts import auxiliary_loss, has_experts, wants_auxiliary_loss
@@ -109,6 +110,8 @@ def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh, *, 
             "experts in fp32 cannot be rehearsed without a GPU, for torch has no rule for the shapes of their products: "
             "use precision=mixed or precision=bf16"
         )
+    # An earlier run's weights would be counted as this one's.
+    release(mesh.device)
     with ExitStack() as stack:
         if bare:
             stack.enter_context(without_attention())

@@ -108,11 +108,13 @@ class StageLoop:
         self.held = held_bytes(session.model, session.optimizer)
         self.warned = False
         self.place = Place()
-        # Whether a step is settled after the next one was launched; the step launched last; the one settled last.
+        # Whether a step is settled after the next one was launched; the step launched last; the one settled last, how
+        # long it took, whether it was clipped.
         self.defers = False
         self._launched: Launched | None = None
         self._settled: Told | None = None
         self._last_s = math.inf
+        self._clipped = False
         self._reader = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
@@ -175,6 +177,7 @@ class StageLoop:
             bad=self.place.bad + (not result.good),
             in_a_row=0 if result.good else self.place.in_a_row + 1,
         )
+        self._clipped = result.norm is not None and result.norm > self.run.optimizer.clip
         self._record(launched, result)
         if not result.good:
             self._note_bad(launched, result)
@@ -197,7 +200,7 @@ class StageLoop:
         self.watch.at("gradient norm")
         parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
         norm = gradient_norm(parameters, session.mesh.device)
-        clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip)
+        clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip, likely=self._clipped)
         session.optimizer.zero_grad(set_to_none=True)
         tokens = session.stage.batch * session.stage.length
         after = replace(place, step=place.step + 1, total=place.total + 1, tokens=place.tokens + tokens)

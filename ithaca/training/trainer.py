@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ithaca.config import Run
 from ithaca.data.prepare import Prepared, prepare
 from ithaca.errors import CheckpointError, IthacaError
+from ithaca.memory.release import release
 from ithaca.mesh import Mesh, fit_degrees, init_mesh
 from ithaca.models.embedded import build_embedded
 from ithaca.models.pretrained import find_folder, read_config
@@ -143,7 +144,8 @@ class _Trainer:
         """One stage from `place` to its end, its model exported, its checkpoint kept."""
         with self.watch.patient(3600.0, "building the stage"):
             # What the last stage held is given back before the next one is built.
-            self.session = None
+            self.session = self.loop = None
+            release(self.mesh.device)
             facts = {} if path is None else self.checkpoints.read_facts(path)
             session = build_session(self.run, place.stage, self.source, prepared, facts.get("feed") or None, self.mesh)
             self.session, self.mesh = session, session.mesh

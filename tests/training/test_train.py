@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,39 @@ def test_two_stages_with_a_yarn_change(place: Path) -> None:
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 0,
     }  # fmt: skip
     assert (first["max_position_embeddings"], second["max_position_embeddings"]) == (64, 128)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stage_is_given_back_before_the_next_is_built(place: Path, world: int) -> None:
+    more = {"stages": [stage.model_dump() for stage in STAGES], "mesh": {"sp": world}}
+    found = run_ranks(world, _alive_at_builds, small_run(place, f"given back {world}", **more).model_dump_json())
+    assert found == [[0, 0]] * world
+
+
+def _alive_at_builds(text: str) -> list[int]:
+    """How many parameters and moments of earlier stages there are when a stage is built."""
+    from ithaca.training import trainer
+
+    earlier: list[Callable[[], Any]] = []
+    found: list[int] = []
+    build, stage = trainer.build_session, trainer.StageLoop.go
+
+    def counting(*given: Any) -> Any:
+        found.append(sum(one() is not None for one in earlier))
+        return build(*given)
+
+    def noting(self: Any, place: Any) -> Any:
+        try:
+            return stage(self, place)
+        finally:
+            states = self.session.optimizer.state.values()
+            tensors = [*self.session.model.parameters(), *(each["exp_avg"] for each in states)]
+            earlier.extend(weakref.ref(each) for each in tensors)
+
+    with patch.object(trainer, "build_session", counting), patch.object(trainer.StageLoop, "go", noting):
+        trainer.train(Run.model_validate_json(text))
+    assert earlier
+    return found
 
 
 @pytest.mark.slow
