@@ -57,6 +57,16 @@ def test_the_readmes_steps_are_those_measured() -> None:
     assert said == {(cell_of(cell), short(cell)) for cell in cells}
 
 
+def test_the_steps_measured_again_are_those_measured() -> None:
+    import json
+
+    cells = json.loads((ROOT / "benchmarks/results/step_again.json").read_text())["cells"]
+    took = {(c["model"], c["length"], c["settings"]["budget_gib"]): f"{c['seconds']:.1f} s" for c in cells}
+    told = [("8B", 32_768, 40.0), ("8B", 131_072, 55.0), ("1B", 262_144, 24.0), ("8B", 32_768, 128.0)]
+    first, second, third, free = (took[one] for one in told)
+    assert f"{first}, {second}, {third} and, told to use 128 GiB, {free}" in " ".join(README.split())
+
+
 def test_errors_at_the_claimed_lengths_are_those_measured() -> None:
     import json
 
@@ -81,6 +91,7 @@ def test_the_run_shown_is_the_one_measured() -> None:
     assert f"{len(losses)} steps at {run['length']:,} tokens: loss {losses[0]:.2f} to {losses[-1]:.2f}, {speed}" in page
     assert f"{share} of the card's peak, {run['memory_gib']['peak']:.1f} GiB allocated" in page
     assert f"adds {found['overhead']['overhead']:.1%};" in page
+    assert f"divides too it adds {found['overhead']['outside']:.1%}." in page
 
 
 def test_the_losses_shown_are_those_measured() -> None:
