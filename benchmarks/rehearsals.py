@@ -389,12 +389,16 @@ def plot(cells: list[Cell], file: Path) -> None:
     plt.close(figure)
 
 
+def _named(of: Cell, texts: str) -> bool:
+    return any(text in name_of(of) for text in texts.split("|"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the JSON, read and written")
     parser.add_argument("--groups", default="", help="plan,capped,matched,scaling,whole")
-    parser.add_argument("--only", default="", help="cells whose name has this text")
-    parser.add_argument("--without", help="not those whose name has this text")
+    parser.add_argument("--only", default="", help="cells whose name has this text, or one of several, as in '8K|96K'")
+    parser.add_argument("--without", help="not those whose name has this text, or one of several")
     parser.add_argument("--limit", type=float, default=560, help="seconds for a cell")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all; the rest waits")
     parser.add_argument("--again", action="store_true", help="also run the cells that the file has")
@@ -408,9 +412,9 @@ def main() -> int:
         return 0
     result = load(arguments.file)
     cells = [of for group in filter(None, arguments.groups.split(",")) for of in cells_of(group)]
-    wanted = [of for of in cells if arguments.only in name_of(of)]
+    wanted = [of for of in cells if _named(of, arguments.only)]
     if arguments.without:
-        wanted = [of for of in wanted if arguments.without not in name_of(of)]
+        wanted = [of for of in wanted if not _named(of, arguments.without)]
     if wanted:
         with closing(Waiting()) as waiting:
             run_all(wanted, result, arguments, waiting)
