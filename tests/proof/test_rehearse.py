@@ -4,8 +4,10 @@ the plan: memory by kind and what is sent; and the whole derived from few layers
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import asdict, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from ithaca.models.support import decoder_layers
 from ithaca.planning.hardware import find_device, find_link
 from ithaca.planning.plan import MemoryPlan
 from ithaca.planning.traffic import Machine, exchanged
-from ithaca.proof import rehearse_phases
+from ithaca.proof import rehearse_phases, rehearse_step
 from ithaca.proof.rehearse import Asked, Rehearsed, rehearse
 from ithaca.proof.rehearse_cut import Trial, blocks_of, choose_trials, cut_plan, derive, derive_clocked
 from ithaca.proof.rehearse_group import AloneGroup, Sent, alone
@@ -79,6 +81,23 @@ def test_a_rehearsed_rank_has_the_bytes_of_a_real_one(kind: str, plan: MemoryPla
     rehearsed = alone_as(1, 2, part(kind, rows), plan, sp)
     for what in ("peaks", "kinds", "pinned"):
         assert rehearsed[what] == real[1][what], what
+
+
+def test_a_run_finds_nothing_of_the_one_before() -> None:
+    earlier: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(*given: Any) -> Any:
+        alive.append(sum(one() is not None for one in earlier))
+        model = build(*given)
+        earlier.extend(weakref.ref(each) for each in model.modules())
+        return model
+
+    with alone(2, 0), patch.object(rehearse_step, "build", watched):
+        for _ in range(2):
+            measure(part(), range(LAYERS), SAVE, init_mesh(sp=2, device="cpu"))
+    assert earlier
+    assert alive == [0, 0]
 
 
 @pytest.mark.slow
