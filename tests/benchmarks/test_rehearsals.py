@@ -28,7 +28,7 @@ def done(of: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def test_the_groups_have_their_cells() -> None:
     assert len(rehearsals.cells_of("plan")) == 25
-    assert len({rehearsals.key(c) for group in rehearsals.TABLES for c in rehearsals.cells_of(group)}) == 38
+    assert len({rehearsals.key(c) for group in rehearsals.TABLES for c in rehearsals.cells_of(group)}) == 42
     [whole] = rehearsals.cells_of("whole")
     words = rehearsals.words_of(whole, whole["model"], Path("a.json"), [])
     assert words[0] == "rehearse"
