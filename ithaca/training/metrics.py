@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,20 @@ logger = logging.getLogger("ithaca")
 
 
 class Journal:
-    """The run's record, on the rank that keeps it; on others it takes everything and writes nothing."""
+    """The run's record, on the rank that keeps it; on others it takes everything and writes nothing.
+
+    A thread of its own writes the file: a disk that is slow or full holds no step up and ends no run.
+    """
 
     def __init__(self, file: Path, settings: Metrics, *, writes: bool, run: Mapping[str, Any]) -> None:
         self.file, self.writes = file, writes
         self.trackers = _trackers(settings, file.parent, run) if writes else []
+        self._writer = ThreadPoolExecutor(1, "ithaca journal")
+        self._failed = False
 
     def resume(self, total: int) -> None:
         """Forget steps after `total`."""
+        self.flush()
         if not self.writes or not self.file.exists():
             return
         kept = [line for line in self.file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= total]
@@ -50,13 +57,28 @@ class Journal:
     def write(self, kind: str, step: int, **facts: Any) -> None:
         if not self.writes:
             return
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "step": step, "at": round(time.time(), 3), **facts}) + "\n")
+        line = json.dumps({"kind": kind, "step": step, "at": round(time.time(), 3), **facts}) + "\n"
+        self._writer.submit(self._append, line)
         numbers = {f"{kind}/{key}": value for key, value in _flat(facts).items()}
         for tracker in self.trackers:
             tracker.log(numbers, step=step)
 
+    def _append(self, line: str) -> None:
+        try:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s is missing lines: %s; make room, the run goes on", self.file, error)
+            self._failed = True
+
+    def flush(self) -> None:
+        """Wait until all that was written is in the file."""
+        if self.writes:
+            self._writer.submit(lambda: None).result()
+
     def close(self) -> None:
+        self._writer.shutdown()
         for tracker in self.trackers:
             tracker.finish()
 

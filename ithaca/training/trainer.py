@@ -202,13 +202,16 @@ class _Trainer:
             "degrees": {"dp": session.mesh.dp, "sp": session.mesh.sp},
         }
         with self.watch.patient(3600.0, "checkpoint"):
+            # A run that goes on from here finds the lines of all steps up to here.
+            self.journal.flush()
             try:
                 self.checkpoints.save(place.total, session.tensors, facts, pin=keep, wait=wait or keep)
                 self.saved = place
             except CheckpointError as error:
                 if keep or wait:
                     raise
-                logger.warning("step %d is not saved: %s", place.total, error)
+                if self.mesh.rank == 0:
+                    logger.warning("step %d is not saved: %s", place.total, error)
                 self.journal.write("event", place.total, event="not saved", reason=str(error))
 
     def _stop(self, place: Place) -> Outcome:

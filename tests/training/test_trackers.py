@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,45 @@ def test_a_resumed_journal_forgets_what_will_be_done_again(tmp_path: Path) -> No
     journal = Journal(file, Metrics(), writes=True, run={})
     for step in (1, 2, 3):
         journal.write("step", step, loss=float(step))
+    journal.flush()
     with file.open("a") as handle:
         handle.write('{"kind": "step", "st')
     journal.resume(2)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2]
     Journal(file, Metrics(), writes=False, run={}).write("step", 9, loss=0.0)
     assert len(file.read_text().splitlines()) == 2
+
+
+def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, free, opened = tmp_path / "metrics.jsonl", threading.Event(), Path.open
+    monkeypatch.setattr(Path, "open", lambda *given, **named: free.wait() and opened(*given, **named))
+    journal = Journal(file, Metrics(), writes=True, run={})
+    for step in (1, 2, 3):
+        journal.write("step", step)
+    assert not file.exists()
+    free.set()
+    journal.close()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_full_disk_is_told_of_once_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "metrics.jsonl"
+    journal = Journal(file, Metrics(), writes=True, run={})
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "open", full)
+        journal.write("step", 1)
+        journal.write("step", 2)
+        journal.flush()
+    journal.write("step", 3)
+    journal.close()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "metrics.jsonl is missing lines: [Errno 28] No space left on device; make room" in said
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [3]
 
 
 def test_a_tracker_that_is_not_there_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
