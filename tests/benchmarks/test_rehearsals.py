@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks import rehearsals
+from benchmarks import rehearsal_cells, rehearsal_page, rehearsals
+from benchmarks.step import show_length
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,38 +28,40 @@ def done(of: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_the_groups_have_their_cells() -> None:
-    assert len(rehearsals.cells_of("plan")) == 25
-    assert len({rehearsals.key(c) for group in rehearsals.TABLES for c in rehearsals.cells_of(group)}) == 42
-    [whole] = rehearsals.cells_of("whole")
+    assert len(rehearsal_cells.cells_of("plan")) == 25
+    assert (
+        len({rehearsal_cells.key(c) for group in rehearsal_cells.GROUPS for c in rehearsal_cells.cells_of(group)}) == 42
+    )
+    [whole] = rehearsal_cells.cells_of("whole")
     words = rehearsals.words_of(whole, whole["model"], Path("a.json"), [])
     assert words[0] == "rehearse"
     assert words[words.index("--length") : words.index("--json")] == ["--length", "1048576", "--world", "8"]
     with pytest.raises(SystemExit, match="choose among plan, capped"):
-        rehearsals.cells_of("some")
+        rehearsal_cells.cells_of("some")
 
 
 def test_tables_name_the_worst_and_what_failed(tmp_path: Path) -> None:
-    first, second, *_ = rehearsals.cells_of("plan")
-    cells = [done(first), done(second, memory_error=-0.2), rehearsals.cells_of("plan")[2] | {"outcome": "failed"}]
-    table = rehearsals.plan_table(cells)
+    first, second, *_ = rehearsal_cells.cells_of("plan")
+    cells = [done(first), done(second, memory_error=-0.2), rehearsal_cells.cells_of("plan")[2] | {"outcome": "failed"}]
+    table = rehearsal_page.plan_table(cells)
     assert "| Llama-3.2-1B | 1 | 32K | 10.00 | 11.00 | +10.0% | 10.00 | 11.00 | +10.0% | derived |" in table
     assert "Worst of 2, memory error: -20.0% (Meta-Llama-3-8B, sp=1, 32K)." in table
     assert "| Qwen3-4B | 1 | 32K | failed |" in table
-    rehearsals.plot(cells, tmp_path / "plan.png")
+    rehearsal_page.plot(cells, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
 def test_efficiency_and_published_figures() -> None:
-    scaling = [done(c, step_s=s) for c, s in zip(rehearsals.cells_of("scaling"), (16.0, 8.0, 5.0), strict=False)]
-    table = rehearsals.scaling_table(scaling)
+    scaling = [done(c, step_s=s) for c, s in zip(rehearsal_cells.cells_of("scaling"), (16.0, 8.0, 5.0), strict=False)]
+    table = rehearsal_page.scaling_table(scaling)
     assert "| 2 | 8.00 | 10.00 | 0.50 (predicted, NVLink 4, 450 GB/s) | 16,384 | 100.0% |" in table
     assert "| 80.0% |" in table
-    assert "| 8K | 12.00 | 23.4 |" in rehearsals.capped_table([done(rehearsals.cells_of("capped")[0])])
+    assert "| 8K | 12.00 | 23.4 |" in rehearsal_page.capped_table([done(rehearsal_cells.cells_of("capped")[0])])
 
 
 def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
-    [planned] = [c for c in rehearsals.cells_of("plan") if (c["model"], c["sp"]) == ("Qwen/Qwen3-4B", 4)]
-    scaling = [c for c in rehearsals.cells_of("scaling") if c["sp"] == 4]
+    [planned] = [c for c in rehearsal_cells.cells_of("plan") if (c["model"], c["sp"]) == ("Qwen/Qwen3-4B", 4)]
+    scaling = [c for c in rehearsal_cells.cells_of("scaling") if c["sp"] == 4]
     result: dict[str, Any] = {"runs": [], "cells": [done(planned)]}
     arguments = argparse.Namespace(again=False, total=600.0, limit=600.0, extra="", file=tmp_path / "all.json")
     with patch.object(rehearsals, "run_cell") as run:
@@ -78,7 +81,7 @@ def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    of = rehearsals.cell("plan", "embedded", 2, "1K", "precision=fp32")
+    of = rehearsal_cells.cell("plan", "embedded", 2, "1K", "precision=fp32")
     with closing(rehearsals.Waiting()) as waiting:
         got = rehearsals.run_cell(of, 300, [], waiting)
         assert got["outcome"] == "done", got.get("error")
@@ -94,6 +97,6 @@ def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_the_page_shows_what_the_file_has() -> None:
     cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
     page = (ROOT / "docs/rehearse.md").read_text()
-    assert rehearsals.put_into(page, cells) == page
+    assert rehearsal_page.put_into(page, cells) == page
     for c in (c for c in cells if c["group"] == "plan"):
-        assert f"| {rehearsals.short_name(c)} | {c['sp']} | {rehearsals.show_length(c['length'])} |" in page
+        assert f"| {rehearsal_cells.short_name(c)} | {c['sp']} | {show_length(c['length'])} |" in page
