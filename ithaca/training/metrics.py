@@ -67,7 +67,9 @@ class Journal:
         try:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(line)
+            self._failed = False
         except OSError as error:
+            # Once for every time that it begins.
             if not self._failed:
                 logger.warning("%s is missing lines: %s; make room, the run goes on", self.file, error)
             self._failed = True

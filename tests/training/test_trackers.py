@@ -46,7 +46,7 @@ def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_full_disk_is_told_of_once_and_ends_no_run(
+def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
@@ -54,16 +54,19 @@ def test_a_full_disk_is_told_of_once_and_ends_no_run(
 
     file = tmp_path / "metrics.jsonl"
     journal = Journal(file, Metrics(), writes=True, run={})
-    with monkeypatch.context() as disk:
-        disk.setattr(Path, "open", full)
-        journal.write("step", 1)
-        journal.write("step", 2)
+    for first in (1, 4):
+        with monkeypatch.context() as disk:
+            disk.setattr(Path, "open", full)
+            journal.write("step", first)
+            journal.write("step", first + 1)
+            journal.flush()
+        journal.write("step", first + 2)
         journal.flush()
-    journal.write("step", 3)
     journal.close()
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "metrics.jsonl is missing lines: [Errno 28] No space left on device; make room" in said
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [3]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "metrics.jsonl is missing lines: [Errno 28] No space left on device; make room" in said[0]
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [3, 6]
 
 
 def test_a_tracker_that_is_not_there_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
