@@ -93,6 +93,9 @@ class _Cut:
             piece = torch.cat([piece, whole[:, -1:].expand(-1, missing, *whole.shape[2:])], dim=1)
         elif missing:
             piece = F.pad(piece, (0, 0) * (piece.dim() - 2) + (0, missing), value=fill)
+        if self.device.type == "cuda" and piece.device.type == "cpu" and not piece.is_floating_point():
+            # From other memory a copy of more than 64 KB is waited for, and with it all that the device has yet to do.
+            piece = piece.pin_memory()
         return piece.to(self.device, non_blocking=True).contiguous()
 
 

@@ -211,11 +211,10 @@ class StageLoop:
     def _beside(self) -> dict[str, Tensor]:
         """Over all ranks: losses by position since the last time, and the longest that a step took."""
         mesh = self.session.mesh
-        table, self.by_position = self.by_position.summed(mesh), self._buckets()
-        # All ranks must settle, and stop at, the same steps.
-        longest = torch.tensor(self._last_s, device=mesh.device)
+        # All ranks must settle, and stop at, the same steps. Filled on the device: a copy there would be waited for.
+        longest = torch.full((), self._last_s, device=mesh.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=mesh.world_group)
-        return {"by_position": table, "longest": longest}
+        return {"by_position": self.by_position.take(mesh), "longest": longest}
 
     def _read(self, step: int, batches: list[Batch]) -> Iterator[Batch]:
         """This step's rows, into `batches` too; the next step's are read while this one runs."""

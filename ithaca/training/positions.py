@@ -2,7 +2,7 @@
 
 A model that does not use its context has the same loss in every bucket; one that fails beyond a length shows a rise
 there. Buckets double: tokens 0-1,023, 1,024-2,047, 2,048-4,095 and so on. Sums and counts are this rank's until
-`means` adds all ranks'.
+they are taken, when all ranks' are added and counting starts anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LossByPosition:
         while edges[-1] < length:
             edges.append(2 * edges[-1])
         self.edges = edges
-        self._edges = torch.tensor(edges, device=device)
+        self._edges = torch.tensor(edges).to(device, non_blocking=True)
         # Row 0: sums, row 1: counts.
         self._table = torch.zeros(2, len(edges) + 1, dtype=torch.float64, device=device)
 
@@ -38,9 +38,10 @@ class LossByPosition:
         self._table[0].index_add_(0, bucket, losses_BL.flatten().double() * learned)
         self._table[1].index_add_(0, bucket, learned)
 
-    def summed(self, mesh: Mesh) -> Tensor:
-        """Sums and counts over all ranks, on the device: `[2, buckets]`."""
+    def take(self, mesh: Mesh) -> Tensor:
+        """Sums and counts over all ranks since the last time, on the device: `[2, buckets]`."""
         total = self._table.clone()
+        self._table.zero_()
         dist.all_reduce(total, group=mesh.world_group)
         return total
 
@@ -50,4 +51,4 @@ class LossByPosition:
         return {name: s / n for name, s, n in zip(names, *table, strict=True) if n}
 
     def means(self, mesh: Mesh) -> dict[str, float]:
-        return self.means_of(self.summed(mesh).tolist())
+        return self.means_of(self.take(mesh).tolist())

@@ -1,0 +1,42 @@
+"""On a GPU: a step of the trainer is handed over, every kind of step, without once waiting for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ithaca.training import loop
+from ithaca.training.trainer import train
+from tests.training.runs import documents, metrics, small_run, tiny_model
+
+# Kernels are compiled and chosen, and memory is pinned, in the first steps.
+WARM = 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
+def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model", hidden_size=256)
+    documents(tmp_path / "texts")
+    # Every other step also tells its time by part and its loss by position.
+    run = small_run(tmp_path, "run", launch={"device": "cuda"}, metrics={"apart_every": 2})
+    step, counted = loop.StageLoop._step, []
+
+    def watched(self: loop.StageLoop, place: Any, spans: Any) -> Any:
+        if place.total < WARM:
+            return step(self, place, spans)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            counted.append(place.total)
+            return step(self, place, spans)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with patch.object(loop.StageLoop, "_step", watched):
+        assert train(run).finished
+    assert len(counted) == 12 - WARM
+    apart = [line["loss_by_position"] for line in metrics(run) if "loss_by_position" in line]
+    assert len(apart) == 6
