@@ -14,8 +14,9 @@ whole    Qwen3-8B, sp=8, 1,048,576 tokens: every layer of the rank run
 Each cell is an `ithaca rehearse` in a process of its own under a time limit: one rank under a process group of one
 process, few layers where the whole would take long, the rest derived and marked so. The next cell's process imports what
 it needs while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written
-after every cell, and what is in it, in this group or another, is not run again unless it failed or --again is given.
-Without --groups nothing runs, and tables and plot are made from the file.
+after every cell, and what is in it, in this group or another, is not run again unless it failed, would be planned
+otherwise today, or --again is given. What the plan says of a cell is always today's. Without --groups nothing runs, and
+tables and plot are made from the file.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rehearsal_cells import EXPERT_LAYERS, EXPERTS, GROUPS, Cell, asked, cells_of, key, name_of
+from benchmarks.rehearsal_cells import GROUPS, Cell, asked, cells_of, key, name_of
 from benchmarks.rehearsal_page import TABLES, detail, plot, put_into
+from benchmarks.rehearsal_plan import experts_config, planned_anew
 from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load, save
 
 # What rehearsals import sooner or later.
@@ -113,33 +115,25 @@ def run_cell(of: Cell, limit: float, extra: list[str], waiting: Waiting) -> Cell
         if answer.exists():
             told = json.loads(answer.read_text())
             got |= {name: told[name] for name in KEPT}
-            got["predicted"] = {
-                name: told["predicted"][name] for name in ("device_bytes", "kinds", "compute_s", "step_s")
-            } | {"host_bytes": sum(term["host_bytes"] for term in told["predicted"]["memory"]["terms"])}
+            got["predicted"] = {name: told["predicted"][name] for name in ("job", "plan", "budgets", "kinds")}
             got |= {name: told[name] for name in ("figures", "bare")}
         return got | {"spent_s": time.monotonic() - started}
 
 
 def write_experts(folder: Path) -> str:
-    """A mixture of experts that fits one card with its optimizer."""
-    from ithaca.planning.known_models import known_config
-
-    config = known_config(EXPERTS)
-    assert config is not None
-    text = json.dumps(config | {"num_hidden_layers": EXPERT_LAYERS, "architectures": ["Qwen3MoeForCausalLM"]})
-    Path(folder, "config.json").write_text(text)
+    Path(folder, "config.json").write_text(json.dumps(experts_config()))
     return str(folder)
 
 
 def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Namespace, waiting: Waiting) -> None:
     started = time.monotonic()
-    settled = set() if arguments.again else {key(c) for c in result["cells"] if c["outcome"] == "done"}
+    settled = set() if arguments.again else {key(c) for c in result["cells"] if holds(c)}
     for of in cells:
         left = arguments.total - (time.monotonic() - started)
         if key(of) in settled or left < LEAST_S:
             print(f"{'there' if key(of) in settled else 'left'}: {name_of(of)}", flush=True)
             continue
-        same = [c for c in result["cells"] if asked(c) == asked(of) and c["outcome"] == "done"]
+        same = [c for c in result["cells"] if asked(c) == asked(of) and holds(c)]
         if same and not arguments.again:
             got = same[0]
         else:
@@ -147,12 +141,17 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
         if got["outcome"] == "over the limit" and left < arguments.limit:
             print(f"left: {name_of(of)}", flush=True)
             continue
-        done = got | of
+        done = planned_anew(got | of)
         if (run := about()) not in result["runs"]:
             result["runs"].append(run)
         result["cells"] = [*(c for c in result["cells"] if key(c) != key(of)), done]
         save(arguments.file, result)
         print(detail(done), flush=True)
+
+
+def holds(of: Cell) -> bool:
+    """Whether a cell was run, and as it would be run today."""
+    return of["outcome"] == "done" and bool(of["planned_so_today"])
 
 
 def about() -> dict[str, str]:
@@ -183,6 +182,7 @@ def main() -> int:
         wait()
         return 0
     result = load(arguments.file)
+    result["cells"] = [planned_anew(of) for of in result["cells"]]
     cells = [of for group in filter(None, arguments.groups.split(",")) for of in cells_of(group)]
     wanted = [of for of in cells if _named(of, arguments.only)]
     if arguments.without:
@@ -190,6 +190,8 @@ def main() -> int:
     if wanted:
         with closing(Waiting()) as waiting:
             run_all(wanted, result, arguments, waiting)
+    if result["cells"]:
+        save(arguments.file, result)
     if arguments.plot:
         plot(result["cells"], arguments.plot)
     if arguments.page:

@@ -94,6 +94,18 @@ def test_the_run_shown_is_the_one_measured() -> None:
     assert f"divides too it adds {found['overhead']['outside']:.1%}." in page
 
 
+def test_what_is_said_of_rehearsals_is_in_their_file() -> None:
+    import json
+
+    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
+    [whole] = [c for c in cells if c["group"] == "whole"]
+    planned = [c for c in cells if c["group"] == "plan"]
+    assert f"| {whole['step_s']:.1f} s a step, {whole['reserved'] / 1e9:.1f} GB reserved |" in README
+    memory, time = (max(abs(c[error]) for c in planned) for error in ("memory_error", "time_error"))
+    assert f"against {len(planned)} rehearsals" in README
+    assert f"| memory within {memory:.1%}, time within {time:.1%} |" in README
+
+
 def test_the_losses_shown_are_those_measured() -> None:
     import json
 

@@ -40,3 +40,6 @@ PREDICTED_STEP = 0.10
 # A traced step's peak against the plan's, kernels' workspace and allocator left out of both: tiny layers, where ids and
 # norms weigh more than in any real model.
 TRACED_MEMORY = 0.05
+
+# The bytes that a rank of a real model allocated on a GPU against the plan's.
+PLANNED_MEMORY = 0.05

@@ -55,13 +55,14 @@ def _memory(result: Rehearsed) -> RenderableType:
     table = Table(title=f"Device memory at its peak{mark}", title_justify="left")
     for column in ("", "rehearsed", "plan", "plan is"):
         table.add_column(column, justify="left" if not column else "right")
-    said = asdict(result.predicted.kinds)
+    said, planned = asdict(result.predicted.kinds), result.predicted.memory.device_bytes
     for kind, size in asdict(result.kinds).items():
         table.add_row(_NAMES[kind], _size(size), _size(said[kind]), _off(said[kind], size))
     table.add_row("all", _size(result.peak), _size(result.predicted.device_bytes), f"{result.memory_error:+.1%}")
     for phase, peak in result.peaks.items():
         table.add_row(f"peak in {phase}", _size(peak), "", "")
-    table.add_row("reserved by the allocator", _size(result.reserved) if result.seconds else "not known", "", "")
+    reserved = (_size(result.reserved), _off(planned, result.reserved)) if result.seconds else ("not known", "")
+    table.add_row("reserved by the allocator", reserved[0], _size(planned), reserved[1])
     said_host = result.predicted.memory.host_bytes
     table.add_row("host", _size(result.host), _size(said_host), _off(said_host, result.host))
     table.add_row("host, pinned by the driver", _size(result.pinned), "", "")

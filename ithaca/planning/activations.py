@@ -85,6 +85,11 @@ class Flow:
     def anchor(self) -> int:
         return self.out + self.lse
 
+    @property
+    def arrives(self) -> bool:
+        """Whether heads travel between ranks, all in one group."""
+        return not self.alone and self.groups == 1
+
 
 def rank_heads(sizes: ModelSizes, sp: int) -> tuple[int, int]:
     """The most query and key-value heads that a rank gets."""
@@ -107,23 +112,39 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
         return flow.out, flow.lse
     if mode == "recompute":
         return (flow.x,)
-    # Among ranks attention's output is there twice: as its backward wants it, and as the projection after it does.
-    attention = (flow.q + flow.kv, flow.out, flow.lse, _normed(flow, layer), 0 if flow.alone else flow.out)
+    # Of one group among ranks q, k, v are kept as they arrived, and the output is there twice: as attention's backward
+    # wants it, and as the projection after it does.
+    arrived = flow.arrives
+    qkv = flow.q_g + flow.kv_g if arrived else flow.q + flow.kv
+    attention = (qkv, flow.out, flow.lse, _normed(flow, layer), flow.out if arrived else 0)
     if not _keeps_mlp(layer, mode, tiled=tiled):
         # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
         return 3 * flow.x, *attention
-    # Each norm leaves its input and its output; uncompiled also the input in fp32 and the normalised values.
-    norms = 4 * flow.x if flow.fused else 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
-    return norms, *attention, kept_wide(flow, layer, mode, tiled=tiled)
+    return _norms(flow), *attention, kept_wide(flow, layer, mode, tiled=tiled)
 
 
 def kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
-    """What a layer saves for its MLP alone, gone when its attention runs backward: gate, up, activation (kept by
-    autograd alone) and product; without a gate the activation and what goes in."""
+    """What a layer saves for its MLP alone: gate, up, activation (kept by autograd alone) and product; without a gate
+    the activation and what goes in."""
     if not _keeps_mlp(layer, mode, tiled=tiled):
         return 0
     wide = (3 if flow.fused else 4) if layer.gated else 2
     return wide * layer.width * flow.tokens * flow.c
+
+
+def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+    """What a layer saves for what comes after its attention, whose backward finds it gone: the MLP's, with its norm,
+    and the projection's input where that is not attention's own output."""
+    if mode != "keep":
+        return 0
+    norm = flow.x if not _keeps_mlp(layer, mode, tiled=tiled) else _norms(flow) // 2
+    return kept_wide(flow, layer, mode, tiled=tiled) + norm + (flow.out if flow.arrives else 0)
+
+
+def _norms(flow: Flow) -> int:
+    """What a layer's two norms leave, each its input and its output; uncompiled also the input in fp32 and the
+    normalised values."""
+    return 4 * flow.x if flow.fused else 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
 
 
 def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
@@ -142,14 +163,18 @@ def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode) -> list[Piece
     pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_ATTENTION_STREAMS[mode == 'keep']}")]
     if mode != "keep":
         pieces += _queries(flow, layer)
-    gradients = flow.out
-    formula = "B*L*H*E*c for the output's"
-    if not (flow.alone and flow.groups == 1):
-        # With one group on one rank the kernel's own results are these.
-        gradients += flow.q + flow.kv + (flow.kv * FP32 // flow.c if flow.shares_kv else 0)
+    gradients, formula = flow.out, "B*L*H*E*c for the output's"
+    if flow.groups > 1:
+        # The groups' results come together in these; one group's are made when its kernel is through.
+        gradients += _returned(flow)
         formula += " + q, k, v (and fp32 of k, v where ranks share them)"
     pieces.append(Piece("gradients of attention", gradients, formula))
-    return [*pieces, *_group_work(flow)]
+    return [*pieces, *_group_work(flow, kept=mode == "keep")]
+
+
+def _returned(flow: Flow) -> int:
+    """Gradients of q, k, v as their tokens' owner has them."""
+    return flow.q + flow.kv + (flow.kv * FP32 // flow.c if flow.shares_kv else 0)
 
 
 def _queries(flow: Flow, layer: LayerSizes) -> list[Piece]:
@@ -171,15 +196,15 @@ _ATTENTION_STREAMS = {
 }
 
 
-def _group_work(flow: Flow) -> list[Piece]:
+def _group_work(flow: Flow, *, kept: bool = False) -> list[Piece]:
     """One head group in backward: q, k, v, output and its gradient over the whole sequence, and the kernel's results."""
     bundle, results = flow.q_g + flow.kv_g + 2 * flow.out_g, flow.q_g + flow.kv_g
     row = "B*S*(h*(D+2*E) + k*(D+E))*c"
-    if not flow.alone and flow.groups > 1:
+    if flow.arrives:
+        copies = [_one_exchange(flow, kept=kept)]
+    elif flow.groups > 1 and not flow.alone:
         formula = f"4 {row}: received, dense, the next group's two; 2 of dq, dk, dv returning"
         copies = [Piece("exchange", 4 * bundle + 2 * results, formula)]
-    elif not flow.alone:
-        copies = [Piece("exchange", 2 * bundle, f"2 {row}: received, dense")]
     else:
         # One group on one rank: the kernel takes the tensors as they are.
         copies = [Piece("head group", bundle, f"{row}: dense")] if flow.groups > 1 else []
@@ -192,6 +217,20 @@ def _group_work(flow: Flow) -> list[Piece]:
         Piece("kernel's gradients", results, "B*S*(h*D + k*(D+E))*c"),
         Piece("kernel workspace", flow.workspace_g, "B*S*h*(4*D + c*(D+E)), where h = k only 4*D"),
     ]
+
+
+def _one_exchange(flow: Flow, *, kept: bool) -> Piece:
+    """Buffers of a layer whose heads all travel at once: while the kernel runs, or when its results go back, whichever
+    takes more beside the workspace that only the kernel has."""
+    results = flow.q_g + flow.kv_g
+    if kept:
+        # q, k, v and the output lie here, the first three side by side as they came.
+        received, dense, formula = flow.out_g, results, "B*S*(h*E)*c received, B*S*(h*D + k*(D+E))*c dense"
+    else:
+        received = dense = results + 2 * flow.out_g
+        formula = "2 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense"
+    returning = 2 * results + _returned(flow) - flow.workspace_g
+    return Piece("exchange", received + max(dense, returning), f"{formula}; or received, and dq, dk, dv returning")
 
 
 def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, trains: bool, reduces: bool) -> list[Piece]:
@@ -209,8 +248,9 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     kept = _keeps_mlp(layer, mode, tiled=tiled)
     values, narrow = _wide_values(layer, fused=flow.fused, kept=kept), 1 if kept else 4
     wide = (values * layer.width + narrow * flow.hidden) * flow.c
-    tile_bytes = tokens * wide + _routed(flow, layer, tokens)
-    formula = f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
+    tile_bytes, formula = tokens * wide, f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
+    if layer.experts:
+        tile_bytes, formula = _expert_tile(flow, layer, tokens)
     pieces.append(Piece("MLP tile", tile_bytes, formula))
     each = (0 if reduces else flow.c) + (FP32 if tiled else 0)
     if trains and each:
@@ -233,9 +273,17 @@ def _wide_values(layer: LayerSizes, *, fused: bool, kept: bool) -> int:
     return forward if kept else 2 * forward
 
 
-def _routed(flow: Flow, layer: LayerSizes, tokens: int) -> int:
-    """Tokens copied once for each expert they visit: in and out, and the gradients of both."""
-    return 4 * tokens * layer.experts_per_token * flow.hidden * flow.c
+def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int) -> tuple[int, str]:
+    """A tile of an expert block in backward, beside its weights' gradients.
+
+    Tokens are copied for each expert they visit. Most copies are there when the experts' outputs are weighed: what goes
+    in and comes out, the output's gradient, that times the weights, that times the output. The weights' gradients come
+    when two of them are left, so that only what is more than those counts here.
+    """
+    copy, width, x = (tokens * n * flow.c for n in (layer.experts_per_token * flow.hidden, layer.width, flow.hidden))
+    first, late = 5 * copy + 5 * width + 4 * x, 2 * copy + 3 * width + 4 * x
+    formula = f"{tokens} tokens * (5 * experts a token * hidden + 5 * intermediate + 4 * hidden) * c - weight gradients"
+    return max(first - layer.mlp * flow.c, late), formula
 
 
 def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:

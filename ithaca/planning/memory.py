@@ -15,13 +15,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ithaca.errors import MemoryPlanError
-from ithaca.planning.activations import FP32, Flow, Piece, attention_work, kept_wide, loss_work, mlp_work, saved
+from ithaca.planning.activations import (
+    FP32,
+    Flow,
+    Piece,
+    attention_work,
+    gone_before_attention,
+    loss_work,
+    mlp_work,
+    saved,
+)
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan, chain_of
 from ithaca.planning.sizes import ModelSizes
 
 GIB = 2**30
-# What the caching allocator holds in gaps, as a share of all activations.
-SLACK = 0.04
+# What the caching allocator holds in gaps, as a share of all activations, and the name of that term.
+SLACK, GAPS = 0.04, "allocator slack"
 # Decoder layers whose weights are gathered at once: the one in use and the next; one more while inputs are rebuilt.
 GATHERED, GATHERED_REBUILDING = 2, 3
 # Layers whose saved tensors may still be on their way out when the next layer starts.
@@ -60,6 +69,11 @@ class Memory:
     @property
     def host_bytes(self) -> int:
         return sum(term.host_bytes for term in self.terms)
+
+    @property
+    def allocated(self) -> tuple[Term, ...]:
+        """Without what is set aside for the allocator's gaps."""
+        return tuple(term for term in self.terms if term.name != GAPS)
 
     def largest(self, *, host: bool = False) -> Term:
         """The term to blame when the device (or the host) is full."""
@@ -184,7 +198,7 @@ class Frame:
             ),
         ]
         moment, gradients, pieces = max(moments, key=lambda m: _total(m[1]) + (1 + SLACK) * _total(m[2]))
-        slack = Piece("allocator slack", int(SLACK * _total(pieces)), f"{SLACK:.0%} of activations")
+        slack = Piece(GAPS, int(SLACK * _total(pieces)), f"{SLACK:.0%} of activations")
         device = [Term(p.name, p.bytes, 0, p.formula) for p in (*gradients, *pieces, slack) if p.bytes]
         host = self._host_terms(modes, offload)
         return Memory(moment, (*self.standing["rebuild" in modes], *device, *host))
@@ -280,7 +294,7 @@ class Frame:
         """The larger of the two halves of a layer's backward."""
         flow, layer, trains = self.flow, self.sizes.layers[index], not self.sizes.adapters
         mlp = mlp_work(flow, layer, mode, self.mlp_tile, trains=trains, reduces=self.gathers)
-        gone = kept_wide(flow, layer, mode, tiled=self.tiled)
+        gone = gone_before_attention(flow, layer, mode, tiled=self.tiled)
         halves = Work("attention", attention_work(flow, layer, mode), gone), Work("MLP", mlp, 0)
         return max(halves, key=lambda half: half.more)
 

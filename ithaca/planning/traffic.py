@@ -7,7 +7,7 @@ node before it reaches into the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ithaca.planning.activations import FP32, rank_heads
 from ithaca.planning.hardware import Device, Link
@@ -18,6 +18,7 @@ from ithaca.planning.sizes import ModelSizes
 LINK_SHARE = 0.8
 # Starting one collective, whatever it carries.
 COLLECTIVE_S = 30e-6
+_INSTANT = Link("none", 1e12, between_nodes=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class Machine:
     @property
     def world(self) -> int:
         return self.gpus * self.nodes
+
+    @property
+    def instant(self) -> Machine:
+        """The same with links that take no time, to tell computing from what travels."""
+        return replace(self, link=_INSTANT, network=_INSTANT)
 
     def __str__(self) -> str:
         cards = f"{self.gpus}x{self.device.name}"

@@ -5,8 +5,9 @@ the rest derived (`rehearse_cut`): seconds from each layer's own, bytes from run
 Time is the device's own; what travels between ranks is counted, and its time is predicted from the link's speed.
 Without a GPU tensors are fake and memory alone is reported.
 
-Invariant: both sides of a comparison are of the same job and plan, and of the same things: without a GPU the kernels'
-workspace and the allocator's gaps are left out of both, as no trace sees them.
+Invariant: both sides of a comparison are of the same job and plan, and of the same things. Bytes allocated have no gaps,
+so what the plan sets aside for those is not compared with them but with what the allocator reserved; without a GPU the
+kernels' workspace is left out too, as no trace sees it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from ithaca.models.auto import SHARE, job_of, sizes_of
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model
 from ithaca.planning.choose import choose_plan
-from ithaca.planning.hardware import Link
 from ithaca.planning.memory import Memory, Term, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
@@ -42,10 +42,8 @@ from ithaca.training.stages import apply_stages
 
 # A step longer than this is cut to few layers, unless told: seconds as predicted, layers where there is no clock.
 WHOLE_S, WHOLE_LAYERS = 60.0, 8
-_UNSEEN = ("kernel workspace", "allocator slack")
+_WORKSPACE = "kernel workspace"
 _KINDS = {"weights": "weights", "optimizer state": "optimizer", "gradients": "gradients"}
-# A link that takes no time, to tell computing from what travels.
-_INSTANT = Link("none", 1e12, between_nodes=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +70,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the plan says. `compute_s`: of a step without what travels between ranks; `step_s`: with what shows of it."""
+    """What the plan says, given `budgets` of device and host.
+
+    `device_bytes` are those allocated, without gaps. `compute_s`: of a step without what travels between ranks; `step_s`:
+    with what shows of it.
+    """
 
     job: Job
     plan: MemoryPlan
+    budgets: tuple[int, int]
     memory: Memory
     device_bytes: int
     kinds: Kinds
@@ -212,15 +215,16 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
         on_host=leaves_device(mesh, part.on_host),
     )
     job = replace(job, length=part.length, accumulate=part.rows > 1)
-    plan = choose_plan(sizes, job, *_budgets(asked, gpu=gpu))
+    budgets = _budgets(asked, gpu=gpu)
+    plan = choose_plan(sizes, job, *budgets)
     memory = memory_of(sizes, job, plan)
-    terms = [term for term in memory.terms if gpu or term.name not in _UNSEEN]
+    terms = [term for term in memory.allocated if gpu or term.name != _WORKSPACE]
     compute = step = None
     if gpu:
-        instant = replace(asked.machine, link=_INSTANT, network=_INSTANT)
-        compute = step_time(sizes, job, plan, instant, rows=part.rows).seconds
+        compute = step_time(sizes, job, plan, asked.machine.instant, rows=part.rows).seconds
         step = step_time(sizes, job, plan, asked.machine, rows=part.rows).seconds
-    return sizes, Predicted(job, plan, memory, sum(t.device_bytes for t in terms), _kinds(terms), compute, step)
+    total = sum(term.device_bytes for term in terms)
+    return sizes, Predicted(job, plan, budgets, memory, total, _kinds(terms), compute, step)
 
 
 def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
@@ -283,7 +287,8 @@ def _whole(
         seconds=seconds,
         peaks=peaks,
         kinds=Kinds(**kinds),
-        reserved=int(total(lambda f: f.reserved)),
+        # Gaps follow no line: the widest that was seen.
+        reserved=max(peaks.values()) + max(each.reserved - max(each.peaks.values()) for each in (*figures, *bare)),
         pinned=int(total(lambda f: f.pinned)),
         host=int(total(lambda f: f.host)),
         exchanges=exchanges_of(sizes, said, part.rows, machine),

@@ -5,24 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from benchmarks import rehearsal_cells, rehearsal_page, rehearsals
+from benchmarks import rehearsal_cells, rehearsal_page, rehearsal_plan, rehearsals
 from benchmarks.step import show_length
+from ithaca.planning.choose import choose_plan
+from ithaca.planning.plan import Job
+from tests.tolerances import PLANNED_MEMORY, PREDICTED_STEP
 
 ROOT = Path(__file__).parents[2]
 
 
 def done(of: dict[str, Any], **more: Any) -> dict[str, Any]:
     predicted = {"device_bytes": 11 * 10**9, "compute_s": 11.0, "step_s": 12.0, "kinds": {}, "host_bytes": 0}
+    predicted |= {"job": asdict(Job(of["length"], sp=of["sp"])), "budgets": [int(1e11), int(1e11)]}
+    plan = choose_plan(rehearsal_plan.sizes_of(of["model"]), Job(**predicted["job"]), *predicted["budgets"])
     given = {
         "outcome": "done", "peak": 10 * 10**9, "reserved": 12 * 10**9, "pinned": 0, "host": 0, "compute_s": 10.0, "step_s": 10.5,
         "memory_error": 0.1, "time_error": 0.1, "derived": True, "how": "3 and 6 of 36 layers run", "spent_s": 9.0,
-        "predicted": predicted, "exchanges": [{"seconds": 0.5}], "link": "NVLink 4, 450 GB/s",
+        "predicted": predicted | {"plan": asdict(plan)}, "exchanges": [{"seconds": 0.5}], "link": "NVLink 4, 450 GB/s",
+        "machine": {"device": "H200", "gpus": of["sp"], "nodes": 1}, "rows": 1, "planned_so_today": True,
     }  # fmt: skip
     return of | given | more
 
@@ -68,7 +75,7 @@ def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
         rehearsals.run_all(scaling, result, arguments, waiting=None)  # type: ignore[arg-type]
     run.assert_not_called()
     assert [c["group"] for c in result["cells"]] == ["plan", "scaling"]
-    assert result["cells"][1] == result["cells"][0] | {"group": "scaling"}
+    assert result["cells"][1] == rehearsal_plan.planned_anew(result["cells"][0] | {"group": "scaling"})
     assert result["runs"][0].keys() >= {"command", "python", "torch", "transformers"}
 
 
@@ -92,6 +99,44 @@ def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
         wrong = rehearsals.run_cell(of | {"settings": ["mesh.sq=2"]}, 300, [], waiting)
     assert wrong["outcome"] == "failed"
     assert "unknown key 'sq' in mesh" in wrong["error"]
+
+
+def test_what_would_be_planned_otherwise_is_run_again(tmp_path: Path) -> None:
+    [of] = [c for c in rehearsal_cells.cells_of("plan") if (c["model"], c["sp"]) == ("Qwen/Qwen3-4B", 4)]
+    before = done(of)
+    assert rehearsal_plan.planned_anew(before)["planned_so_today"]
+    before["predicted"]["budgets"][0] = int(5e10)
+    result: dict[str, Any] = {"runs": [], "cells": [rehearsal_plan.planned_anew(before)]}
+    assert not result["cells"][0]["planned_so_today"]
+    arguments = argparse.Namespace(again=False, total=600.0, limit=600.0, extra="", file=tmp_path / "all.json")
+    with patch.object(rehearsals, "run_cell", return_value=done(of)) as run:
+        rehearsals.run_all([of], result, arguments, waiting=None)  # type: ignore[arg-type]
+    run.assert_called_once()
+    assert result["cells"][0]["planned_so_today"]
+
+
+def test_the_plan_agrees_with_what_was_rehearsed() -> None:
+    """Every figure of the plan's is today's: a change of the planning that goes wrong is seen here, without a GPU."""
+    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
+    planned = {rehearsal_cells.key(c): c for c in cells if c["group"] == "plan"}
+    assert planned.keys() == {rehearsal_cells.key(c) for c in rehearsal_cells.cells_of("plan")}
+    for c in planned.values():
+        today = rehearsal_plan.planned_anew(c)
+        assert c == today, "run `python -m benchmarks.rehearsals benchmarks/results/rehearsals.json`"
+        assert abs(today["memory_error"]) <= PLANNED_MEMORY, rehearsal_cells.name_of(c)
+        assert abs(today["time_error"]) <= PREDICTED_STEP, rehearsal_cells.name_of(c)
+
+
+def test_what_is_promised_of_a_capped_card_and_of_a_million_tokens_was_rehearsed() -> None:
+    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
+    capped = {show_length(c["length"]): c for c in cells if c["group"] == "capped"}
+    for length, limit in {"8K": 12, "32K": 15, "64K": 18, "96K": 20, "1M": 80}.items():
+        assert capped[length]["reserved"] <= limit * 1e9
+        assert "--cap" in capped[length]["options"]
+    [whole] = [c for c in cells if c["group"] == "whole"]
+    assert (whole["sp"], whole["length"], whole["derived"]) == (8, 1_048_576, False)
+    assert whole["step_s"] < 300
+    assert whole["reserved"] < 40e9
 
 
 def test_the_page_shows_what_the_file_has() -> None:

@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 
 from ithaca.errors import MemoryPlanError, MeshError
-from ithaca.planning.activations import Flow, attention_work, loss_work, rank_heads, saved
+from ithaca.planning.activations import (
+    Flow,
+    attention_work,
+    gone_before_attention,
+    loss_work,
+    mlp_work,
+    rank_heads,
+    saved,
+)
 from ithaca.planning.advice import explain
 from ithaca.planning.known_models import find_model
 from ithaca.planning.memory import GIB, Memory, memory_of
@@ -17,6 +25,7 @@ from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from tests.planning.models import B1, B8, K
 
 BARE = Job(128 * K, weights="none", optimizer="none")
+MODES: tuple[LayerMode, LayerMode] = ("keep", "save")
 
 
 def plan(mode: LayerMode = "save", *, offload: bool = True, layers: int = 32, groups: int = 1) -> MemoryPlan:
@@ -114,7 +123,8 @@ def test_8b_at_128k_over_eight_ranks() -> None:
     assert terms["residual stream"] == 3 / 8
     assert terms["exchange"] == 2 * 3.5 / 8
     assert terms["kernel workspace"] == 4 / 8
-    assert terms["gradients of attention"] == 2.5 / 8
+    # Those of q, k, v come back when the kernel's workspace is gone.
+    assert terms["gradients of attention"] == 1 / 8
     assert host_terms(memory) == {"saved tensors, pinned": 32 * (2 + 1 / 64) / 8}
 
 
@@ -124,6 +134,54 @@ def test_kv_heads_that_ranks_share_are_counted_on_each() -> None:
     assert flow.kv_g == 131072 * 2 * 128 * 2
     assert flow.shares_kv
     assert not Flow.of(B8, replace(BARE, sp=8), 1).shares_kv
+
+
+def test_what_a_kept_layer_saves_over_ranks() -> None:
+    """As it arrived: kv heads that two ranks share on both, and the output once more for the projection after it."""
+    job = replace(BARE, sp=16, length=16 * 128 * K)
+    norms, qkv, out, _, normed, again, _ = saved(Flow.of(B8, job, 1), B8.layers[0], "keep", tiled=False)
+    assert (norms / GIB, out / GIB, again / GIB, normed) == (4, 1, 1, 0)
+    assert qkv / GIB == 1 + 2 * 0.5
+    # In head groups q, k, v stay with their tokens, and the output is one tensor.
+    job = replace(job, sp=4, length=4 * 128 * K)
+    _, qkv, out, _, _, again, _ = saved(Flow.of(B8, job, 2), B8.layers[0], "keep", tiled=False)
+    assert (qkv / GIB, out / GIB, again) == (1.5, 1, 0)
+
+
+def test_attention_of_a_kept_layer_brings_only_the_gradient() -> None:
+    flow, layer = Flow.of(B8, replace(BARE, sp=8, length=8 * 128 * K), 1), B8.layers[0]
+    kept, run_again = ({p.name: p.bytes / GIB for p in attention_work(flow, layer, mode)} for mode in MODES)
+    # The output's gradient, and q, k, v as the kernel wants them; elsewhere all five, twice.
+    assert kept["exchange"] == 1 + 1.5
+    assert run_again["exchange"] == 2 * 3.5
+    # By then the MLP's own, its norm's and the projection's input are gone.
+    wide = 131072 * 3 * 14336 * 2 / GIB
+    assert gone_before_attention(flow, layer, "keep", tiled=False) / GIB == wide + 2 + 1
+    assert gone_before_attention(flow, layer, "keep", tiled=True) / GIB == 1 + 1
+    assert gone_before_attention(flow, layer, "save", tiled=False) == 0
+
+
+def test_results_that_return_may_take_more_than_the_kernel() -> None:
+    """With as many kv heads as query heads the workspace is small, and dq, dk, dv are there three times."""
+    sizes = replace(B8, kv_heads=32)
+    flow = Flow.of(sizes, replace(BARE, sp=8, length=8 * 128 * K), 1)
+    pieces = {p.name: p.bytes / GIB for p in attention_work(flow, sizes.layers[0], "keep")}
+    assert pieces["kernel workspace"] == 2
+    assert pieces["exchange"] + pieces["kernel workspace"] == 1 + 3 * 3
+
+
+def test_copies_for_experts() -> None:
+    """Their weights' gradients come when most copies are gone."""
+    known = find_model("Qwen/Qwen3-30B-A3B")
+    assert known is not None
+    layer, hidden, width = known.sizes.layers[0], 2048, 8 * 768
+    for tokens, copies, values in ((128 * K, 5, 5), (K, 2, 3)):
+        flow = Flow.of(known.sizes, replace(BARE, length=tokens), 1)
+        [tile] = [
+            p.bytes for p in mlp_work(flow, layer, "keep", tokens, trains=True, reduces=True) if p.name == "MLP tile"
+        ]
+        weights = layer.mlp * 2 if copies == 5 else 0
+        assert tile == tokens * (copies * 8 * hidden + values * width + 4 * hidden) * 2 - weights
 
 
 def test_head_groups_cut_the_workspace() -> None:
