@@ -29,16 +29,16 @@ def planned_anew(of: Cell) -> Cell:
     card = of["machine"]
     machine = read_machine(f"{card['gpus']}x{card['device']}", card["nodes"], None, None, None)
     compute, step = (step_time(sizes, job, plan, each, rows=of["rows"]).seconds for each in (machine.instant, machine))
-    today = choose_plan(sizes, job, *said["budgets"])
-    return of | {
-        "predicted": said
-        | {"device_bytes": device, "reserved": memory.device_bytes, "host_bytes": memory.host_bytes}
-        | {"compute_s": compute, "step_s": step},
-        "step_s": of["compute_s"] + step - compute,
+    said = said | {"device_bytes": device, "reserved": memory.device_bytes, "host_bytes": memory.host_bytes}
+    anew = of | {
+        "predicted": said | {"compute_s": compute, "step_s": step},
         "memory_error": device / of["peak"] - 1,
-        "time_error": compute / of["compute_s"] - 1,
-        "planned_so_today": today == plan,
+        "planned_so_today": choose_plan(sizes, job, *said["budgets"]) == plan,
     }
+    # Without a GPU there is no time to compare with.
+    if of["compute_s"] is not None:
+        anew |= {"step_s": of["compute_s"] + step - compute, "time_error": compute / of["compute_s"] - 1}
+    return anew
 
 
 def plan_of(kept: dict[str, Any]) -> MemoryPlan:

@@ -44,6 +44,7 @@ class Flow:
     largest_g: int
     workspace_g: int
     groups: int
+    rows: int
     alone: bool
     shares_kv: bool
     fused: bool
@@ -74,6 +75,7 @@ class Flow:
             largest_g=job.whole * h_g * max(key, value),
             workspace_g=job.whole * (h_g * key * FP32 + repeated),
             groups=groups,
+            rows=job.batch,
             alone=job.sp == 1,
             shares_kv=kv_heads * job.sp > sizes.kv_heads,
             fused=job.fused,
@@ -224,8 +226,9 @@ def _one_exchange(flow: Flow, *, kept: bool) -> Piece:
     takes more beside the workspace that only the kernel has."""
     results = flow.q_g + flow.kv_g
     if kept:
-        # q, k, v and the output lie here, the first three side by side as they came.
-        received, dense, formula = flow.out_g, results, "B*S*(h*E)*c received, B*S*(h*D + k*(D+E))*c dense"
+        # q, k, v and the output lie here, the first three side by side as they came. One row's gradient comes dense.
+        received, dense = flow.out_g, results + (flow.out_g if flow.rows > 1 else 0)
+        formula = "B*S*h*E*c received, B*S*(h*D + k*(D+E))*c dense"
     else:
         received = dense = results + 2 * flow.out_g
         formula = "2 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense"
@@ -250,7 +253,7 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     wide = (values * layer.width + narrow * flow.hidden) * flow.c
     tile_bytes, formula = tokens * wide, f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
     if layer.experts:
-        tile_bytes, formula = _expert_tile(flow, layer, tokens)
+        tile_bytes, formula = _expert_tile(flow, layer, tokens, trains=trains)
     pieces.append(Piece("MLP tile", tile_bytes, formula))
     each = (0 if reduces else flow.c) + (FP32 if tiled else 0)
     if trains and each:
@@ -273,7 +276,7 @@ def _wide_values(layer: LayerSizes, *, fused: bool, kept: bool) -> int:
     return forward if kept else 2 * forward
 
 
-def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int) -> tuple[int, str]:
+def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int, *, trains: bool) -> tuple[int, str]:
     """A tile of an expert block in backward, beside its weights' gradients.
 
     Tokens are copied for each expert they visit. Most copies are there when the experts' outputs are weighed: what goes
@@ -282,8 +285,10 @@ def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int) -> tuple[int, str]:
     """
     copy, width, x = (tokens * n * flow.c for n in (layer.experts_per_token * flow.hidden, layer.width, flow.hidden))
     first, late = 5 * copy + 5 * width + 4 * x, 2 * copy + 3 * width + 4 * x
-    formula = f"{tokens} tokens * (5 * experts a token * hidden + 5 * intermediate + 4 * hidden) * c - weight gradients"
-    return max(first - layer.mlp * flow.c, late), formula
+    formula = f"{tokens} tokens * (5 * experts a token * hidden + 5 * intermediate + 4 * hidden) * c"
+    if not trains:
+        return first, formula
+    return max(first - layer.mlp * flow.c, late), f"{formula} - weight gradients"
 
 
 def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:

@@ -181,6 +181,10 @@ def test_copies_for_experts() -> None:
             p.bytes for p in mlp_work(flow, layer, "keep", tokens, trains=True, reduces=True) if p.name == "MLP tile"
         ]
         weights = layer.mlp * 2 if copies == 5 else 0
+        [frozen] = [
+            p.bytes for p in mlp_work(flow, layer, "keep", tokens, trains=False, reduces=True) if p.name == "MLP tile"
+        ]
+        assert frozen == tokens * (5 * 8 * hidden + 5 * width + 4 * hidden) * 2
         assert tile == tokens * (copies * 8 * hidden + values * width + 4 * hidden) * 2 - weights
 
 
