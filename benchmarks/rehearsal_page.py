@@ -45,7 +45,7 @@ def plan_table(cells: list[Cell]) -> str:
     worst = [_worst(done, error) for error in ("memory_error", "time_error")]
     missing = len(order) - len(done)
     rest = f"{missing} of {len(order)} cells have no result yet." if missing else ""
-    changed = [name_of(c).split(": ")[1] for c in done if not c.get("planned_so_today", True)]
+    changed = [name_of(c).split(": ")[1] for c in done if c["outcome"] == "done" and not c["planned_so_today"]]
     later = f"Today's plan differs from the one that ran, and that is shown: {'; '.join(changed)}." if changed else ""
     return "\n".join([_markdown(heads, rows), "", *filter(None, [*worst, rest, later])])
 

@@ -6,11 +6,13 @@ planned otherwise today is to be run again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.rehearsal_cells import EXPERT_LAYERS, EXPERTS, Cell
 from ithaca.cli.plan_inputs import read_machine
 from ithaca.planning.choose import choose_plan
+from ithaca.planning.hardware import DEVICES, find_device
 from ithaca.planning.known_models import find_model, known_config, read_config
 from ithaca.planning.memory import memory_of
 from ithaca.planning.plan import Job, MemoryPlan
@@ -28,6 +30,8 @@ def planned_anew(of: Cell) -> Cell:
     device = sum(term.device_bytes for term in memory.allocated)
     card = of["machine"]
     machine = read_machine(f"{card['gpus']}x{card['device']}", card["nodes"], None, None, None)
+    # The table's card, whatever was calibrated on this machine.
+    machine = replace(machine, device=find_device(card["device"], DEVICES))
     compute, step = (step_time(sizes, job, plan, each, rows=of["rows"]).seconds for each in (machine.instant, machine))
     said = said | {"device_bytes": device, "reserved": memory.device_bytes, "host_bytes": memory.host_bytes}
     anew = of | {

@@ -122,10 +122,10 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     if not _keeps_mlp(layer, mode, tiled=tiled):
         # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
         return 3 * flow.x, *attention
-    return _norms(flow), *attention, kept_wide(flow, layer, mode, tiled=tiled)
+    return _norms(flow), *attention, _kept_wide(flow, layer, mode, tiled=tiled)
 
 
-def kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+def _kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """What a layer saves for its MLP alone: gate, up, activation (kept by autograd alone) and product; without a gate
     the activation and what goes in."""
     if not _keeps_mlp(layer, mode, tiled=tiled):
@@ -140,7 +140,7 @@ def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, til
     if mode != "keep":
         return 0
     norm = flow.x if not _keeps_mlp(layer, mode, tiled=tiled) else _norms(flow) // 2
-    return kept_wide(flow, layer, mode, tiled=tiled) + norm + (flow.out if flow.arrives else 0)
+    return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (flow.out if flow.arrives else 0)
 
 
 def _norms(flow: Flow) -> int:
@@ -281,7 +281,8 @@ def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int, *, trains: bool) ->
 
     Tokens are copied for each expert they visit. Most copies are there when the experts' outputs are weighed: what goes
     in and comes out, the output's gradient, that times the weights, that times the output. The weights' gradients come
-    when two of them are left, so that only what is more than those counts here.
+    when two of them are left, so that only what is more than those counts here. Of five intermediate values four are
+    known by name; that there is one more is what an H200 shows from 32K to 128K tokens (rehearsals.json).
     """
     copy, width, x = (tokens * n * flow.c for n in (layer.experts_per_token * flow.hidden, layer.width, flow.hidden))
     first, late = 5 * copy + 5 * width + 4 * x, 2 * copy + 3 * width + 4 * x
