@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ithaca.training.watch import Preempted, Watch
 
-PATIENCE = 20.0
+PATIENCE = 20.0  # of one collective, after which its rank gives up
+FOR_EVER = 120.0
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Crew:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(2 * PATIENCE)
+            thread.join(FOR_EVER)
             assert not thread.is_alive(), "a rank waits for ever"
         return self.outcomes
 
