@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ithaca.errors import ConfigError
 
@@ -26,7 +35,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
 def parse_number(value: object, base: int) -> object:
     """`128k` as a whole number, `k` being `base`; what is no such text is left for the checks that follow."""
     if not isinstance(value, str):
-        return value
+        return no_truth(value)
     found = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", value, re.IGNORECASE)
     if found is None:
         raise ValueError(f"{value!r} is no number such as 4096, 128k or 1M")
@@ -43,25 +52,44 @@ def parse_bytes(value: object) -> object:
     return parse_number(found[1], 1024 if found[2] else 1000)
 
 
+def no_truth(value: object) -> object:
+    """`true` is a number to Python, and to nobody who writes it."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")
+    return value
+
+
+def one_or_more(value: object) -> object:
+    """A list, or the one thing that would be in it."""
+    return value if isinstance(value, list) else [value]
+
+
+def at_home(value: str) -> str:
+    """A path with `~` written out."""
+    return str(Path(value).expanduser()) if value.startswith("~") else value
+
+
 Length = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1024)), Field(ge=1)]
 Tokens = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1000)), Field(ge=1)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
+Where = Annotated[str, AfterValidator(at_home)]
 
 
 class Section(BaseModel):
     """A part of the file: keys it does not know are errors, and nothing changes once it is read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Model(Section):
     """What is trained. `name`: a folder, a hub name, or "embedded", a small byte-level Llama made on the spot."""
 
-    name: str = "embedded"
+    name: Where = "embedded"
     revision: str | None = None
-    tokenizer: str | None = None
+    tokenizer: Where | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     kernel: str = "auto"
 
@@ -78,7 +106,7 @@ class Lora(Section):
 class Source(Section):
     """Where documents come from: a file, a folder, a glob or a hub name; `kind` and `format` are found out if "auto"."""
 
-    path: str
+    path: Where
     format: Literal["auto", "jsonl", "parquet", "text", "code", "hub"] = "auto"
     kind: Literal["auto", "text", "chat", "tokens"] = "auto"
     column: str | None = None
@@ -93,29 +121,27 @@ class Source(Section):
         return {"path": value} if isinstance(value, str) else value
 
 
+Sources = Annotated[list[Source], BeforeValidator(one_or_more)]
+
+
 class Data(Section):
     """Documents to rows. `rows`: "packed" (best fit, documents apart) or "joined" (one stream, cut at the length)."""
 
-    sources: list[Source] = [Source(path="stdlib", format="code")]
+    sources: Sources = [Source(path="stdlib", format="code")]
     rows: Literal["packed", "joined"] = "packed"
     learn: Literal["assistant", "all"] = "assistant"
     chat_template: str | None = None
     streaming: bool = False
     bad_share: Share = 0.01
-    cache: str | None = None
+    cache: Where | None = None
     workers: Positive = 1
-
-    @field_validator("sources", mode="before")
-    @classmethod
-    def _one_source(cls, value: object) -> object:
-        return value if isinstance(value, list) else [value]
 
 
 class Validation(Section):
     """Documents held back: a share of the data's, or sources of their own; every `every` steps and after each stage."""
 
     share: Share = 0.0
-    sources: list[Source] = []
+    sources: Sources = []
     every: Positive = 100
     rows: Positive = 16
 
@@ -146,7 +172,7 @@ class Stage(Section):
     `final` of it.
     """
 
-    length: Length
+    length: Annotated[Length, Field(ge=2)]
     steps: Positive | None = None
     tokens: Tokens | None = None
     batch: Positive = 1
@@ -193,7 +219,7 @@ class Optimizer(Section):
     """AdamW in one of three kinds; `clip: 0` clips nothing."""
 
     name: Literal["adamw", "adamw8bit", "bf16_sr"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(ge=0)] = 1.0
@@ -238,8 +264,8 @@ class Launch(Section):
 class Run(Section):
     """The whole file. Left out, a section has the defaults above; all of them together are the embedded run."""
 
-    output: str = "runs/first"
-    seed: Annotated[int, Field(ge=0)] = 0
+    output: Where = "runs/first"
+    seed: Annotated[int, BeforeValidator(no_truth), Field(ge=0, lt=2**63)] = 0
     precision: Literal["auto", "mixed", "bf16", "fp32"] = "auto"
     model: Model = Model()
     lora: Lora | None = None
@@ -297,17 +323,31 @@ def dump_run(run: Run) -> str:
     return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+class _Strict(yaml.SafeLoader):
+    """Plain data only, and no key twice: YAML's own readers keep the last one without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for at, key in enumerate(keys):
+            if key in keys[:at]:
+                line = node.value[at][0].start_mark.line + 1
+                raise ConfigError(f"line {line}: the key {key!r} is there twice: leave one of them")
+        return super().construct_mapping(node, deep=deep)
+
+
 def _read(file: str | Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Strict)
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist: name a run.yaml, or nothing for the embedded run") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): name a YAML file") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}, {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -66,6 +66,7 @@ def test_an_override_of_what_the_file_leaves_out_keeps_the_defaults_beside_it() 
 def test_sources_may_be_plain_paths() -> None:
     run = load_run(None, ["data.sources=books/"])
     assert [source.path for source in run.data.sources] == ["books/"]
+    assert load_run(None, ["validation.sources=held.jsonl"]).validation.sources[0].path == "held.jsonl"
     two = read_run({"data": {"sources": ["a.jsonl", {"path": "b", "kind": "chat"}]}})
     assert [(source.path, source.kind) for source in two.data.sources] == [("a.jsonl", "auto"), ("b", "chat")]
 
@@ -91,6 +92,12 @@ WRONG = [
     (["optimizer.in_backward=true"], "set optimizer.clip=0"),
     (["optimizer.in_backward=true", "optimizer.clip=0"], "stages of batch 1"),
     (["model={"], "not YAML"),
+    (["stages.0.steps=true"], "stages.0.steps: true is no number"),
+    (["stages.0.length=1"], "greater than or equal to 2"),
+    (["stages.0.lr=.inf"], "finite"),
+    (["stages.0.warmup=.nan"], "finite"),
+    (["optimizer.betas=[1.5, 2.0]"], "optimizer.betas.0: got 1.5: input should be less than 1"),
+    (["seed=99999999999999999999999"], "seed: got"),
 ]
 
 
@@ -113,9 +120,20 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     broken.write_text("a: [1\n")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_run(broken)
+    twice = tmp_path / "twice.yaml"
+    twice.write_text("model: {name: a}\nstages: []\nmodel: {name: b}\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml, line 3: the key 'model' is there twice"):
+        load_run(twice)
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     assert load_run(empty) == Run()
+
+
+def test_a_tilde_is_the_home_folder_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/penelope")
+    run = load_run(None, ["output=~/runs/a", "model.name=~/m", "model.tokenizer=~/t", "data.sources=~/d"])
+    given = [run.output, run.model.name, run.model.tokenizer, run.data.sources[0].path]
+    assert given == [f"/home/penelope/{name}" for name in ("runs/a", "m", "t", "d")]
 
 
 def test_a_file_runs_no_code(tmp_path: Path) -> None:

@@ -186,7 +186,8 @@ def start_ranks(
 
 def _status(agent: Agent, handover: Handover, result: RunResult | None, reports: Sequence[Report]) -> int:
     if result is not None and not result.is_failed():
-        return max((status or 0 for status in result.return_values.values()), default=0)
+        status = max((status or 0 for status in result.return_values.values()), default=0)
+        return handover.status if status == PREEMPTED and handover.asked else status
     codes = agent.codes()
     own = [report for report in reports if not report.consequence]
     if handover.asked and not own:

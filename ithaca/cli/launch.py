@@ -4,7 +4,8 @@ In a plain shell it starts the ranks of this machine itself, through torchrun's 
 of several nodes if told so. Under torchrun, or as one of many tasks of `srun`, this process already is a rank, and the
 entry runs in it. One rank alone needs nobody: the entry runs in this process too.
 
-Invariant: the status given is the run's: 0, 2 for a user's mistake, 75 for a run that was told to stop and saved.
+Invariant: the status given is the run's: 0, 2 for a user's mistake, 75 for a run that was told to stop and saved, 130
+where it was told so by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def train(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     show: bool = typer.Option(False, "--show", help="Print the whole resolved run file and stop."),
-    processes: int = typer.Option(0, help="Ranks on this machine; all GPUs, or two on the CPU, if left out."),
+    processes: int | None = typer.Option(
+        None, min=1, help="Ranks on this machine; all GPUs, or two on the CPU, if left out."
+    ),
     nodes: int | None = typer.Option(None, help="Machines that take part."),
     node_rank: int | None = typer.Option(None, help="Which of them this is, from 0."),
     rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: a free port of the first."),
@@ -58,18 +60,18 @@ def split_words(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def work(text: str) -> int:
-    """What one rank does; gives 75 where the run was asked to stop before its end."""
+    """What one rank does; gives 75 where the run was asked to stop before its end, 130 where Ctrl-C did."""
     quiet()
     from ithaca.config import Run
     from ithaca.report.loss import draw_loss
     from ithaca.training.folder import RunFolder
     from ithaca.training.trainer import train as train_rank
-    from ithaca.training.watch import PREEMPTED
+    from ithaca.training.watch import INTERRUPTED, PREEMPTED
 
     began = time.monotonic()
     outcome = train_rank(Run.model_validate_json(text))
     if not outcome.finished:
-        return PREEMPTED
+        return INTERRUPTED if outcome.interrupted else PREEMPTED
     if int(os.environ.get("RANK", "0")) == 0:
         folder = RunFolder(outcome.folder)
         draw_loss(folder.metrics, folder.picture)
@@ -83,7 +85,8 @@ def ending(outcome: Outcome, seconds: float) -> str:
     from ithaca.training.folder import RunFolder
 
     folder = RunFolder(outcome.folder)
-    losses = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
+    steps = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
+    losses = [loss for loss in steps if loss is not None] or [float("nan")]
     last = sorted(folder.checkpoints.glob("step-*"))[-1]
     minutes = f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.0f} seconds"
     lines: list[tuple[str, Any]] = [

@@ -32,18 +32,23 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    numbers, losses = [line["step"] for line in steps], [line["loss"] for line in steps]
+    numbers, losses = [line["step"] for line in steps], [_number(line["loss"]) for line in steps]
     axes.plot(numbers, losses, color="0.75", linewidth=1, label="loss")
     axes.plot(numbers, _running(losses), color="C0", linewidth=2, label="running mean")
     held_out = [line for line in lines if line["kind"] == "validation"]
     if held_out:
-        places, values = [line["step"] for line in held_out], [line["loss"] for line in held_out]
+        places, values = [line["step"] for line in held_out], [_number(line["loss"]) for line in held_out]
         axes.plot(places, values, "o-", color="C1", markersize=4, label="validation")
     _mark_stages(axes, steps)
     axes.set(xlabel="step", ylabel="loss a token", xlim=(numbers[0], max(numbers[-1], numbers[0] + 1)))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=150)
+
+
+def _number(loss: float | None) -> float:
+    """A loss that was no number is written as null, and drawn as a gap."""
+    return float("nan") if loss is None else loss
 
 
 def _mark_stages(axes: Any, steps: list[dict[str, Any]]) -> None:

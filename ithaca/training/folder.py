@@ -21,7 +21,10 @@ from ithaca.config import Run, dump_run, read_run
 from ithaca.errors import ConfigError
 
 # What may differ when a run is resumed: where and how it runs, not what it learns.
-_FREE = ("mesh", "memory", "checkpoints", "metrics", "limits", "launch", "output", "validation")
+_FREE = ("mesh", "memory", "checkpoints", "metrics", "limits", "launch", "output", "data.workers", "data.cache",
+         "data.bad_share", "validation.sources", "validation.every", "validation.rows")  # fmt: skip
+# In a stage its degree, and the course of the rate: a run that diverged goes on with a lower one.
+_FREE_IN_STAGE = ("sp", "lr", "schedule", "warmup", "final")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +90,60 @@ class RunFolder:
             ) from None
         return held
 
-    def settle(self, run: Run) -> None:
-        """Refuse a folder that holds another run; else leave the resolved settings there."""
-        if self.settings.exists():
-            before = read_run(yaml.safe_load(self.settings.read_text(encoding="utf-8")))
-            if (self.checkpoints).exists() and (named := difference(before, run)):
-                raise ConfigError(
-                    f"{self.root} holds a run with another {named}: set output=... to a new folder, or put {named} back"
-                )
-        self.settings.write_text(dump_run(run), encoding="utf-8")
+    def refuse_another(self, run: Run) -> None:
+        """Refuse a folder that holds steps of another run; where none is saved there is nothing to lose."""
+        if not self.settings.exists() or not any(self.checkpoints.glob("step-*")):
+            return
+        if named := difference(self._settled(), run):
+            raise ConfigError(
+                f"{self.root} holds a run with another {named}: set output=... to a new folder, or put {named} back"
+            )
+
+    def _settled(self) -> Run:
+        try:
+            content = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ConfigError("it holds no settings")
+            return read_run(content)
+        except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(
+                f"{self.settings}, by which a run is known again, cannot be read ({' '.join(str(error).split())}): "
+                "remove it to go on, or set output=... to a new folder"
+            ) from None
+
+    def new_rates(self, run: Run) -> list[str]:
+        """Settings of stages by which the rate will take another course than the run so far was to have."""
+        if not self.settings.exists():
+            return []
+        pairs = zip(self._settled().stages, run.stages, strict=False)
+        courses = [name for name in _FREE_IN_STAGE if name != "sp"]
+        return [
+            f"stages.{at}.{n}" for at, (a, b) in enumerate(pairs) for n in courses if getattr(a, n) != getattr(b, n)
+        ]
+
+    def leave_settings(self, run: Run) -> None:
+        """The resolved settings, whole or not at all."""
+        part = self.settings.with_name(".run.yaml.part")
+        part.write_text(dump_run(run), encoding="utf-8")
+        part.rename(self.settings)
 
 
 def difference(before: Run, now: Run) -> str | None:
-    """The first setting in which two runs would learn otherwise; stages may be added, and may change their sp."""
+    """The first setting in which two runs would learn otherwise; stages may be added."""
     old, new = before.model_dump(), now.model_dump()
     for key in old:
-        if key not in (*_FREE, "stages") and old[key] != new[key]:
-            return _inside(key, old[key], new[key])
+        for name in _changed(key, old[key], new[key]):
+            if key not in (*_FREE, "stages") and name not in _FREE:
+                return name
     for at, (a, b) in enumerate(zip(old["stages"], new["stages"], strict=False)):
-        changed = [name for name in a if name != "sp" and a[name] != b[name]]
-        if changed:
-            return f"stages.{at}.{changed[0]}"
+        for name in a:
+            if name not in _FREE_IN_STAGE and a[name] != b[name]:
+                return f"stages.{at}.{name}"
     return None if len(new["stages"]) >= len(old["stages"]) else f"stages.{len(new['stages'])}"
 
 
-def _inside(key: str, old: Any, new: Any) -> str:
+def _changed(key: str, old: Any, new: Any) -> list[str]:
+    """What differs in a section, or the section itself where one of the two has none."""
     if isinstance(old, dict) and isinstance(new, dict):
-        return next(f"{key}.{name}" for name in old if old[name] != new[name])
-    return key
+        return [f"{key}.{name}" for name in old if old[name] != new[name]]
+    return [key] if old != new else []

@@ -237,9 +237,11 @@ class StageLoop:
 
     def _record(self, launched: Launched, result: Step) -> None:
         before, after = launched.before, launched.after
-        if after.total % self.run.metrics.every and result.apart is None and result.good:
-            return
         session = self.session
+        # The first and the last of a stage are always told, whatever is asked for.
+        ends = before.step == 0 or after.step == session.stage.count
+        if after.total % self.run.metrics.every and result.apart is None and result.good and not ends:
+            return
         if not self.held["optimizer"]:
             self.held = held_bytes(session.model, session.optimizer)
         memory = memory_by_kind(self.held, session.mesh)
@@ -275,8 +277,9 @@ class StageLoop:
         self.journal.write("event", after.total, event="bad step", loss=str(result.loss), rows=named)
         if self.place.in_a_row >= self.run.limits.bad_steps:
             raise BadStepsError(
-                f"{said}, {self.place.in_a_row} in a row: the last checkpoint is kept; lower the stage's lr, look at "
-                f"{named}, or raise limits.bad_steps"
+                f"{said}, {self.place.in_a_row} in a row: the last checkpoint is kept; lower "
+                f"stages.{self.session.number}.lr, look at {named}, or raise limits.bad_steps, and the same command "
+                "goes on from there"
             )
 
     def validate(self, place: Place) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ class Journal:
     def write(self, kind: str, step: int, **facts: Any) -> None:
         if not self.writes:
             return
-        line = json.dumps({"kind": kind, "step": step, "at": round(time.time(), 3), **facts}) + "\n"
+        line = json.dumps(_finite({"kind": kind, "step": step, "at": round(time.time(), 3), **facts})) + "\n"
         self._writer.submit(self._append, line)
         numbers = {f"{kind}/{key}": value for key, value in _flat(facts).items()}
         for tracker in self.trackers:
@@ -83,6 +84,15 @@ class Journal:
         self._writer.shutdown()
         for tracker in self.trackers:
             tracker.finish()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not a number, and none for infinity: null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:
@@ -120,6 +130,12 @@ def _trackers(settings: Metrics, folder: Path, run: Mapping[str, Any]) -> list[A
             made[-1].start()
         except ImportError as error:
             raise ConfigError(f"metrics.trackers has {name!r}, which is not installed: pip install {name}") from error
+        except Exception as error:
+            hint = "log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "see to it"
+            raise ConfigError(
+                f"metrics.trackers has {name!r}, which does not start ({' '.join(str(error).split())}): {hint}, or leave "
+                "it out"
+            ) from error
         made[-1].store_init_configuration({key: str(value) for key, value in run.items()})
     return made
 

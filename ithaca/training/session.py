@@ -59,9 +59,11 @@ def choose_sp(run: Run, number: int, world: int, config: Any) -> int:
     sp = largest_divisor(world // run.mesh.ring, int(config.num_attention_heads)) if asked == "auto" else asked
     dp = world // (sp * run.mesh.ring)
     if dp and stage.batch % dp:
+        # Fewer, larger sequence groups: the smallest degree above this one by which the batch goes round.
+        larger = [n for n in range(sp + 1, world + 1) if world % n == 0 and stage.batch % (world // n) == 0]
         raise MeshError(
             f"stage {number + 1} has batch {stage.batch} over dp={dp} sequence groups: a multiple is needed; use "
-            f"batch {-(-stage.batch // dp) * dp}, or mesh.sp={largest_divisor(world, world // stage.batch or 1) * sp}"
+            f"batch {-(-stage.batch // dp) * dp}, or mesh.sp={larger[0]}"
         )
     return sp
 

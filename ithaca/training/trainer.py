@@ -22,7 +22,7 @@ from ithaca.data.prepare import Prepared, prepare
 from ithaca.errors import CheckpointError, IthacaError
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh, fit_degrees, init_mesh
-from ithaca.models.embedded import build_embedded
+from ithaca.models.embedded import EMBEDDED, build_embedded, embedded_tokenizer
 from ithaca.models.pretrained import find_folder, read_config
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.models.tokenizer import load_tokenizer
@@ -49,6 +49,7 @@ class Outcome:
     folder: Path
     place: Place
     finished: bool
+    interrupted: bool = False
 
 
 def train(run: Run) -> Outcome:
@@ -56,7 +57,7 @@ def train(run: Run) -> Outcome:
     with ExitStack() as stack:
         mesh = init_mesh(device=None if run.launch.device == "auto" else run.launch.device)
         folder = RunFolder(Path(run.output))
-        _together(mesh, lambda: stack.enter_context(folder.lock()), lambda: folder.settle(run))
+        _together(mesh, lambda: stack.enter_context(folder.lock()), lambda: folder.refuse_another(run))
         watch = stack.enter_context(Watch.of(mesh, hang=run.limits.hang))
         display = Display(shows=mesh.rank == 0, stages=len(run.stages))
         stack.callback(display.close)
@@ -78,6 +79,7 @@ class _Trainer:
         self.session: Session | None = None
         self.loop: StageLoop | None = None
         self.source, self.documents = "", ""
+        self.tokenizer: str | None = None
         self.saved: Place | None = None
 
     def go(self) -> Outcome:
@@ -88,6 +90,7 @@ class _Trainer:
             prepared = self._prepare()
             self.documents = prepared.fingerprint
         place, path = self._find_start()
+        _together(self.mesh, lambda: self._take_over(path))
         if path is not None and place.stage and not place.step:
             self._export(path, place)
         try:
@@ -111,7 +114,8 @@ class _Trainer:
 
     def _prepare(self) -> Prepared:
         run = self.run
-        tokenizer = load_tokenizer(run.model.tokenizer or self.source, run.model.revision)
+        self._own_tokenizer()
+        tokenizer = load_tokenizer(self.tokenizer or self.source, run.model.revision)
         return prepare(
             run.data,
             tokenizer,
@@ -120,6 +124,17 @@ class _Trainer:
             folder=Path(run.data.cache or self.folder.root / "data"),
             progress=self.mesh.rank == 0,
         )
+
+    def _own_tokenizer(self) -> None:
+        """The embedded tokenizer is written down, so that an export finds its files."""
+        self.tokenizer = self.run.model.tokenizer
+        if self.tokenizer != EMBEDDED:
+            return
+        folder = self.folder.root / "tokenizer"
+        if self.mesh.rank == 0:
+            embedded_tokenizer().save_pretrained(folder)
+        dist.barrier(self.mesh.world_group)
+        self.tokenizer = str(folder)
 
     def _look_ahead(self) -> None:
         """Refuse stages that the model or the mesh cannot do, and warn of jumps, before anything is read or built."""
@@ -137,8 +152,23 @@ class _Trainer:
         place = Place() if path is None else Place(**self.checkpoints.read_facts(path)["place"])
         self.journal.resume(place.total)
         if path is not None:
+            self._check_documents(path)
             self.display.say(f"going on from {path}: {place.total} steps done")
         return place, path
+
+    def _check_documents(self, path: Path) -> None:
+        if self.checkpoints.read_facts(path)["data"] != self.documents:
+            raise CheckpointError(
+                f"the documents are not those that {path} was trained on, and its rows would be others: put them back, "
+                "or start anew from its export with model.name=... and output=..."
+            )
+
+    def _take_over(self, path: Path | None) -> None:
+        """The folder is this run's from here on."""
+        if path is not None:
+            for name in self.folder.new_rates(self.run):
+                self.display.say(f"warning: {name} is not what the steps so far were taken with")
+        self.folder.leave_settings(self.run)
 
     def _stage(self, place: Place, path: Path | None, prepared: Prepared) -> Place:
         """One stage from `place` to its end, its model exported, its checkpoint kept."""
@@ -163,11 +193,6 @@ class _Trainer:
 
     def _load(self, path: Path, facts: dict[str, Any], session: Session) -> None:
         check_fingerprint(facts["fingerprint"], session.model)
-        if facts["data"] != self.documents:
-            raise CheckpointError(
-                f"the documents are not those that {path} was trained on, and its rows would be others: put them back, "
-                "or start anew from its export with model.name=... and output=..."
-            )
         self.checkpoints.load(path, session.tensors)
 
     def _end_stage(self, session: Session, place: Place) -> Place:
@@ -196,7 +221,7 @@ class _Trainer:
         facts = {
             "place": asdict(place),
             "fingerprint": fingerprint(session.model),
-            DESCRIPTION: describe_model(session.model, folder=self.source, tokenizer=self.run.model.tokenizer),
+            DESCRIPTION: describe_model(session.model, folder=self.source, tokenizer=self.tokenizer),
             "data": self.documents,
             "feed": session.feed.state(row) if place.stage == session.number else {},
             "degrees": {"dp": session.mesh.dp, "sp": session.mesh.sp},
@@ -228,7 +253,7 @@ class _Trainer:
         self.journal.write("event", place.total, event="stopped")
         self.display.close()
         self.display.say(f"stopped after {place.total} steps, saved: the same command goes on from there")
-        return Outcome(self.folder.root, place, finished=False)
+        return Outcome(self.folder.root, place, finished=False, interrupted=self.watch.interrupted)
 
 
 def _together(mesh: Mesh, *actions: Callable[[], Any]) -> None:

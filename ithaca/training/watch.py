@@ -114,6 +114,11 @@ class Watch:
         """Whether a stop has been asked for; it comes at one of the next boundaries."""
         return self._asked.is_set()
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was Ctrl-C that asked, here."""
+        return self._interrupts > 0
+
     def ask(self) -> None:
         """Ask all ranks to stop, as a signal does."""
         self._wants = True

@@ -34,6 +34,36 @@ def test_a_resumed_journal_forgets_what_will_be_done_again(tmp_path: Path) -> No
     assert len(file.read_text().splitlines()) == 2
 
 
+def test_what_is_no_number_is_written_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    journal = Journal(file, Metrics(), writes=True, run={})
+    journal.write("step", 1, loss=float("nan"), memory_gib={"peak": float("inf")}, loss_by_position=[1.0, float("nan")])
+    journal.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    line = json.loads(file.read_text(), parse_constant=refuse)
+    assert (line["loss"], line["memory_gib"]["peak"], line["loss_by_position"]) == (None, None, [1.0, None])
+
+
+def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import tracking
+
+    class LoggedOut:
+        requires_logging_directory = False
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Nothing is asked yet."""
+
+        def start(self) -> None:
+            raise RuntimeError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", LoggedOut)
+    with pytest.raises(ConfigError, match="WANDB_MODE=offline"):
+        Journal(tmp_path / "metrics.jsonl", Metrics(trackers=["wandb"]), writes=True, run={})
+
+
 def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, free, opened = tmp_path / "metrics.jsonl", threading.Event(), Path.open
     monkeypatch.setattr(Path, "open", lambda *given, **named: free.wait() and opened(*given, **named))

@@ -256,6 +256,11 @@ def _with_bad_steps(text: str, steps: list[int], kind: str, **options: Any) -> d
         loop.StageLoop._step, loop.causal_loss = kept, real  # type: ignore[method-assign]
 
 
+def test_rare_metrics_still_tell_a_stage_s_first_and_last_step(place: Path) -> None:
+    got = run_train(1, small_run(place, "rare", metrics={"every": 1000, "apart_every": 1000}))
+    assert [line["step"] for line in got["metrics"] if line["kind"] == "step"] == [1, 12]
+
+
 @pytest.mark.parametrize("kind", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite_is_not_taken(place: Path, kind: str) -> None:
     run = small_run(place, f"bad {kind}")
@@ -296,7 +301,7 @@ def test_steps_settled_late_are_told_and_counted_alike(place: Path) -> None:
 @pytest.mark.slow
 def test_too_many_of_them_in_a_row_end_the_run(place: Path) -> None:
     run = small_run(place, "too bad", limits={"bad_steps": 3, "hang": 120})
-    with pytest.raises(RankError, match="3 in a row: the last checkpoint is kept; lower the stage's lr"):
+    with pytest.raises(RankError, match=r"3 in a row: the last checkpoint is kept; lower stages\.0\.lr"):
         run_ranks(2, _with_bad_steps, run.model_dump_json(), [6, 7, 8, 9], "nan")
     assert [path.name for path in (Path(run.output) / "checkpoints").iterdir()] == ["step-00000005"]
 
