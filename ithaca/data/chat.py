@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ithaca.data.read import RowError
+from ithaca.data.read import RowError, encodable, json_list
 from ithaca.errors import DataError
 
 Message = dict[str, Any]
@@ -65,7 +65,7 @@ class ChatEncoder:
 
     def __call__(self, value: object, tools: object = None) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
         messages = read_messages(value)
-        tools = tools if isinstance(tools, list) and tools else None
+        tools = read_tools(tools)
         if not self.learn_all and not any(message["role"] == "assistant" for message in messages):
             raise RowError("no message of the assistant: nothing to learn")
         if self.marks is None and not self.learn_all:
@@ -82,7 +82,7 @@ class ChatEncoder:
     def render(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> str:
         """The conversation as text; what the template refuses is a RowError with its own words."""
         try:
-            return self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools,
                 chat_template=self.template,
@@ -91,8 +91,10 @@ class ChatEncoder:
             )
         except Exception as error:
             raise RowError(f"the chat template refuses it ({' '.join(str(error).split())[:200]})") from None
+        return encodable(text)
 
     def _marked(self, messages: list[Message], tools: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        text = self.render(messages, tools)
         try:
             found = self.tokenizer.apply_chat_template(
                 messages,
@@ -107,18 +109,29 @@ class ChatEncoder:
             raise RowError(f"the chat template refuses it ({' '.join(str(error).split())[:200]})") from None
         learn = np.array(found["assistant_masks"], bool)
         # transformers drops the rest of a mask where an offset is missing: what the turns hold must be in it.
-        text = self.render(messages, tools)
         _check_contents(messages, _masked_texts(text, learn, found["offset_mapping"]))
         return np.array(found["input_ids"], np.int64), learn
 
 
 def read_messages(value: object) -> list[Message]:
-    """Messages as templates take them; `from` / `value` and the names of roles that other sets use are translated."""
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+    """Messages as templates take them; `from` / `value` and the names of roles that other sets use are translated, and
+    a list that is written as a string of JSON is read."""
+    items = json_list(value) if isinstance(value, str) else value
+    if not isinstance(items, Sequence):
         raise RowError(f"a conversation is a {type(value).__name__}: a list of messages is needed")
-    if not value:
+    if not items:
         raise RowError("the conversation is empty")
-    return [_message(item, place) for place, item in enumerate(value)]
+    return [_message(item, place) for place, item in enumerate(items)]
+
+
+def read_tools(value: object) -> list[Any] | None:
+    """Tools as templates take them: a list, or a string of JSON that holds one; an empty string is none."""
+    if value is None or value == "":
+        return None
+    items = json_list(value) if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise RowError(f"'tools' is a {type(value).__name__}: a list is needed, or a string of JSON that holds one")
+    return items or None
 
 
 def _message(item: object, place: int) -> Message:

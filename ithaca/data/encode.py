@@ -3,8 +3,9 @@
 `find_kind` looks at the first records and says which column holds the documents and what they are; an `Encoder` then
 turns records into `Encoded`: ids, and which of them are learned (None: all).
 
-Invariant: a plain document ends with EOS and begins with BOS where the tokenizer adds it; a record that is no document
-raises RowError with the reason and changes nothing else.
+Invariant: a plain document ends with EOS and begins with BOS where the tokenizer adds it; padding of ids that are
+tokens already is dropped by the record's mask; a record that is no document raises RowError with the reason and changes
+nothing else.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from numpy.typing import NDArray
 
 from ithaca.config import Source
 from ithaca.data.chat import ChatEncoder
-from ithaca.data.read import RowError
+from ithaca.data.read import RowError, encodable, json_list
 from ithaca.errors import DataError
 
 _CHAT = ("messages", "conversations", "conversation", "chat", "dialogue")
 _TOKENS = ("input_ids", "tokens", "token_ids")
 _TEXT = ("text", "content", "document", "code", "body", "article")
+_MASK = "attention_mask"
 _IGNORE = -100
 
 
@@ -33,6 +35,11 @@ class Encoded:
 
     ids: NDArray[Any]
     learn: NDArray[np.bool_] | None
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are predicted and learned: nothing predicts the first."""
+        return len(self.ids[1:]) if self.learn is None else int(self.learn[1:].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ def find_kind(source: Source, records: Sequence[Mapping[str, Any]], where: str) 
         raise DataError(
             f"{where} has no column {source.column!r}: there are {_names(columns)}; set data.sources.column"
         )
-    found = _look(records, [source.column] if source.column else columns)
+    found = _look(records, [source.column] if source.column else columns, source.kind)
     if source.kind != "auto":
         found = [kind for kind in found if kind.name == source.kind]
     if found:
@@ -65,9 +72,9 @@ def _names(columns: Sequence[str]) -> str:
     return ", ".join(repr(column) for column in columns[:20]) or "none"
 
 
-def _look(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[Kind]:
+def _look(records: Sequence[Mapping[str, Any]], columns: Sequence[str], wanted: str) -> list[Kind]:
     """Columns that could be documents, best first: by the usual names, then a lone column of text."""
-    kinds = {column: _kind_of([record[column] for record in records if column in record]) for column in columns}
+    kinds = {column: _kind_of(_values(records, column, wanted)) for column in columns}
     usual = [
         Kind(kind, column)
         for kind, names in (("chat", _CHAT), ("tokens", _TOKENS), ("text", _TEXT))
@@ -78,9 +85,18 @@ def _look(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[
     return usual + (others if len(others) == 1 or len(columns) == 1 else [])
 
 
+def _values(records: Sequence[Mapping[str, Any]], column: str, wanted: str) -> list[Any]:
+    """What a column holds. Where its name or the source's kind says chat, strings of JSON are the messages in them."""
+    values = [record[column] for record in records if column in record]
+    if wanted != "chat" and (wanted != "auto" or column not in _CHAT):
+        return values
+    written = [items for value in values if (items := json_list(value)) and isinstance(items[0], Mapping)]
+    return written or values
+
+
 def _kind_of(values: Sequence[Any]) -> str | None:
     for value in values:
-        if isinstance(value, str):
+        if isinstance(value, str | bytes):
             return "text"
         if isinstance(value, Sequence | np.ndarray) and len(value):
             first = value[0]
@@ -115,9 +131,15 @@ class Encoder:
             return error
 
     def _value(self, record: Mapping[str, Any]) -> Any:
-        if record.get(self.kind.column) is None:
+        value = record.get(self.kind.column)
+        if value is None:
             raise RowError(f"no {self.kind.column!r}, only {_names(list(record))}")
-        return record[self.kind.column]
+        if not isinstance(value, bytes):
+            return value
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise RowError(f"{self.kind.column!r} is bytes that are not UTF-8 (byte {error.start})") from None
 
     def _texts(self, records: Sequence[Mapping[str, Any]]) -> list[Encoded | RowError]:
         answers: list[Encoded | RowError] = [self._text(record) for record in records]  # type: ignore[misc]
@@ -132,11 +154,13 @@ class Encoder:
     def _text(self, record: Mapping[str, Any]) -> str | RowError:
         try:
             value = self._value(record)
+            if not isinstance(value, str):
+                raise RowError(f"{self.kind.column!r} is a {type(value).__name__}, text is needed")
+            if not value.strip():
+                raise RowError(f"{self.kind.column!r} is empty")
+            return encodable(value)
         except RowError as error:
             return error
-        if not isinstance(value, str):
-            return RowError(f"{self.kind.column!r} is a {type(value).__name__}, text is needed")
-        return value if value.strip() else RowError(f"{self.kind.column!r} is empty")
 
     def _ended(self, ids: list[int]) -> Encoded:
         end = self.tokenizer.eos_token_id
@@ -146,35 +170,53 @@ class Encoder:
         ids = _numbers(self._value(record), self.kind.column)
         if not len(ids):
             raise RowError(f"{self.kind.column!r} is empty")
-        most = len(self.tokenizer)
-        if ids.min() < 0 or ids.max() >= most:
-            bad = int(ids.min() if ids.min() < 0 else ids.max())
-            raise RowError(f"{self.kind.column!r} has the id {bad}: this tokenizer's are 0 to {most - 1}")
+        real = _real(record.get(_MASK), len(ids))
+        self._check_known(ids[real])
         column = self.labels or "labels"
         if record.get(column) is None:
             if self.labels is not None:
                 raise RowError(f"no {column!r}, only {_names(list(record))}")
-            return Encoded(ids, None)
-        return Encoded(ids, _learned(ids, _numbers(record[column], column), column))
+            return Encoded(ids[real], None)
+        return Encoded(ids[real], _learned(ids, _numbers(record[column], column), real, column)[real])
+
+    def _check_known(self, ids: NDArray[np.int64]) -> None:
+        most = len(self.tokenizer)
+        if ids.min() < 0 or ids.max() >= most:
+            bad = int(ids.min() if ids.min() < 0 else ids.max())
+            raise RowError(f"{self.kind.column!r} has the id {bad}: this tokenizer's are 0 to {most - 1}")
 
 
-def _numbers(value: Any, column: str) -> NDArray[np.int64]:
+def _numbers(value: Any, column: str, kinds: str = "iu") -> NDArray[np.int64]:
     try:
         array = np.asarray(value)
     except ValueError:
         array = np.zeros((0, 0))
     if array.ndim == 1 and not len(array):
         return np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in kinds:
         raise RowError(f"{column!r} is no list of whole numbers")
     return array.astype(np.int64)
 
 
-def _learned(ids: NDArray[np.int64], labels: NDArray[np.int64], column: str) -> NDArray[np.bool_]:
+def _real(mask: Any, count: int) -> NDArray[np.bool_]:
+    """Which of `count` tokens are no padding, by the row's mask; all where it has none."""
+    if mask is None:
+        return np.ones(count, bool)
+    real = _numbers(mask, _MASK, "iub") != 0
+    if len(real) != count:
+        raise RowError(f"{_MASK!r} has {len(real)} entries for {count} tokens")
+    if not real.any():
+        raise RowError(f"{_MASK!r} leaves no token")
+    return real
+
+
+def _learned(
+    ids: NDArray[np.int64], labels: NDArray[np.int64], real: NDArray[np.bool_], column: str
+) -> NDArray[np.bool_]:
     """Labels say which tokens are learned: each is its own token's id or -100. Shifted ones are caught here."""
     if len(labels) != len(ids):
         raise RowError(f"{column!r} has {len(labels)} entries for {len(ids)} tokens")
-    learn = labels != _IGNORE
+    learn = real & (labels != _IGNORE)
     wrong = np.flatnonzero(learn & (labels != ids))
     if len(wrong):
         at = int(wrong[0])

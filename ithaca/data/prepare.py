@@ -9,6 +9,7 @@ Invariant: `prepare` may be called again, and by many processes at once: what is
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,8 @@ from ithaca.errors import DataError
 
 Split = Literal["train", "validation"]
 
+logger = logging.getLogger("ithaca")
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -41,10 +44,22 @@ class Prepared:
 
     @property
     def fingerprint(self) -> str:
-        """Another one where the documents, their tokens or the split are others; a stream's is that of its settings."""
-        stores = [store.folder.name for store in (*self.stores, *self.others)]
+        """Another one where what is trained on is other tokens, in other documents or another order; a stream's is that
+        of its settings."""
+        stores = [store.about["sum"] for store in self.stores]
         sources = [] if self.streamed is None else [one.source.model_dump_json() for one in self.streamed.located]
-        return hashlib.sha256(repr((stores, sources, self.share, self.seed)).encode()).hexdigest()[:16]
+        held_back = 0.0 if self.others else self.share
+        return hashlib.sha256(repr((stores, sources, held_back, self.seed)).encode()).hexdigest()[:16]
+
+    def check_vocabulary(self, size: int) -> None:
+        """DataError where a document holds an id that a model with so many does not have; a stream's are seen as they
+        come."""
+        for store in (*self.stores, *self.others):
+            if store.about["largest"] >= size:
+                raise DataError(
+                    f"{store.about['name']} holds the id {store.about['largest']}, this model's vocabulary is 0 to "
+                    f"{size - 1}: set model.tokenizer to the model's own, or resize the model's embeddings to its tokenizer"
+                )
 
     @property
     def has_validation(self) -> bool:
@@ -79,6 +94,8 @@ def prepare(
     stores: tuple[Store, ...] = ()
     if data.streaming:
         template = read_template(data)
+        for note in filter(None, (one.left_out for one in located)):
+            logger.warning(note)
         encoders = tuple(source_encoder(one, tokenizer, data, template) for one in located)
         share = 0.0 if apart else validation.share
         streamed = Streamed(tuple(located), encoders, data.bad_share, share, seed)

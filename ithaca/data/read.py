@@ -68,7 +68,7 @@ def raw_rows(located: Located, rows: IterableDataset, first: int = 1) -> Iterato
 def _size(value: object) -> int:
     """Bytes of a line; letters and ids of a record."""
     if isinstance(value, Mapping):
-        return sum(len(inner) for inner in value.values() if isinstance(inner, str | list))
+        return sum(len(inner) for inner in value.values() if isinstance(inner, str | bytes | list))
     return len(value) if isinstance(value, bytes) else 0
 
 
@@ -87,6 +87,25 @@ def parse_row(raw: Raw) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise RowError(f"{type(value).__name__} instead of an object with named fields")
     return value
+
+
+def json_list(value: object) -> list[Any] | None:
+    """The list that a string of JSON holds, as tables keep what has no type of its own; None for all else."""
+    try:
+        items = json.loads(value) if isinstance(value, str | bytes) else None
+    except (ValueError, RecursionError):
+        return None
+    return items if isinstance(items, list) else None
+
+
+def encodable(text: str) -> str:
+    """The text itself; RowError where JSON's escapes left half of a surrogate pair in it, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise RowError(f"letter {error.start} is {half}, half of a surrogate pair: not Unicode text") from None
+    return text
 
 
 def _whole_text(file: str) -> str:

@@ -1,7 +1,8 @@
 """Which files a source is: a path, a glob, a folder, the standard library or a hub name, and how they are read.
 
 `locate` finds the format out from what is there, walks folders in sorted order, and leaves out of a code repository
-what nobody wrote by hand: version control, vendored and built folders, binary and huge files.
+what nobody wrote by hand: version control, vendored and built folders, binary and huge files. Of other folders it
+leaves out what is hidden, and nothing else.
 
 Invariant: the same files in the same order on every machine that has the same content under the same path.
 """
@@ -13,7 +14,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
@@ -41,12 +42,25 @@ _HEAD = 8192
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A source whose files are known. `name` is how messages call it; `files` is empty for a hub name."""
+    """A source whose files are known. `name` is how messages call it; `files` is empty for a hub name; `huge` are a
+    repository's texts that are not among `files` for their size."""
 
     source: Source
     format: str
     name: str
     files: tuple[str, ...]
+    huge: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> str:
+        """A note on the huge files; empty where there are none."""
+        if not self.huge:
+            return ""
+        more = f" and {len(self.huge) - 1:,} more" if len(self.huge) > 1 else ""
+        return (
+            f"left out of {self.name} for being over {HUGE >> 20} MiB: {self.huge[0]}{more}; to train on such files name "
+            "them as sources of their own"
+        )
 
     def fingerprint(self) -> str:
         """Changes when a file comes, goes, or is written to; a hub name stands for itself."""
@@ -63,7 +77,7 @@ def locate(source: Source) -> Located:
     given = os.path.expanduser(source.path)
     if os.path.isdir(given):
         kind = _folder_format(given) if source.format in ("auto", "hub") else source.format
-        return Located(source, kind, source.path, _folder(given, kind, source))
+        return _folder(given, kind, source)
     if os.path.isfile(given):
         return Located(source, _file_format(given, source), source.path, (given,))
     if glob.has_magic(given):
@@ -105,10 +119,24 @@ def _one_format(files: Sequence[str], source: Source) -> str:
 
 
 def _folder_format(folder: str) -> str:
-    """A repository is code; else what the files' names say; several sorts of data at once are the user's to name."""
-    if os.path.isdir(os.path.join(folder, ".git")):
+    """A repository is code; else what the files' names say."""
+    if _is_repository(folder):
         return "code"
-    suffixes = [_suffix(file) for file in _walk(folder)]
+    own = _likely_format(folder, _written_files(folder))
+    if own == "code":
+        return own
+    # Folders of data may be called as built ones are; what was built beside texts does not make them code.
+    every = _likely_format(folder, _walk(folder))
+    return own if every == "code" else every
+
+
+def _is_repository(folder: str) -> bool:
+    return os.path.isdir(os.path.join(folder, ".git"))
+
+
+def _likely_format(folder: str, files: Iterable[str]) -> str:
+    """By the files' names; several sorts of data at once are the user's to name."""
+    suffixes = [_suffix(file) for file in files]
     texts = sum(suffix in _FORMATS["text"] for suffix in suffixes)
     # A .json beside texts or sources is a setting; alone it is the data.
     lines = any(suffix in (".jsonl", ".ndjson") for suffix in suffixes) or set(suffixes) == {".json"}
@@ -122,35 +150,48 @@ def _folder_format(folder: str) -> str:
     return "text" if 2 * texts >= len(suffixes) else "code"
 
 
-def _folder(folder: str, kind: str, source: Source) -> tuple[str, ...]:
+def _folder(folder: str, kind: str, source: Source) -> Located:
     if kind == "code":
-        written = (file for file in _walk(folder) if _is_written(file))
-        return _some(
-            written, source, f"{source.path!r} has no source files (text below {HUGE >> 20} MiB, not vendored)"
-        )
+        written = [file for file in _written_files(folder) if _is_written(file)]
+        small = (file for file in written if os.path.getsize(file) <= HUGE)
+        huge = (file for file in written if os.path.getsize(file) > HUGE)
+        files = _some(small, source, f"{source.path!r} has no source files (text below {HUGE >> 20} MiB, not vendored)")
+        return Located(source, kind, source.path, files, tuple(_included(huge, source)))
     wanted = _FORMATS[kind]
-    found = (file for file in _walk(folder) if source.include or _suffix(file) in wanted)
-    return _some(found, source, f"{source.path!r} has no {kind} files ({', '.join(wanted)})")
+    walked = _written_files(folder) if _is_repository(folder) else _walk(folder)
+    found = (file for file in walked if source.include or _suffix(file) in wanted)
+    nothing = f"{source.path!r} has no {kind} files ({', '.join(wanted)})"
+    return Located(source, kind, source.path, _some(found, source, nothing))
 
 
 def _some(files: Iterable[str], source: Source, nothing: str) -> tuple[str, ...]:
     """Those that `include` lets through; a source of none is an error."""
-    patterns = source.include
-    found = tuple(file for file in files if not patterns or any(_matches(file, pattern) for pattern in patterns))
+    found = tuple(_included(files, source))
     if not found:
-        also = f" that include={patterns} lets through" if patterns else ""
+        also = f" that include={source.include} lets through" if source.include else ""
         raise DataError(f"{nothing}{also}: correct data.sources (path, format, include)")
     return found
+
+
+def _included(files: Iterable[str], source: Source) -> Iterator[str]:
+    patterns = source.include
+    return (file for file in files if not patterns or any(_matches(file, pattern) for pattern in patterns))
 
 
 def _matches(file: str, pattern: str) -> bool:
     return fnmatch(PurePath(file).name, pattern) or fnmatch(file, pattern) or PurePath(file).match(pattern)
 
 
-def _walk(folder: str) -> Iterator[str]:
-    """Plain files that are not hidden and not in a vendored folder, sorted; links to folders are not followed."""
+def _written_files(folder: str) -> Iterator[str]:
+    """Those of a repository that are not in a vendored or built folder."""
+    return _walk(folder, _VENDORED)
+
+
+def _walk(folder: str, without: Collection[str] = ()) -> Iterator[str]:
+    """Plain files that are not hidden and not in a folder called as in `without`, sorted; links to folders are not
+    followed."""
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name.lower() not in _VENDORED)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name.lower() not in without)
         for name in sorted(files):
             path = os.path.join(root, name)
             if not name.startswith(".") and os.path.isfile(path):
@@ -158,8 +199,8 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _is_written(file: str) -> bool:
-    """Text that a person may have written: no NUL, not huge, not empty, no lock file or minified script."""
-    if not 0 < os.path.getsize(file) <= HUGE or any(fnmatch(os.path.basename(file), name) for name in _NOT_WRITTEN):
+    """Text that a person may have written: no NUL, not empty, no lock file or minified script."""
+    if not os.path.getsize(file) or any(fnmatch(os.path.basename(file), name) for name in _NOT_WRITTEN):
         return False
     try:
         with open(file, "rb") as opened:
@@ -175,7 +216,7 @@ def _is_written(file: str) -> bool:
 
 
 def _stdlib(root: Path) -> Iterator[str]:
-    for file in _walk(str(root)):
+    for file in _written_files(str(root)):
         parts = PurePath(file).relative_to(root).parts
         if file.endswith(".py") and not _NOT_STDLIB & set(parts) and os.path.getsize(file):
             yield file

@@ -9,6 +9,7 @@ Invariant: `open_store` gives a whole store or None; what a crash or a full disk
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,12 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Documents of one source. `about` has what was counted while it was made."""
+    """Documents of one source. `about` has what was counted while it was made, among it the largest id and a sum of
+    all tokens, which stays the same wherever the documents lie."""
 
     folder: Path
     tokens: NDArray[Any]
@@ -64,6 +66,7 @@ class StoreWriter:
     sizes: array[int] = field(default_factory=lambda: array("q"))
     origins: array[int] = field(default_factory=lambda: array("q"))
     learned: int = 0
+    largest: int = -1
     opened: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
@@ -76,11 +79,14 @@ class StoreWriter:
     def __post_init__(self) -> None:
         self._tokens = self.opened.enter_context(open(self.folder / "tokens.bin", "wb"))  # noqa: SIM115
         self._learn = self.opened.enter_context(open(self.folder / "learn.bin", "wb"))  # noqa: SIM115
+        self._sum = hashlib.blake2b(digest_size=16)
 
     def add(self, ids: NDArray[Any], learn: NDArray[np.bool_] | None, file: str, row: int) -> None:
         mask = np.ones(len(ids), np.uint8) if learn is None else learn.astype(np.uint8)
         self._tokens.write(ids.astype(self.dtype).tobytes())
         self._learn.write(mask.tobytes())
+        self._sum.update(len(ids).to_bytes(8, "little") + ids.astype(np.int64).tobytes() + mask.tobytes())
+        self.largest = max(self.largest, int(ids.max(initial=-1)))
         self.sizes.append(len(ids))
         self.learned += int(mask.sum())
         self.origins.extend((self.files.setdefault(file, len(self.files)), row))
@@ -100,6 +106,8 @@ class StoreWriter:
             "documents": len(self.sizes),
             "tokens": total,
             "learned": self.learned,
+            "largest": self.largest,
+            "sum": self._sum.hexdigest(),
             "files": list(self.files),
         }
         (self.folder / "about.json").write_text(json.dumps(facts | about), encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -31,21 +32,24 @@ from ithaca.data.store import VERSION, Store, StoreWriter, open_store
 from ithaca.errors import DataError
 
 NAMED = 5
+# As many rows without one good among them are not worth going on.
+HOPELESS = 1000
 _PEEK = 100
 _BATCH_ROWS = 128
 # A tokenizer holds about a hundred bytes for each byte it is at.
 _BATCH_BYTES = 1 << 19
-# As many rows without one good among them are not worth going on.
-_HOPELESS = 1000
+
+logger = logging.getLogger("ithaca")
 
 
 @dataclass(slots=True)
 class Count:
-    """Rows seen, and those that were no documents."""
+    """Rows seen, those that were no documents, and the tokens to be learned of the others."""
 
     rows: int = 0
     bad: int = 0
     named: tuple[str, ...] = ()
+    targets: int = 0
 
     def add(self, raw: Raw, answer: Encoded | RowError) -> None:
         self.rows += 1
@@ -53,6 +57,8 @@ class Count:
             self.bad += 1
             if len(self.named) < NAMED:
                 self.named = (*self.named, f"{raw.place}: {answer}")
+        else:
+            self.targets += answer.targets
 
     def check(self, name: str, share: float) -> None:
         """DataError where more rows are bad than the run allows, or where all are."""
@@ -64,6 +70,14 @@ class Count:
             raise DataError(
                 f"{self.bad:,} of {self.rows:,} rows of {name} are no documents, {allowed}: {named}; mend them, correct "
                 "the column and kind, or raise data.bad_share"
+            )
+
+    def check_learned(self, name: str) -> None:
+        """DataError where no token is left that a loss could be of."""
+        if not self.targets:
+            raise DataError(
+                f"nothing in {name} is to be learned, no token after a document's first has a label other than -100: "
+                "mend its labels, or set data.sources.labels to the column that has them"
             )
 
 
@@ -128,13 +142,18 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
         ) from error
     assert store is not None, f"{target} was written and is not whole"
     about = store.about
-    Count(about["rows"], about["bad"], tuple(about["named"])).check(located.name, data.bad_share)
+    count = Count(about["rows"], about["bad"], tuple(about["named"]), about["targets"])
+    count.check(located.name, data.bad_share)
+    count.check_learned(located.name)
     return store
 
 
 def _write(located: Located, encoder: Encoder, data: Data, target: Path, progress: bool) -> None:
-    writer = StoreWriter.start(target, len(encoder.tokenizer))
+    # Ids may lie further apart than there are of them.
+    writer = StoreWriter.start(target, 1 + max(encoder.tokenizer.get_vocab().values()))
     count = Count()
+    if located.left_out:
+        logger.warning(located.left_out)
     try:
         with _bar(located, progress) as advance:
             for raw, answer in encode_rows(
@@ -143,7 +162,7 @@ def _write(located: Located, encoder: Encoder, data: Data, target: Path, progres
                 count.add(raw, answer)
                 if isinstance(answer, Encoded):
                     writer.add(answer.ids, answer.learn, raw.file, raw.row)
-                elif count.bad == count.rows == _HOPELESS:
+                elif count.bad == count.rows == HOPELESS:
                     count.check(located.name, share=1.0)
                 advance(raw)
         writer.finish(
@@ -155,6 +174,7 @@ def _write(located: Located, encoder: Encoder, data: Data, target: Path, progres
                 "rows": count.rows,
                 "bad": count.bad,
                 "named": count.named,
+                "targets": count.targets,
             }
         )
     except BaseException:

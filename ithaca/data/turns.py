@@ -21,7 +21,7 @@ from ithaca.data.encode import Encoded, Encoder
 from ithaca.data.hashes import held_back
 from ithaca.data.read import Raw, open_rows, raw_rows
 from ithaca.data.sources import Located
-from ithaca.data.tokenize import Count, encode_batch
+from ithaca.data.tokenize import HOPELESS, Count, encode_batch
 from ithaca.errors import DataError
 
 _BATCH = 16
@@ -71,13 +71,15 @@ class _Source:
         return {
             "rows": self.count.rows,
             "bad": self.count.bad,
+            "targets": self.count.targets,
             "documents": self.documents,
             "done": self.done,
             "place": None if self.done else place,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.count = Count(state["rows"], state["bad"])
+        # A state without a count of targets is not judged by it.
+        self.count = Count(state["rows"], state["bad"], targets=state.get("targets", 1))
         self.documents, self.done, self._place = state["documents"], state["done"], state["place"]
         self._rows = self._iterator = None
 
@@ -97,6 +99,8 @@ class _Source:
                 found.append(Document(raw.place, answer.ids, answer.learn))
         if self.done or self.count.rows >= _ENOUGH:
             self.count.check(self.located.name, bad_share)
+        if self.done or self.count.rows >= HOPELESS:
+            self.count.check_learned(self.located.name)
         return found
 
 

@@ -116,7 +116,7 @@ class _Trainer:
         run = self.run
         self._own_tokenizer()
         tokenizer = load_tokenizer(self.tokenizer or self.source, run.model.revision)
-        return prepare(
+        prepared = prepare(
             run.data,
             tokenizer,
             validation=run.validation,
@@ -124,6 +124,8 @@ class _Trainer:
             folder=Path(run.data.cache or self.folder.root / "data"),
             progress=self.mesh.rank == 0,
         )
+        prepared.check_vocabulary(read_config(self.source).get_text_config().vocab_size)
+        return prepared
 
     def _own_tokenizer(self) -> None:
         """The embedded tokenizer is written down, so that an export finds its files."""

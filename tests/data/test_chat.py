@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ithaca.data.chat import ChatEncoder, find_marks, read_messages, tokens_in
+from ithaca.data.chat import ChatEncoder, find_marks, read_messages, read_tools, tokens_in
 from ithaca.data.read import RowError
 from ithaca.errors import DataError
 from ithaca.models.embedded import embedded_tokenizer
@@ -182,6 +183,8 @@ def test_no_template_is_an_error_that_says_what_to_set() -> None:
     ("value", "match"),
     [
         ("hi", "a conversation is a str"),
+        ('{"role": "user"}', "a conversation is a str: a list of messages is needed"),
+        ("[]", "empty"),
         ([], "empty"),
         ([3], "message 0 is a int"),
         ([{"content": "x"}], "has no role"),
@@ -202,6 +205,33 @@ def test_a_conversation_without_answers_is_a_bad_row() -> None:
 def test_other_names_for_roles() -> None:
     other = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
     assert read_messages(other) == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+
+
+def test_messages_and_tools_written_as_json() -> None:
+    assert read_messages(json.dumps(CONVERSATION)) == CONVERSATION
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert read_tools(json.dumps(tools)) == read_tools(tools) == tools
+    assert [read_tools(none) for none in (None, "", [], "[]")] == [None] * 4
+    template = "{% if tools %}<|im_start|>system\n{{ tools[0].function.name }}<|im_end|>\n{% endif %}" + QWEN
+    encoder = ChatEncoder.make(TOKENIZERS["qwen"], template, "assistant")
+    ids, learn = encoder(CONVERSATION, json.dumps(tools))
+    assert TOKENIZERS["qwen"].decode(ids).startswith("<|im_start|>system\nadd<|im_end|>")
+    listed, same = encoder(CONVERSATION, tools)
+    assert ids.tolist() == listed.tolist()
+    assert (learn == same).all()
+
+
+@pytest.mark.parametrize("tools", ["add, subtract", '{"name": "add"}', "null", {"name": "add"}])
+def test_tools_that_are_no_list_make_a_bad_row(tools: object) -> None:
+    with pytest.raises(RowError, match=r"'tools' is a (str|dict): a list is needed"):
+        ChatEncoder.make(TOKENIZERS["qwen"], None, "assistant")(CONVERSATION, tools)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_half_a_surrogate_pair_is_a_bad_row(marked: bool) -> None:
+    encoder = ChatEncoder.make(embedded_tokenizer() if marked else TOKENIZERS["qwen"], None, "assistant")
+    with pytest.raises(RowError, match=r"U\+D800, half of a surrogate pair"):
+        encoder([*CONVERSATION[:3], {"role": "assistant", "content": "so \ud800"}])
 
 
 def test_blanks_that_offsets_leave_out_belong_to_the_next_token() -> None:

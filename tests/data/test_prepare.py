@@ -71,6 +71,24 @@ def test_changed_content_is_tokenized_again(tmp_path: Path) -> None:
     assert second.fingerprint != first.fingerprint
 
 
+def test_documents_are_known_by_what_they_hold(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "docs.jsonl", 20)
+    first = prepared(tmp_path, file).fingerprint
+    file.touch()
+    assert prepared(tmp_path, file).fingerprint == first
+    elsewhere = write_documents(tmp_path / "elsewhere.jsonl", 20)
+    assert prepared(tmp_path, elsewhere).fingerprint == first
+    assert prepared(tmp_path, write_documents(tmp_path / "more.jsonl", 21)).fingerprint != first
+
+
+def test_ids_that_a_model_does_not_have_are_named(tmp_path: Path) -> None:
+    found = prepared(tmp_path, write_lines(tmp_path / "docs.jsonl", [{"text": "abc"}]))
+    largest = max(TOKENIZER.bos_token_id, TOKENIZER.eos_token_id)
+    found.check_vocabulary(largest + 1)
+    with pytest.raises(DataError, match=f"holds the id {largest}, this model's vocabulary is 0 to {largest - 1}"):
+        found.check_vocabulary(largest)
+
+
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "about.json"])
 def test_a_broken_cache_is_not_read(tmp_path: Path, name: str) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 20)
@@ -202,6 +220,22 @@ def test_pre_tokenized(tmp_path: Path) -> None:
     row = open_feed(feed_of, length=8, rows="packed", seed=0).row(0)
     labels = {tuple(row["labels"][0][row["document_ids"][0] == number].tolist()) for number in (0, 1)}
     assert labels == {(-100, 2, 3), (-100, 5, -100)}
+
+
+@pytest.mark.parametrize(
+    "record", [{"input_ids": [4, 5, 6], "labels": [4, -100, -100]}, {"input_ids": [4]}], ids=["masked", "too short"]
+)
+def test_data_in_which_nothing_is_learned_is_refused(tmp_path: Path, record: dict[str, Any]) -> None:
+    silent = write_lines(tmp_path / "silent.jsonl", [record] * 3)
+    spoken = write_lines(tmp_path / "spoken.jsonl", [record, {"input_ids": [4, 5]}])
+    assert prepared(tmp_path, spoken).stores[0].about["targets"] == 1
+    match = r"nothing in .*silent\.jsonl is to be learned.*-100: mend its labels, or set data\.sources\.labels"
+    # The second time it is in the cache.
+    for _ in range(2):
+        with pytest.raises(DataError, match=match):
+            prepared(tmp_path, spoken, silent)
+    with pytest.raises(DataError, match=match):
+        prepared(tmp_path, spoken, validation=Validation(sources=[Source(path=str(silent))]))
 
 
 def test_chat_is_found_and_masked(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import bz2
 import gzip
 import json
+import logging
 import lzma
 from pathlib import Path
 
@@ -62,6 +63,51 @@ def test_a_repository_without_what_nobody_wrote(tmp_path: Path) -> None:
     assert names(located, tmp_path) == ["README.md", "src/a.py", "src/b.py", "web/app.js"]
     only = locate(Source(path=str(tmp_path), include=["*.py"]))
     assert names(only, tmp_path) == ["src/a.py", "src/b.py"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_huge_files_of_a_repository_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
+) -> None:
+    root = tmp_path / "repo"
+    touch(root, "a.py", ".git/config")
+    touch(root, "b.py", "c.py", "d.txt", "pnpm-lock.yaml", content="x" * (HUGE + 1))
+    (root / "e.bin").write_bytes(b"\0" * (HUGE + 1))
+    with caplog.at_level(logging.WARNING, "ithaca"):
+        prepared(tmp_path, Source(path=str(root), include=["*.py", "*.bin"]), streaming=streaming)
+    assert [record.message for record in caplog.records] == [
+        f"left out of {root} for being over 1 MiB: {root}/b.py and 1 more; to train on such files name them as sources of "
+        "their own"
+    ]
+    caplog.clear()
+    prepared(tmp_path, Source(path=str(root / "b.py")), streaming=streaming)
+    touch(root, "b.py", "c.py", "d.txt")
+    prepared(tmp_path, root, streaming=streaming)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("format", "suffix"), [("text", ".txt"), ("jsonl", ".jsonl"), ("parquet", ".parquet")])
+@pytest.mark.parametrize("top", [True, False])
+def test_folders_of_data_may_be_called_as_built_ones_are(tmp_path: Path, format: str, suffix: str, top: bool) -> None:
+    names_of = [f"{name}/a{suffix}" for name in ("build", "dist", "env", "out", "sub", "target", "vendor")]
+    touch(tmp_path, *names_of, f".hidden/a{suffix}", *([f"a{suffix}"] if top else []))
+    located = locate(Source(path=str(tmp_path)))
+    assert located.format == format
+    assert names(located, tmp_path) == [f"a{suffix}"] * top + names_of
+    # In a repository they are what they are called.
+    touch(tmp_path, ".git/config")
+    assert names(locate(Source(path=str(tmp_path), format=format)), tmp_path) == [f"a{suffix}"] * top + [
+        f"sub/a{suffix}"
+    ]
+
+
+def test_what_is_built_says_nothing_of_a_folder_of_sources(tmp_path: Path) -> None:
+    touch(tmp_path, "a.py", "b.py", "README.md", "build/c.jsonl", "build/d.parquet", "dist/e.txt")
+    located = locate(Source(path=str(tmp_path)))
+    assert (located.format, names(located, tmp_path)) == ("code", ["README.md", "a.py", "b.py"])
+    touch(tmp_path / "docs", "a.md", "out/b.txt", *(f"out/{page}.html" for page in range(9)))
+    located = locate(Source(path=str(tmp_path / "docs")))
+    assert (located.format, names(located, tmp_path / "docs")) == ("text", ["a.md", "out/b.txt"])
 
 
 def test_a_letter_cut_by_the_first_block_is_text(tmp_path: Path) -> None:
@@ -133,6 +179,17 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1nonsense")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         prepared(tmp_path, tmp_path / "broken.parquet")
+
+
+def test_parquet_of_bytes_is_text_where_it_is_utf8(tmp_path: Path) -> None:
+    values = [text.encode() for text in documents(3)] + [b"caf\xe9"]
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], "text": values}), tmp_path / "docs.parquet")
+    bytes_of = prepared(tmp_path, tmp_path / "docs.parquet", bad_share=0.3)
+    about = bytes_of.stores[0].about
+    assert (about["kind"], about["documents"]) == ("text", 3)
+    assert about["named"] == [f"{tmp_path}/docs.parquet:4: 'text' is bytes that are not UTF-8 (byte 3)"]
+    feed = open_feed(bytes_of, length=256, rows="packed", seed=0)
+    assert sorted(texts_of(epoch_of(feed))) == sorted(map(whole, documents(3)))
 
 
 def test_globs_and_folders_of_lines_are_sorted(tmp_path: Path) -> None:

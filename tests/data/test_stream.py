@@ -156,6 +156,24 @@ def test_bad_rows_in_a_stream(tmp_path: Path) -> None:
     assert texts_of([patient.row(0)])[0] == whole("good")
 
 
+@pytest.mark.parametrize(("silent", "ending"), [(20, []), (1100, [{"input_ids": [1, 2]}] * 100)])
+def test_a_stream_in_which_nothing_is_learned(tmp_path: Path, silent: int, ending: list[Any]) -> None:
+    records = [{"input_ids": [4, 5, 6], "labels": [4, -100, -100]}] * silent
+    source = prepared(tmp_path, write_lines(tmp_path / "t.jsonl", records + ending), streaming=True)
+    with pytest.raises(DataError, match=r"nothing in .*t\.jsonl is to be learned.*data\.sources\.labels"):
+        open_feed(source, length=LENGTH, rows="packed", seed=0).row(100)
+
+
+def test_what_was_learned_before_counts_after_resuming(tmp_path: Path) -> None:
+    records = [{"input_ids": [1, 2, 3]}] + [{"input_ids": [4, 5, 6], "labels": [-100] * 3}] * 1200
+    source = prepared(tmp_path, write_lines(tmp_path / "t.jsonl", records), streaming=True)
+    feed = feed_of(source, "packed")
+    feed.row(40)
+    state = feed.state(41)
+    assert state["turns"]["sources"][0]["targets"] == 2
+    assert same(feed_of(source, "packed", state).row(57), feed.row(57))
+
+
 def test_a_stream_of_nothing_for_a_split(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 5)
     source = prepared(tmp_path, file, streaming=True, validation=Validation(share=1.0))
