@@ -10,72 +10,15 @@ Invariant: no torch here, and nothing is looked up on disk but the file itself: 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ithaca.errors import ConfigError
-
-_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
-
-
-def parse_number(value: object, base: int) -> object:
-    """`128k` as a whole number, `k` being `base`; what is no such text is left for the checks that follow."""
-    if not isinstance(value, str):
-        return no_truth(value)
-    found = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", value, re.IGNORECASE)
-    if found is None:
-        raise ValueError(f"{value!r} is no number such as 4096, 128k or 1M")
-    return int(float(found[1].replace("_", "")) * base ** _POWERS[found[2].lower()])
-
-
-def parse_bytes(value: object) -> object:
-    """`60GiB` or `80GB` as bytes."""
-    if not isinstance(value, str):
-        return value
-    found = re.fullmatch(r"\s*([0-9.]+\s*[kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
-    if found is None:
-        raise ValueError(f"{value!r} is no amount of memory such as 60GiB or 80GB")
-    return parse_number(found[1], 1024 if found[2] else 1000)
-
-
-def no_truth(value: object) -> object:
-    """`true` is a number to Python, and to nobody who writes it."""
-    if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is no number")
-    return value
-
-
-def one_or_more(value: object) -> object:
-    """A list, or the one thing that would be in it."""
-    return value if isinstance(value, list) else [value]
-
-
-def at_home(value: str) -> str:
-    """A path with `~` written out."""
-    return str(Path(value).expanduser()) if value.startswith("~") else value
-
-
-Length = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1024)), Field(ge=1)]
-Tokens = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1000)), Field(ge=1)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
-Where = Annotated[str, AfterValidator(at_home)]
+from ithaca.values import Bytes, Decay, Length, Positive, Share, Tokens, Where, no_truth, one_or_more
 
 
 class Section(BaseModel):
@@ -162,6 +105,11 @@ class Rope(Section):
             raise ValueError("rope of kind 'theta' needs theta, such as theta: 500000")
         if self.kind != "theta" and self.factor is None:
             raise ValueError(f"rope of kind {self.kind!r} needs factor, such as factor: 4")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor:g} must be above 0 and below high_freq_factor "
+                f"{self.high_freq_factor:g}: use low_freq_factor: 1 and high_freq_factor: 4"
+            )
         return self
 
 
@@ -300,6 +248,10 @@ class Run(Section):
             raise ValueError("optimizer.in_backward steps before all gradients are known: set optimizer.clip=0 with it")
         if self.optimizer.in_backward and any(stage.batch > 1 for stage in self.stages):
             raise ValueError("optimizer.in_backward steps at the first row's gradients: use stages of batch 1 with it")
+        if self.lora is not None and self.model.weights == "random":
+            raise ValueError(
+                "lora needs model.weights=pretrained: random weights have nothing to adapt; or leave lora out"
+            )
         return self
 
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = (
-    ("errors", "config", "mesh"),
+    ("errors", "values", "config", "mesh"),
     ("sequence", "planning"),
     ("attention", "memory"),
     ("models", "state", "data"),
@@ -29,11 +29,11 @@ HOUSE = (
 )
 NUMBERS = {name: number for number, names in enumerate(HOUSE) for name in names}
 # Importable from everywhere, from the files beside them too.
-SHARED = ("errors", "mesh")
+SHARED = ("errors", "values", "mesh")
 # `ithaca/__init__.py` re-exports from all over, lazily.
 EXEMPT = "ithaca/__init__.py"
 CORE = 4
-WITHOUT_TORCH = ("config", "planning")
+WITHOUT_TORCH = ("values", "config", "planning")
 READS_ENVIRONMENT = ("mesh", "cli")
 LONGEST = 400
 

@@ -1,4 +1,7 @@
-"""`ithaca export`: a checkpoint of a run as a standard Hugging Face folder, on any machine, without GPUs."""
+"""`ithaca export`: a checkpoint of a run as a standard Hugging Face folder, on any machine, without GPUs.
+
+What the run itself keeps, the models in `stages/` (one of which `export/` names) and `checkpoints/`, is never written to.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ from typing import Literal
 
 import typer
 
+from ithaca.errors import ConfigError
+
+_KEPT = ("stages", "checkpoints")
+
 
 def export(
     path: Path = typer.Argument(..., metavar="RUN_OR_CHECKPOINT", help="A run's folder, or one of its checkpoints."),
-    to: Path | None = typer.Option(None, help="Where to write; RUN/export if left out."),
+    to: Path | None = typer.Option(None, help="Where to write; RUN/export-step-N if left out."),
     step: int | None = typer.Option(None, help="The checkpoint of this step; the newest whole one if left out."),
     dtype: Literal["bf16", "fp32"] | None = typer.Option(None, help="What to write weights in; as kept if left out."),
 ) -> None:
@@ -18,9 +25,11 @@ def export(
     import torch
 
     from ithaca.state.export import export_checkpoint, find_checkpoint
+    from ithaca.state.manifest import step_of
 
     checkpoint = find_checkpoint(path, step)
-    target = to or _run_of(checkpoint) / "export"
+    target = to or _run_of(checkpoint) / f"export-step-{step_of(checkpoint)}"
+    _check_target(target)
     width = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[dtype]
     export_checkpoint(checkpoint, target, dtype=width)
     typer.echo(f"{checkpoint} -> {target}")
@@ -30,3 +39,15 @@ def export(
 def _run_of(checkpoint: Path) -> Path:
     parent = checkpoint.resolve().parent
     return parent.parent if parent.name == "checkpoints" else parent
+
+
+def _check_target(target: Path) -> None:
+    """Refuse what lies, through links too, in a folder that a run keeps its own models or checkpoints in."""
+    real = target.resolve()
+    for folder in (real, *real.parents):
+        if folder.name in _KEPT and (folder.parent / "checkpoints").is_dir():
+            where = f"{target} is" if real == target.absolute() else f"{target} leads to {real},"
+            raise ConfigError(
+                f"--to {where} in {folder}, which the run keeps for itself: name another folder, such as --to "
+                f"{folder.parent / 'model'}"
+            )

@@ -47,10 +47,10 @@ def _folder(name: str) -> str:
 
 
 def _rope(known: KnownModel, length: int) -> Rope | None:
-    """Positions stretched by YaRN where the model was trained on shorter ones."""
-    if not known.positions or length <= known.positions:
+    """Positions stretched by YaRN where the model was trained on shorter ones; it replaces a scaling that is there."""
+    if not known.positions or not known.original or length <= known.positions:
         return None
-    return Rope(kind="yarn", factor=2 ** math.ceil(math.log2(length / known.positions)), original=known.positions)
+    return Rope(kind="yarn", factor=2 ** math.ceil(math.log2(length / known.original)), original=known.original)
 
 
 def write_run(file: Path, run: Run) -> bool:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from ithaca.config import parse_bytes, parse_number
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.calibrated import read_measured, with_measured
 from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
 from ithaca.planning.known_models import KnownModel, find_model, known_names, nearest_models, read_config
 from ithaca.planning.traffic import Machine
+from ithaca.values import parse_bytes, parse_number
 
 HUB_TIMEOUT_S = 3.0
 NODE = 8

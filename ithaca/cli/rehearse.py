@@ -73,8 +73,8 @@ def _layers(text: str) -> int | None:
 
 
 def _bytes(text: str) -> int:
-    from ithaca.config import parse_bytes
     from ithaca.errors import ConfigError
+    from ithaca.values import parse_bytes
 
     try:
         size = parse_bytes(text)

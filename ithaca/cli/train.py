@@ -90,7 +90,7 @@ def ending(outcome: Outcome, seconds: float) -> str:
     last = sorted(folder.checkpoints.glob("step-*"))[-1]
     minutes = f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.0f} seconds"
     lines: list[tuple[str, Any]] = [
-        ("model", f"{folder.export}  (loads in plain transformers)"),
+        ("model", f"{folder.model(outcome.place.stage)}  (loads in plain transformers)"),
         ("checkpoint", last),
         ("metrics", folder.metrics),
         ("loss", folder.picture),

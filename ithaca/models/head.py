@@ -60,7 +60,8 @@ def logits_spec(model: PreTrainedModel) -> LossSpec:
 def head_is_plain(model: PreTrainedModel) -> bool:
     """Whether hidden states, head and `logits_spec` give the model's own logits, tried on a few tokens."""
     head: Any = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
+    # A head with an adapter is more than its weight, though not yet while the adapter is new and adds nothing.
+    if head is None or getattr(head, "weight", None) is None or hasattr(head, "base_layer"):
         return False
     ids = torch.arange(1, 5, device=head.weight.device)[None]
     spec = logits_spec(model)

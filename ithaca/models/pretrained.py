@@ -96,8 +96,24 @@ def fill_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
+def check_adapters(config: PreTrainedConfig, lora: Lora) -> None:
+    """Refuse targets that get no adapter here; on the meta device, so it costs no memory."""
+    with torch.device("meta"):
+        _put_adapters(AutoModelForCausalLM.from_config(config, trust_remote_code=False), lora)
+
+
 def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
     """Put LoRA adapters on a model, before `parallelize`; the rest of it is frozen. A function of `seed` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted, layers = _put_adapters(model, lora)
+        for layer in layers.values():
+            _fill_adapter(layer)
+    return adapted
+
+
+def _put_adapters(model: PreTrainedModel, lora: Lora) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with adapters, and the layers that have one by name."""
     try:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
@@ -111,22 +127,35 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            adapted: Any = get_peft_model(model, settings)
-        except ValueError as error:
-            raise ConfigError(f"lora.targets {lora.targets!r}: {error}") from None
-        for module in adapted.modules():
-            if isinstance(module, LoraLayer):
-                _fill_adapter(module)
-    return adapted
+    try:
+        adapted: Any = get_peft_model(model, settings)
+    except ValueError as error:
+        raise ConfigError(f"lora.targets {lora.targets!r}: {error}") from None
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    _check_targets(model, layers, lora)
+    return adapted, layers
+
+
+def _check_targets(model: PreTrainedModel, layers: dict[str, Any], lora: Lora) -> None:
+    """Refuse an adapter that would be passed by in training, or not be merged on export."""
+    from peft.tuners.lora import Linear
+
+    head = model.get_output_embeddings()
+    right = {name for name, layer in layers.items() if isinstance(layer, Linear) and layer is not head}
+    for name, layer in layers.items():
+        if name in right:
+            continue
+        kind = type(layer.get_base_layer()).__name__
+        reason = "the head, whose weight the loss reads by itself," if layer is head else f"no linear layer ({kind})"
+        named = ",".join(sorted({name.rpartition(".")[2] for name in right}))
+        raise UnsupportedError(
+            f"lora.targets {lora.targets!r}: {name} is {reason} and gets no adapter: use "
+            f"lora.targets={f'[{named}]' if named else 'all-linear'}"
+        )
 
 
 def _fill_adapter(layer: Any) -> None:
     """Adapters follow their weight to the meta device, which takes their values: draw them anew."""
-    for name in layer.adapter_layer_names:
-        for part in getattr(layer, name).values() if hasattr(getattr(layer, name, None), "values") else ():
-            if isinstance(part, nn.Module):
-                part.to_empty(device="cpu")
+    for name in ("lora_A", "lora_B"):
+        getattr(layer, name)["default"].to_empty(device="cpu")
     layer.reset_lora_parameters("default", True)

@@ -22,15 +22,18 @@ from ithaca.planning.sizes import ModelSizes
 # Endings of names of the same sizes; versions and dates may be left out, but another one is another model.
 _SAME_SIZE = re.compile(r"-(instruct|base|chat|it|pt|hf)(?=-|$)", re.IGNORECASE)
 _VERSION = re.compile(r"-(v\d+\.\d+|\d{4})(?=-|$)", re.IGNORECASE)
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model a plan can be made for. `positions`: how far it was trained to tell positions apart; None if not said."""
+    """A model a plan can be made for. `positions`: how far it was trained to tell positions apart; None if not said.
+    `original`: how far before they were scaled."""
 
     name: str
     sizes: ModelSizes
     positions: int | None
+    original: int | None = None
 
 
 def known_names() -> list[str]:
@@ -66,7 +69,9 @@ def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
         _check(sizes)
         text = config.get("text_config") or config
         positions = text.get("max_position_embeddings")
-        return KnownModel(name, sizes, None if positions is None else int(positions))
+        scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        original = scaling.get(_ORIGINAL) or text.get(_ORIGINAL) or positions
+        return KnownModel(name, sizes, *(None if number is None else int(number) for number in (positions, original)))
     except IthacaError as error:
         raise ConfigError(f"{name}: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

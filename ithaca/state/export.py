@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ithaca.errors import CheckpointError
 from ithaca.state import manifest
-from ithaca.state.load import Weights, base_of
+from ithaca.state.load import Weights, base_of, plain_name
 from ithaca.state.safetensors import write_model
 from ithaca.state.storage import Saved
 
@@ -196,10 +196,13 @@ def _adapted(
             where, _, last = name.rpartition(".")
             real = nn.Parameter(saved.whole(f"model.{name}"), requires_grad=parameter.requires_grad)
             adapted.get_submodule(where)._parameters[last] = real
-    layers = {name: layer for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
+    base = adapted.get_base_model()
+    layers = {f"{name}.weight": layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    # `add_adapters` refuses an adapter on anything but a layer's weight: none is left unmerged.
+    assert layers.keys() <= {plain_name(key) for key in base.state_dict()}
 
     def merge(key: str, weight: Tensor) -> Tensor:
-        layer = layers.get(key.removesuffix(".weight"))
+        layer = layers.get(key)
         if layer is None:
             return weight
         # peft's own sum, in the order of its merge.

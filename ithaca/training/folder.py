@@ -68,11 +68,17 @@ class RunFolder:
         part.rename(target)
 
     def name_last(self, number: int, length: int) -> None:
-        """`export/` is the last stage's model."""
+        """`export/` is the last stage's model; what somebody else put there is left alone."""
         target = self.stage(number, length).relative_to(self.root)
         if self.export.is_symlink():
             self.export.unlink()
-        self.export.symlink_to(target, target_is_directory=True)
+        if not self.export.exists():
+            self.export.symlink_to(target, target_is_directory=True)
+
+    def model(self, stages: int) -> Path:
+        """Where the model is after `stages` stages: `export/`, or its own folder where something else is in the way."""
+        own = next((self.root / "stages").glob(f"{stages}-*"))
+        return self.export if self.export.resolve() == own.resolve() else own
 
     def lock(self) -> IO[str]:
         """Hold the folder; keep what is returned open for as long as the run lives."""

@@ -2,6 +2,8 @@
 
 A stage's rate rises from where the stage before it ended (the first: from zero) to its own peak, and falls again. Its
 RoPE change is written into the model's config, so that the exported model carries it, and holds for later stages too.
+A scaling is always over the positions and the theta from before any scaling, the model's own included: another one
+replaces it, and the two never multiply.
 All functions here are of plain values: every rank and every resumed run gets the same answers.
 """
 
@@ -17,6 +19,8 @@ from ithaca.errors import ConfigError
 
 # Models follow a stretch of about this factor; beyond it a stage between pays for itself.
 LARGEST_JUMP = 4
+_THETA, _PART, _ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+Parameters = dict[str, Any]
 
 
 def rate_at(stages: Sequence[Stage], number: int, step: int) -> float:
@@ -70,73 +74,120 @@ def apply_stages(config: Any, stages: Sequence[Stage], *, random: bool) -> Any:
     """
     config = deepcopy(config)
     text = config.get_text_config()
-    trained = int(getattr(text, "max_position_embeddings", 0) or 0)
+    reach = known = int(getattr(text, "max_position_embeddings", 0) or 0)
+    plain = {kind: _unscaled(text, values, known) for kind, values in _rotary(text).items()}
     for number, stage in enumerate(stages, 1):
-        if stage.rope is not None:
-            _check_reach(stage.rope, trained, stage.length, number)
-            _change_rope(text, stage.rope, trained, number)
-        known = int(getattr(text, "max_position_embeddings", 0) or 0)
-        if stage.length > known and stage.rope is None and not random:
-            factor = _factor(trained, stage.length)
+        if not plain:
+            _check_learned(text.model_type, stage, known, number, random=random)
+        elif stage.rope is not None:
+            plain = {kind: _renewed(values, stage.rope) for kind, values in plain.items()}
+            reach = _check_reach(stage.rope, _original(plain), stage.length, number) or max(reach, stage.length)
+            _change_rope(text, stage.rope, plain)
+        elif reach and stage.length > reach and not random:
             raise ConfigError(
-                f"stage {number} has {stage.length:,} tokens, this model's positions end at {known:,}: add to the stage "
-                f"`rope: {{kind: yarn, factor: {factor}}}` (or theta, linear, ntk, llama3)"
+                f"stage {number} has {stage.length:,} tokens, this model's positions end at {reach:,}: add to the stage "
+                f"`rope: {{kind: yarn, factor: {_factor(_original(plain), stage.length)}}}` (or theta, linear, ntk, llama3)"
             )
         if known:
-            text.max_position_embeddings = max(known, stage.length)
+            known = text.max_position_embeddings = max(min(known, reach), stage.length)
+            reach = max(reach, known)
+        if stage.rope is not None:
+            _check_readable(text, stage.rope, number)
     return config
 
 
-def _factor(trained: int, length: int) -> int:
-    return 2 ** math.ceil(math.log2(length / max(1, trained)))
+def _rotary(text: Any) -> dict[str, Parameters]:
+    """What full attention rotates by, for each kind of its layers ("": one set for all); empty without rotation."""
+    given = getattr(text, "rope_parameters", None) or {}
+    if _THETA in given or not any(isinstance(value, dict) for value in given.values()):
+        return {"": given} if given else {}
+    # Windows reach no further than before, so only full attention is stretched.
+    return {kind: values for kind, values in given.items() if "full" in kind and values}
 
 
-def _check_reach(rope: Rope, trained: int, length: int, number: int) -> None:
+def _unscaled(text: Any, values: Parameters, known: int) -> Parameters:
+    """A set of parameters from before the scaling it has, and how many positions there were then."""
+    # transformers keeps no original of a linear scaling: what the model has now is what it was stretched to.
+    stretch = values["factor"] if values.get("rope_type") == "linear" else 1
+    original = values.get(_ORIGINAL) or getattr(text, _ORIGINAL, None) or int(known / stretch)
+    return {key: values[key] for key in (_THETA, _PART) if values.get(key) is not None} | {_ORIGINAL: original}
+
+
+def _renewed(plain: Parameters, rope: Rope) -> Parameters:
+    """The same with what a stage sets itself, from here on."""
+    return plain | ({_THETA: rope.theta} if rope.theta else {}) | ({_ORIGINAL: rope.original} if rope.original else {})
+
+
+def _original(plain: dict[str, Parameters]) -> int:
+    return min(int(values[_ORIGINAL]) for values in plain.values())
+
+
+def _factor(original: int, length: int) -> int:
+    return 2 ** math.ceil(math.log2(length / max(1, original)))
+
+
+def _check_learned(kind: str, stage: Stage, known: int, number: int, *, random: bool) -> None:
+    """Positions that are no rotation are a table, and end where it does."""
+    if known and stage.length > known and not random:
+        raise ConfigError(
+            f"stage {number} has {stage.length:,} tokens, but {kind} has learned positions up to {known:,}, which no rope "
+            f"stretches: use a length of at most {known}"
+        )
+    if stage.rope is not None:
+        raise ConfigError(f"stage {number} has rope, but {kind} has no rotary positions: leave it out")
+
+
+def _check_reach(rope: Rope, original: int, length: int, number: int) -> int | None:
+    """How many positions a scaling gives; None where its kind does not say."""
     # llama3's factor slows the lowest frequencies only and says nothing of how far positions reach.
-    if rope.factor is None or rope.kind == "llama3" or not trained:
-        return
-    original = rope.original or trained
+    if rope.factor is None or rope.kind in ("theta", "llama3") or not original:
+        return None
     if original * rope.factor < length:
         raise ConfigError(
             f"stage {number} has {length:,} tokens, but factor {rope.factor:g} over {original:,} positions reaches "
             f"{original * rope.factor:,.0f}: use factor: {_factor(original, length)}"
         )
+    return int(original * rope.factor)
 
 
-def _change_rope(text: Any, rope: Rope, trained: int, number: int) -> None:
-    given = getattr(text, "rope_parameters", None)
-    if not given:
-        raise ConfigError(f"stage {number} has rope, but {text.model_type} has no rotary positions: leave it out")
-    if "rope_theta" not in given and any(isinstance(value, dict) for value in given.values()):
-        # One set for each kind of layer: windows reach no further than before, so only full attention is stretched.
-        changed = {
-            kind: _scaled(text, values, rope, trained) if "full" in kind else values for kind, values in given.items()
-        }
-    else:
-        changed = _scaled(text, given, rope, trained)
-    text.rope_parameters = changed
+def _change_rope(text: Any, rope: Rope, plain: dict[str, Parameters]) -> None:
+    given = _rotary(text)
+    changed = {kind: _scaled(text, given[kind], plain[kind], rope) for kind in given}
+    text.rope_parameters = changed.get("", {**text.rope_parameters, **changed})
 
 
-def _scaled(text: Any, given: dict[str, Any], rope: Rope, trained: int) -> dict[str, Any]:
+def _check_readable(text: Any, rope: Rope, number: int) -> None:
+    """Some configs (Phi-3's) refuse a kind only when they are read, which would be after the stage."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        type(text).from_dict(text.to_dict())
+    except (KeyError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[-200:]
+        raise ConfigError(
+            f"stage {number} has rope of kind {rope.kind!r}, which {text.model_type} does not take ({reason}): use "
+            "kind: ntk, or theta"
+        ) from None
+
+
+def _scaled(text: Any, given: Parameters, plain: Parameters, rope: Rope) -> Parameters:
     """Parameters as transformers names them; an earlier scaling is replaced, a partial rotation stays."""
-    kept = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if given.get(key) is not None}
-    theta = rope.theta or kept["rope_theta"]
     if rope.kind == "theta":
-        return {**given, "rope_theta": theta}
+        return {**given, _THETA: rope.theta}
     assert rope.factor is not None
-    original = rope.original or given.get("original_max_position_embeddings") or trained
+    kept = {key: value for key, value in plain.items() if key != _ORIGINAL}
     if rope.kind == "ntk":
         size = _rotated(text, kept)
-        return {**kept, "rope_type": "default", "rope_theta": theta * rope.factor ** (size / (size - 2))}
-    scaled = {**kept, "rope_theta": theta, "rope_type": rope.kind, "factor": rope.factor}
+        return {**kept, "rope_type": "default", _THETA: kept[_THETA] * rope.factor ** (size / (size - 2))}
+    scaled = {**kept, "rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("yarn", "llama3"):
-        scaled["original_max_position_embeddings"] = original
+        scaled[_ORIGINAL] = plain[_ORIGINAL]
     if rope.kind == "llama3":
         scaled |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     return scaled
 
 
-def _rotated(text: Any, kept: dict[str, Any]) -> int:
+def _rotated(text: Any, kept: Parameters) -> int:
     """How many numbers of a head are rotated."""
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(size * kept.get("partial_rotary_factor", 1.0))
+    return int(size * kept.get(_PART, 1.0))

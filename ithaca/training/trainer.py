@@ -23,7 +23,7 @@ from ithaca.errors import CheckpointError, IthacaError
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh, fit_degrees, init_mesh
 from ithaca.models.embedded import EMBEDDED, build_embedded, embedded_tokenizer
-from ithaca.models.pretrained import find_folder, read_config
+from ithaca.models.pretrained import check_adapters, find_folder, read_config
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.models.tokenizer import load_tokenizer
 from ithaca.state.checkpoints import Checkpoints
@@ -144,6 +144,8 @@ class _Trainer:
             config = stage_config(self.run, self.source, number)
             sp = choose_sp(self.run, number, self.mesh.world, config.get_text_config())
             fit_degrees(self.mesh.world, sp=sp, ring=self.run.mesh.ring)
+        if self.run.lora is not None:
+            check_adapters(read_config(self.source), self.run.lora)
         known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
         pretrained = self.run.model.weights == "pretrained" and self.run.model.name != "embedded"
         for warning in advise_between(int(known) if pretrained else 0, self.run.stages):

@@ -58,6 +58,14 @@ def test_the_run_is_the_plans(run: Any) -> None:
     assert (written.stages[0].rope.kind, written.stages[0].rope.factor) == ("yarn", 32)
 
 
+def test_a_scaling_is_replaced_over_what_it_was_over(run: Any) -> None:
+    """Llama 3.1 reaches 131,072 positions by scaling 8,192."""
+    assert run("--model", "llama-3.1-8b", "--length", "1M", "--gpus", "8xH100")[0] == 0
+    rope = load_run("run.yaml").stages[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.original) == ("yarn", 128, 8192)
+
+
 def test_a_file_of_the_users_is_left_alone(run: Any) -> None:
     Path("run.yaml").write_text("seed: 3\n")
     status, out, _ = run(*BASE)

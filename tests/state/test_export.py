@@ -144,7 +144,9 @@ def test_the_command(tmp_path: Path) -> None:
     done = invoke(str(tmp_path))
     assert done.exit_code == 0, done.output
     assert "step-00000002" in done.output
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto").dtype == torch.float32
+    assert f"-> {tmp_path / 'export-step-2'}" in done.output
+    assert not (tmp_path / "export").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export-step-2", dtype="auto").dtype == torch.float32
     done = invoke(str(tmp_path), "--step", "1", "--to", str(tmp_path / "half"), "--dtype", "bf16")
     assert done.exit_code == 0, done.output
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
@@ -156,6 +158,36 @@ def test_the_command(tmp_path: Path) -> None:
         raised = invoke(*arguments).exception
         assert isinstance(raised, IthacaError)
         assert match in str(raised)
+
+
+def test_what_the_run_keeps_is_never_written_to(tmp_path: Path) -> None:
+    start_from(tmp_path / "start", "llama")
+    run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
+    last = tmp_path / "stages" / "1-64"
+    export_checkpoint(find_checkpoint(tmp_path), last)
+    (tmp_path / "export").symlink_to("stages/1-64", target_is_directory=True)
+    before = contents(last)
+    done = invoke(str(tmp_path), "--step", "1")
+    assert done.exit_code == 0, done.output
+    assert contents(tmp_path / "export-step-1")["model.safetensors"] != before["model.safetensors"]
+    (tmp_path / "link").symlink_to(tmp_path / "stages", target_is_directory=True)
+    for to in (
+        "export",
+        "export/half",
+        "stages",
+        "stages/1-64",
+        "stages/2-128",
+        "link/new",
+        "checkpoints/step-00000001",
+    ):
+        raised = invoke(str(tmp_path), "--step", "1", "--to", str(tmp_path / to)).exception
+        assert isinstance(raised, IthacaError), to
+        assert "which the run keeps for itself: name another folder" in str(raised)
+    assert contents(last) == before
+    assert sorted(path.name for path in (tmp_path / "stages").iterdir()) == ["1-64"]
+    # The name alone is nothing: a folder of stages that is no run's may be written to.
+    done = invoke(str(tmp_path), "--to", str(tmp_path / "mine" / "stages" / "new"))
+    assert done.exit_code == 0, done.output
 
 
 def test_a_broken_checkpoint_is_not_exported(tmp_path: Path) -> None:

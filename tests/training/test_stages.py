@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ithaca.config import Rope, Stage
@@ -105,6 +105,94 @@ def test_a_factor_that_is_too_small_is_refused_with_the_right_one() -> None:
         apply_stages(llama(), [Stage(length=65_536, steps=1, rope=Rope(kind="yarn", factor=2))], random=False)
 
 
+def stretched(**rope: Any) -> LlamaConfig:
+    """A model that comes with a scaling; 8,192 positions were 1,024."""
+    return LlamaConfig(max_position_embeddings=8192, rope_parameters={"rope_theta": 10_000.0, "factor": 8.0, **rope})
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = {"original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        stretched(**LLAMA3, **ORIGINAL),
+        stretched(rope_type="yarn", **ORIGINAL),
+        stretched(rope_type="linear"),
+        Gemma3TextConfig(
+            max_position_embeddings=8192,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            },
+        ),
+    ],
+    ids=["llama3", "yarn", "linear", "linear, of some layers"],
+)
+@pytest.mark.parametrize("kind", ["yarn", "linear", "ntk"])
+def test_a_scaling_replaces_the_models_own_and_is_over_what_that_was_over(config: Any, kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"positions end at 8,192.*kind: yarn, factor: 16\}"):
+        apply_stages(config, [Stage(length=16_384, steps=1)], random=False)
+    for factor in (2, 8):
+        with pytest.raises(ConfigError, match=r"over 1,024 positions.*use factor: 16$"):
+            apply_stages(config, [Stage(length=16_384, steps=1, rope=Rope(kind=kind, factor=factor))], random=False)
+    scaled = apply_stages(config, [Stage(length=16_384, steps=1, rope=Rope(kind=kind, factor=16))], random=False)
+    rope = scaled.rope_parameters.get("full_attention", scaled.rope_parameters)
+    if kind == "ntk":
+        size = scaled.head_dim
+        assert rope == {"rope_type": "default", "rope_theta": pytest.approx(1e4 * 16 ** (size / (size - 2)))}
+    else:
+        assert rope == {"rope_type": kind, "rope_theta": 1e4, "factor": 16} | (ORIGINAL if kind == "yarn" else {})
+
+
+def test_an_original_length_that_is_given_is_over_the_models_own_and_stays() -> None:
+    config = stretched(**LLAMA3, **ORIGINAL)
+    stages = [
+        Stage(length=16_384, steps=1, rope=Rope(kind="yarn", factor=4, original=4096)),
+        Stage(length=32_768, steps=1, rope=Rope(kind="yarn", factor=8)),
+    ]
+    assert apply_stages(config, stages, random=False).rope_parameters["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
+def test_a_kind_that_the_config_could_not_be_read_again_with_is_refused(kind: Any) -> None:
+    phi = Phi3Config(max_position_embeddings=4096, original_max_position_embeddings=4096, pad_token_id=0)
+    for taken in (Rope(kind="ntk", factor=4), Rope(kind="theta", theta=5e5)):
+        apply_stages(phi, [Stage(length=16_384, steps=1, rope=taken)], random=False)
+    with pytest.raises(ConfigError, match=f"rope of kind '{kind}', which phi3 does not take.*use kind: ntk, or theta$"):
+        apply_stages(phi, [Stage(length=16_384, steps=1, rope=Rope(kind=kind, factor=4))], random=False)
+
+
+def test_positions_end_where_the_last_scaling_does() -> None:
+    config, short = stretched(**LLAMA3, **ORIGINAL), Rope(kind="yarn", factor=2)
+    first = Stage(length=2048, steps=1, rope=short)
+    assert apply_stages(config, [first], random=False).max_position_embeddings == 2048
+    with pytest.raises(ConfigError, match=r"stage 2 has 8,192 tokens.*end at 2,048.*factor: 8\}"):
+        apply_stages(config, [first, Stage(length=8192, steps=1)], random=False)
+    longer = [Stage(length=8192, steps=1, rope=Rope(kind="yarn", factor=4)), Stage(length=32_768, steps=1)]
+    assert apply_stages(llama(), longer, random=False).max_position_embeddings == 32_768
+
+
+@pytest.mark.parametrize("kind", ["ntk", "linear", "yarn"])
+def test_a_second_scaling_is_over_the_theta_before_the_first(kind: Any) -> None:
+    first, second = Rope(kind="ntk", factor=2), Rope(kind=kind, factor=4)
+    stages = [Stage(length=16_384, steps=1, rope=first), Stage(length=32_768, steps=1, rope=second)]
+    both, alone = (apply_stages(llama(head_dim=8), each, random=False) for each in (stages, stages[1:]))
+    assert both.rope_parameters == alone.rope_parameters
+    if kind == "ntk":
+        assert both.rope_parameters["rope_theta"] == pytest.approx(63_496, abs=1)
+    # A theta that a stage sets is no scaling: it stays.
+    stages[0] = Stage(length=16_384, steps=1, rope=Rope(kind="ntk", factor=2, theta=5e5))
+    theta = apply_stages(llama(head_dim=8), stages, random=False).rope_parameters["rope_theta"]
+    assert theta == pytest.approx(5e5 * (4 ** (8 / 6) if kind == "ntk" else 1))
+
+
 def test_a_model_without_rotary_positions_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gpt2 has no rotary positions"):
-        apply_stages(GPT2Config(), [Stage(length=512, steps=1, rope=Rope(kind="theta", theta=1e6))], random=False)
+    change = Rope(kind="theta", theta=1e6)
+    with pytest.raises(ConfigError, match="gpt2 has no rotary positions: leave it out"):
+        apply_stages(GPT2Config(), [Stage(length=512, steps=1, rope=change)], random=False)
+    for rope in (None, change):
+        with pytest.raises(ConfigError, match=r"gpt2 has learned positions up to 1,024.*length of at most 1024$"):
+            apply_stages(GPT2Config(), [Stage(length=2048, steps=1, rope=rope)], random=False)
+    assert apply_stages(GPT2Config(), [Stage(length=2048, steps=1)], random=True).n_positions == 2048

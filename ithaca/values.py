@@ -1,0 +1,57 @@
+"""Values as a run file may write them: lengths such as `128k`, amounts such as `2B` and `80GB`, paths with `~`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
+
+
+def parse_number(value: object, base: int) -> object:
+    """`128k` as a whole number, `k` being `base`; what is no such text is left for the checks that follow."""
+    if not isinstance(value, str):
+        return no_truth(value)
+    found = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", value, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{value!r} is no number such as 4096, 128k or 1M")
+    return int(float(found[1].replace("_", "")) * base ** _POWERS[found[2].lower()])
+
+
+def parse_bytes(value: object) -> object:
+    """`60GiB` or `80GB` as bytes."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9.]+\s*[kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{value!r} is no amount of memory such as 60GiB or 80GB")
+    return parse_number(found[1], 1024 if found[2] else 1000)
+
+
+def no_truth(value: object) -> object:
+    """`true` is a number to Python, and to nobody who writes it."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")
+    return value
+
+
+def one_or_more(value: object) -> object:
+    """A list, or the one thing that would be in it."""
+    return value if isinstance(value, list) else [value]
+
+
+def at_home(value: str) -> str:
+    """A path with `~` written out."""
+    return str(Path(value).expanduser()) if value.startswith("~") else value
+
+
+Length = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1024)), Field(ge=1)]
+Tokens = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1000)), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
+Where = Annotated[str, AfterValidator(at_home)]

@@ -1,0 +1,64 @@
+"""Adapters go where they are trained and merged, and nowhere else: what would be passed by is refused before a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from ithaca.config import Lora
+from ithaca.errors import UnsupportedError
+from ithaca.models.pretrained import add_adapters, check_adapters, empty_model
+from ithaca.proof.small import small_model
+from tests.ranks import RankError
+from tests.training.runs import run_train, small_run
+
+ATTENTION = "[k_proj,o_proj,q_proj,v_proj]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "named", "instead"),
+    [
+        ("llama", ["q_proj", "embed_tokens"], r"model\.embed_tokens is no linear layer \(Embedding\)", "[q_proj]"),
+        ("llama", ["q_proj", "v_proj", "lm_head"], "lm_head is the head", "[q_proj,v_proj]"),
+        ("llama", ["lm_head"], "lm_head is the head", "all-linear"),
+        ("mixtral", "all-linear", r"model\.layers\.0\.mlp\.gate is no linear layer \(MixtralTopKRouter\)", ATTENTION),
+        ("mixtral", ["q_proj", "w1", "w2", "w3"], r"mlp\.experts is no linear layer \(MixtralExperts\)", "[q_proj]"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
+def test_targets_that_would_be_passed_by_are_refused(kind: str, targets: Any, named: str, instead: str) -> None:
+    config: Any = small_model(kind, dtype=torch.float32).config
+    with pytest.raises(UnsupportedError, match=named) as raised:
+        check_adapters(config, Lora(targets=targets))
+    assert str(raised.value).endswith(f"gets no adapter: use lora.targets={instead}")
+    with pytest.raises(UnsupportedError, match=named):
+        add_adapters(empty_model(config, dtype=torch.float32), Lora(targets=targets), seed=0)
+    right = instead if instead == "all-linear" else instead.strip("[]").split(",")
+    check_adapters(config, Lora(targets=right))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "deepseek_v3"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+def test_every_adapter_of_an_empty_model_has_values(kind: str) -> None:
+    config: Any = small_model(kind, dtype=torch.float32).config
+    targets: Any = ["q_a_proj", "q_b_proj", "o_proj"] if kind == "deepseek_v3" else "all-linear"
+    adapted = add_adapters(empty_model(config, dtype=torch.float32), Lora(rank=2, targets=targets), seed=0)
+    layers: list[Any] = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
+    assert layers
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert len(trained) == 2 * len(layers)
+    assert not any(p.is_meta for p in trained)
+    for layer in layers:
+        assert 0 < float(layer.lora_A["default"].weight.detach().abs().max()) < 10
+        assert not layer.lora_B["default"].weight.any()
+
+
+def test_a_run_with_such_a_target_ends_before_its_first_step(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "head", lora={"rank": 2, "targets": ["q_proj", "lm_head"]})
+    with pytest.raises(RankError, match=r"lm_head is the head.*use lora\.targets=\[q_proj\]"):
+        run_train(1, run)
+    assert not list((tmp_path / "head" / "checkpoints").glob("step-*"))
