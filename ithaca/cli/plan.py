@@ -69,6 +69,7 @@ def plan(
     from ithaca.cli.plan_files import run_of
 
     total = None if tokens is None else read_tokens(tokens)
+    _amounts(price, target_tok_s, tokens)
     option = _chosen(wanted, length)
     run = run_of(known, wanted, option, tokens=total, lora_rank=lora_rank if tune == "lora" else None)
     facts = _facts(wanted, option, known, run, total, price, target_tok_s)
@@ -144,16 +145,19 @@ def _show(
 
 
 def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:
-    from ithaca.cli.plan_files import spec_of, write_run
+    from ithaca.cli.plan_files import spec_of, write_run, writing
 
     if spec is not None:
         title = f"{run.model.name} at {option.job.length:,} tokens on {wanted.machine}"
-        spec.parent.mkdir(parents=True, exist_ok=True)
-        spec.write_text(spec_of(title, facts, option, wanted), encoding="utf-8")
+        with writing("--spec", spec):
+            spec.parent.mkdir(parents=True, exist_ok=True)
+            spec.write_text(spec_of(title, facts, option, wanted), encoding="utf-8")
         typer.echo(f"\n{spec}: the summary")
     if write == NO_FILE:
         return
-    if write_run(Path(write), run):
+    with writing("--write", Path(write)):
+        written = write_run(Path(write), run)
+    if written:
         typer.echo(f"\n{write}: the run; name your documents in it, then: ithaca train {write}")
     else:
         typer.echo(f"\n{write} says something else and was left alone: --write another.yaml")
@@ -236,6 +240,16 @@ def _positive(option: str, given: int | None) -> int | None:
     if given is not None and given < 1:
         raise ConfigError(f"{option} {given}: at least 1 is needed")
     return given
+
+
+def _amounts(price: float | None, target: float | None, tokens: str | None) -> None:
+    from ithaca.errors import ConfigError
+
+    for option, given in (("--price", price), ("--target-tok-s", target)):
+        if given is not None and not 0 < given < float("inf"):
+            raise ConfigError(f"{option} {given:g}: a number above 0 is needed")
+    if price is not None and tokens is None:
+        raise ConfigError("--price is for the cost of so many tokens: give --tokens too, such as --tokens 2B")
 
 
 def _share(headroom: float) -> float:

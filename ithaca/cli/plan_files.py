@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ithaca.config import Data, Launch, Lora, MeshDegrees, Model, Optimizer, Rope, Run, Source, Stage, dump_run
 from ithaca.config import Memory as MemorySection
+from ithaca.errors import ConfigError
 from ithaca.planning.known_models import KnownModel
 from ithaca.planning.memory import GIB
 from ithaca.planning.mesh_search import Option, Wanted
@@ -51,6 +54,15 @@ def _rope(known: KnownModel, length: int) -> Rope | None:
     if not known.positions or not known.original or length <= known.positions:
         return None
     return Rope(kind="yarn", factor=2 ** math.ceil(math.log2(length / known.original)), original=known.original)
+
+
+@contextmanager
+def writing(option: str, file: Path) -> Iterator[None]:
+    """A file that cannot be written is the user's mistake, and said with the option that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {file} cannot be written ({error.strerror}): name a file") from None
 
 
 def write_run(file: Path, run: Run) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -58,16 +59,21 @@ def read_machine(
     gpus: str, nodes: int | None, host_memory: str | None, link: str | None, network: str | None
 ) -> Machine:
     """`8xH100`; more than a node's worth without a number of nodes is as many nodes of eight."""
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(?:(\d+)(?:\s*[x*\u00d7]\s*|\s+))?([A-Z].*?)\s*", gpus, re.IGNORECASE)
     count = int(found[1] or 1) if found else 0
-    if found is None or count < 1 or (nodes is not None and nodes < 1):
-        raise ConfigError(f"--gpus {gpus} --nodes {nodes or 1}: write a number and a card, such as 8xH100, of a node")
+    # What looks like another number of cards is not for guessing at.
+    if found is None or count < 1 or re.search(r"[,+:*\u00d7]|\bx\s*\d|\d\s*x\b|\s\d\s*$", found[2], re.IGNORECASE):
+        raise ConfigError(f"--gpus {gpus}: write a number and one card, such as 8xH100, of a node")
+    if nodes is not None and nodes < 1:
+        raise ConfigError(f"--nodes {nodes}: at least 1 is needed")
     device = find_device(found[2], with_measured(DEVICES, read_measured(calibration_file())))
     if nodes is None:
         nodes = count // NODE if count > NODE and count % NODE == 0 else 1
         count //= nodes
     memory = count * device.host_memory
     if host_memory is not None:
+        if host_memory.strip().isdigit():
+            raise ConfigError(f"--host-memory {host_memory}: write a unit, such as {host_memory.strip()}GB")
         memory = _amount("--host-memory", host_memory, parse_bytes)
     inside = find_link(link or device.link)
     return Machine(device, count, nodes, memory, inside, find_link(network or _usual_network(device)))
@@ -84,7 +90,7 @@ def read_model(name: str) -> KnownModel:
         return _from_file(path / "config.json" if path.is_dir() else path, name)
     known = find_model(name)
     if known is not None:
-        return known
+        return replace(known, name=_asked_for(name, known.name))
     reason = "it is no folder and no name of the built-in table"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         config = _from_hub(name)
@@ -93,6 +99,19 @@ def read_model(name: str) -> KnownModel:
         reason += f", and the hub gave nothing ({config})"
     near = nearest_models(name) or known_names()[:4]
     raise UnsupportedError(f"no model {name!r}: {reason}; nearest are {', '.join(near)}; or give a config.json")
+
+
+def _asked_for(name: str, known: str) -> str:
+    """What a run must name: the model asked for, of which the table's one (`known`) may have no more than the sizes."""
+    own = name.rstrip("/").rsplit("/", 1)
+    if len(own) == 2:
+        return name
+    table = known.rsplit("/", 1)
+    return (
+        known
+        if own[0].lower() in (table[-1].lower(), table[-1].lower().removeprefix("meta-"))
+        else f"{table[0]}/{name}"
+    )
 
 
 def _from_file(file: Path, name: str) -> KnownModel:

@@ -37,11 +37,13 @@ def rehearse(
 
     file, overrides = split_words(words or [])
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
-    ranks = world or (run.launch.processes if isinstance(run.launch.processes, int) else WORLD)
+    ranks = world or _usual_world(run)
     if ranks < 1 or not 0 <= rank < ranks:
         raise ConfigError(f"--world {ranks} --rank {rank}: ranks count from 0 to the world less one")
     if not 0 <= stage <= len(run.stages):
         raise ConfigError(f"--stage {stage}: the run has stages 1 to {len(run.stages)}")
+    if json_file is not None and json_file.is_dir():
+        raise ConfigError(f"--json {json_file} is a folder: name a file")
     more = _layers(layers)
     limit = _bytes(cap) if cap else None
     config = read_model_config(run.model.name, run.model.revision)
@@ -62,6 +64,12 @@ def rehearse(
         json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
 
 
+def _usual_world(run: Run) -> int:
+    """The run's processes; where a sequence is split over more, as over several nodes, so many."""
+    here = run.launch.processes if isinstance(run.launch.processes, int) else WORLD
+    return max([here, *(degree for degree in (run.mesh.sp, run.stages[-1].sp) if isinstance(degree, int))])
+
+
 def _layers(text: str) -> int | None:
     from ithaca.errors import ConfigError
 
@@ -76,6 +84,8 @@ def _bytes(text: str) -> int:
     from ithaca.errors import ConfigError
     from ithaca.values import parse_bytes
 
+    if text.strip().isdigit():
+        raise ConfigError(f"--cap {text}: write a unit, such as {text.strip()}GB")
     try:
         size = parse_bytes(text)
     except ValueError as error:

@@ -20,6 +20,7 @@ from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ithaca.config import Run
     from ithaca.mesh import Mesh
     from ithaca.proof.sample import Sample
     from ithaca.proof.subject import Subject
@@ -63,7 +64,7 @@ def verify(
         raise ConfigError(f"--sp {sp} --layers {layers} --length {length}: use whole numbers, a length of 24 at least")
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device}: choose auto, cpu or cuda")
-    degree = sp or (run.mesh.sp if run is not None and isinstance(run.mesh.sp, int) else 2)
+    degree = sp or _degree_of(run)
     if degree < 2:
         raise ConfigError("--sp 1 is one process, with nothing to compare it to: use --sp 2 or more")
     if report and not Path(report).absolute().parent.is_dir():
@@ -77,6 +78,16 @@ def verify(
         statuses.append(_launch(launch, replace(request, device="cuda"), min(degree, gpus)))
     if any(statuses):
         raise typer.Exit(max(statuses))
+
+
+def _degree_of(run: Run | None) -> int:
+    """The run's own degree, its first stage's before the mesh's; what the run could not do is refused as there."""
+    if run is None:
+        return 2
+    if run.mesh.ring > 1:
+        raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
+    asked = run.stages[0].sp or run.mesh.sp
+    return asked if isinstance(asked, int) else 2
 
 
 def _launch(launch: Any, request: Request, ranks: int) -> int:
@@ -131,12 +142,15 @@ def _material(request: Request, mesh: Mesh, empty: Path) -> tuple[Subject, Sampl
     """The model, the tokens, and the attention kernel that the run asks for."""
     import torch
 
+    from ithaca.attention.kernels import check_name
     from ithaca.config import Run
     from ithaca.proof.material import agree_on_room, config_of_model, config_of_run, rows_of_run
     from ithaca.proof.sample import from_rows, made_up
     from ithaca.proof.subject import make_subject
 
     run = Run.model_validate_json(request.run) if request.run else None
+    if run is not None:
+        check_name(run.model.kernel)
     if run is not None and request.model:
         run = run.model_copy(update={"model": run.model.model_copy(update={"name": request.model})})
     length = request.length or max(LENGTH, _A_RANK * mesh.sp - 1)

@@ -93,20 +93,21 @@ def reference(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> Ref
     depends on the company (an auxiliary loss, a RoPE that looks at the longest) does the packed row go in whole.
     """
     model.set_attn_implementation("eager")
-    by_length = any(depends_on_length(module) for module in model.modules())
+    routes = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+    whole = routes or any(depends_on_length(module) for module in model.modules())
     steps = [_together([own[i] for own in batches if i < len(own)]) for i in range(max(map(len, batches)))]
     count = max(sum(count_targets(batch) for own in batches for batch in own), 1)
     total = 0.0
-    for step in (single for parts in steps for part in parts for single in _apart(part, by_length)):
+    for step in (single for parts in steps for part in parts for single in _apart(part, whole)):
         weight = count_targets(step) / count
-        if not weight and not step.get("output_router_logits"):
+        if not weight and not routes and not step.get("output_router_logits"):
             continue
         output = model(**{key: step[key] for key in _FOR_TRANSFORMERS if step.get(key) is not None}, use_cache=False)
         loss = output.loss * weight
         loss.backward()
         total += float(loss.detach())
     with torch.no_grad():
-        logits = [[_plain_logits(model, batch, by_length) for batch in own] for own in batches]
+        logits = [[_plain_logits(model, batch, whole) for batch in own] for own in batches]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Reference(total, logits, gradients)
 
@@ -127,9 +128,9 @@ def _together(parts: list[Batch]) -> list[Batch]:
     return [{k: torch.cat([p[k] for p in parts]) if isinstance(parts[0][k], Tensor) else parts[0][k] for k in keys}]
 
 
-def _apart(batch: Batch, by_length: bool) -> list[Batch]:
-    """The documents of a packed batch as batches of their own; any other batch as it is."""
-    if batch.get("position_ids") is None or batch.get("output_router_logits") or by_length:
+def _apart(batch: Batch, whole: bool) -> list[Batch]:
+    """The documents of a packed batch as batches of their own; any other batch as it is, and all if `whole`."""
+    if batch.get("position_ids") is None or batch.get("output_router_logits") or whole:
         return [batch]
     return [
         {key: value[row : row + 1, start:end] for key, value in batch.items() if isinstance(value, Tensor)}
@@ -143,18 +144,18 @@ def _spans(batch: Batch) -> tuple[tuple[Span, ...], ...]:
     return layout.documents
 
 
-def _plain_logits(model: PreTrainedModel, batch: Batch, by_length: bool) -> Tensor:
+def _plain_logits(model: PreTrainedModel, batch: Batch, whole: bool) -> Tensor:
     """[B, S, V], zero on padding between documents that were run one by one."""
-    singles = _apart(batch, by_length)
+    singles = _apart(batch, whole)
     keys = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
     logits = [model(**{k: s[k] for k in keys if s.get(k) is not None}, use_cache=False).logits for s in singles]
     if len(singles) == 1 and singles[0] is batch:
         return logits[0]
-    whole = logits[0].new_zeros(*batch["input_ids"].shape, logits[0].shape[-1])
+    joined = logits[0].new_zeros(*batch["input_ids"].shape, logits[0].shape[-1])
     places = [(row, span) for row, spans in enumerate(_spans(batch)) for span in spans]
     for (row, (start, end)), piece in zip(places, logits, strict=True):
-        whole[row, start:end] = piece[0]
-    return whole
+        joined[row, start:end] = piece[0]
+    return joined
 
 
 def _logits_error(

@@ -114,6 +114,11 @@ def cut_layers(
     whole = int(text.num_hidden_layers)
     lists = _lists(text)
     kinds = _kinds(config, lists)
+    if not kinds:
+        raise UnsupportedError(
+            f"{config.model_type}: no causal language model of it can be built here: verify the folder of its language "
+            "model alone"
+        )
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     if layers is not None and not len(firsts) <= layers <= whole:
         raise ConfigError(
@@ -150,17 +155,17 @@ def _with_layers(config: PreTrainedConfig, lists: list[str], keep: list[int]) ->
 
 
 def _kinds(config: PreTrainedConfig, lists: list[str]) -> list[Any]:
-    """What each layer is: its weights' names and shapes, its settings, and what lists in the config say of it."""
+    """What each layer is: its weights' names and shapes, its settings, and what lists in the config say of it; nothing
+    where no model can be built of it, or one with other layers than those (of a picture's, say)."""
     try:
-        model = _empty(config)
+        layers = decoder_layers(_empty(config))
     except (ValueError, IndexError, KeyError, TypeError):
         return []
     text = config.get_text_config()
-    layers = decoder_layers(model)
-    return [
-        (signature(layer), _settings(layer), tuple(str(getattr(text, key)[i]) for key in lists))
-        for i, layer in enumerate(layers)
-    ]
+    said = [[str(one) for one in getattr(text, key)] for key in lists]
+    if any(len(one) != len(layers) for one in said):
+        return []
+    return [(signature(layer), _settings(layer), tuple(one[i] for one in said)) for i, layer in enumerate(layers)]
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:

@@ -66,6 +66,28 @@ def test_a_scaling_is_replaced_over_what_it_was_over(run: Any) -> None:
     assert (rope.kind, rope.factor, rope.original) == ("yarn", 128, 8192)
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("someone/Qwen3-8B", "someone/Qwen3-8B"),
+        ("Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
+        ("qwen3-8b", "Qwen/Qwen3-8B"),
+        ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+    ],
+)
+def test_a_run_names_the_model_that_was_asked_for(run: Any, asked: str, named: str) -> None:
+    assert run("--model", asked, "--length", "32k", "--gpus", "8xH100")[0] == 0
+    assert load_run("run.yaml").model.name == named
+
+
+@pytest.mark.parametrize("gpus", ["8xH100", "8 x H100", "8 H100", "8\u00d7H100", "8*h100"])
+def test_cards_are_counted_however_they_are_written(run: Any, gpus: str) -> None:
+    status, out, _ = run("--model", "qwen3-8b", "--length", "32k", "--gpus", gpus)
+    assert status == 0
+    assert "8xH100, 1,600 GB" in out
+
+
 def test_a_file_of_the_users_is_left_alone(run: Any) -> None:
     Path("run.yaml").write_text("seed: 3\n")
     status, out, _ = run(*BASE)
@@ -193,6 +215,17 @@ def test_architectures_that_are_not_exact_are_named(run: Any) -> None:
         (("--model", "lama-3.1-8b"), "nearest are meta-llama/Llama-3.1-8B"),
         (("--model", "qwen3-8b", "--gpus", "8xH1000"), "no card 'H1000' in the table: nearest are H100"),
         (("--model", "qwen3-8b", "--gpus", "0xH100"), "such as 8xH100"),
+        (("--model", "qwen3-8b", "--gpus", "H100:8"), "such as 8xH100"),
+        (("--model", "qwen3-8b", "--gpus", "H100 x 8"), "such as 8xH100"),
+        (("--model", "qwen3-8b", "--gpus", "8-H100"), "such as 8xH100"),
+        (("--model", "qwen3-8b", "--gpus", "4xH100+4xH200"), "such as 8xH100"),
+        (("--model", "qwen3-8b", "--nodes", "0"), "--nodes 0: at least 1"),
+        (("--model", "qwen3-8b", "--price", "-3", "--tokens", "2B"), "--price -3: a number above 0"),
+        (("--model", "qwen3-8b", "--price", "2.5"), "give --tokens too"),
+        (("--model", "qwen3-8b", "--target-tok-s", "nan"), "a number above 0"),
+        (("--model", "qwen3-8b", "--host-memory", "512"), "write a unit, such as 512GB"),
+        (("--model", "qwen3-8b", "--spec", "."), "--spec . cannot be written"),
+        (("--model", "qwen3-8b", "--write", "."), "--write . cannot be written"),
         (("--model", "qwen3-8b", "--network", "Infiniband"), "nearest are InfiniBand"),
         (("--model", "qwen3-8b", "--length", "12Q"), "'12Q' is no number"),
         (("--model", "qwen3-8b", "--length", "0"), "--length 0: at least 1"),

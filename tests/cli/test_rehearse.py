@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ithaca.cli.rehearse import one_length, read_model_config
+from ithaca.cli.rehearse import _usual_world, one_length, read_model_config
+from ithaca.config import load_run
 from ithaca.planning.known_models import known_config
 from ithaca.proof import rehearse as proof
 from ithaca.proof.small import small_config
@@ -63,6 +64,11 @@ def test_more_groups_take_more_rows(small: str) -> None:
     assert (run.stages[0].length, run.stages[0].batch) == (4096, 4)
 
 
+@pytest.mark.parametrize(("settings", "world"), [([], 8), (["launch.processes=4"], 4), (["mesh.sp=32"], 32)])
+def test_a_plan_over_several_nodes_is_a_world_of_as_many(settings: list[str], world: int) -> None:
+    assert _usual_world(load_run(None, settings)) == world
+
+
 def test_a_name_of_the_table_is_its_architecture() -> None:
     config = read_model_config("qwen3-4b", None)
     assert (config.model_type, config.num_hidden_layers, config.head_dim) == ("qwen3", 36, 128)
@@ -75,6 +81,8 @@ def test_a_name_of_the_table_is_its_architecture() -> None:
         (("--world", "4", "--rank", "4"), "ranks count from 0"),
         (("--layers", "few"), "--layers few: use auto, all, or a number"),
         (("--cap", "much"), "is no amount of memory such as 60GiB or 80GB"),
+        (("--cap", "80"), "--cap 80: write a unit, such as 80GB"),
+        (("--json", "/"), "--json / is a folder: name a file"),
         (("--stage", "9"), "the run has stages 1 to"),
         (("--world", "12"), "more than 8 ranks are whole nodes of 8"),
         (("--gpus", "H900"), "nearest are"),

@@ -35,6 +35,8 @@ def typed(*words: str, folder: Path) -> tuple[int, str]:
     ("words", "said"),
     [
         (["no.yaml"], r"no\.yaml does not exist"),
+        (["mesh.ring=2"], "ring attention is not there yet"),
+        (["stages.0.sp=1"], "--sp 1 is one process"),
         (["--model", "llama", "--sp", "1"], "--sp 1 is one process"),
         (["--model", "llama", "--length", "7"], "a length of 24 at least"),
         (["--model", "llama", "--device", "tpu"], "choose auto, cpu or cuda"),
@@ -69,6 +71,7 @@ def test_the_page_names_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "./nowhere"], "is no folder"),
         (["--model", "llama", "--layers", "9"], "this model has 2 layers of 1 kinds"),
         (["--model", "llama", "--sp", "9"], "8 heads over sp=9"),
+        (["model.kernel=nosuch"], "no attention kernel is called 'nosuch'"),
     ],
 )
 def test_mistakes_that_ranks_find_are_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:

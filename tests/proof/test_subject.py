@@ -102,3 +102,10 @@ def test_a_model_is_found_by_the_name_of_the_table_without_a_network(tmp_path: P
     assert config_of_model("qwen3")[0].hidden_size < 4096
     with pytest.raises(ConfigError, match=r"did you mean .*Qwen/Qwen3-8B"):
         config_of_model("qwen3-8bb")
+
+
+def test_a_model_that_is_no_language_model_is_named() -> None:
+    from transformers import Gemma3Config
+
+    with pytest.raises(UnsupportedError, match="gemma3: no causal language model of it can be built"):
+        cut_layers(Gemma3Config(text_config={"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}))

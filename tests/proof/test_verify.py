@@ -97,6 +97,10 @@ def test_length_dependent_rope() -> None:
     assert "dynamic, which looks at the length" in line.detail
 
 
+def test_a_router_loss_that_the_config_asks_for() -> None:
+    expect_right("mixtral", 2, output_router_logits=True)
+
+
 def test_every_fault_has_lines() -> None:
     assert SEEN_BY.keys() == faults.FAULTS.keys()
 
