@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.calibrated import read_measured, with_measured
 from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
-from ithaca.planning.known_models import KnownModel, find_model, known_names, nearest_models, read_config
+from ithaca.planning.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
 from ithaca.planning.traffic import Machine
 from ithaca.values import parse_bytes, parse_number
 
@@ -103,15 +103,10 @@ def read_model(name: str) -> KnownModel:
 
 def _asked_for(name: str, known: str) -> str:
     """What a run must name: the model asked for, of which the table's one (`known`) may have no more than the sizes."""
-    own = name.rstrip("/").rsplit("/", 1)
-    if len(own) == 2:
+    if "/" in name.rstrip("/"):
         return name
-    table = known.rsplit("/", 1)
-    return (
-        known
-        if own[0].lower() in (table[-1].lower(), table[-1].lower().removeprefix("meta-"))
-        else f"{table[0]}/{name}"
-    )
+    tuned = endings(name)
+    return f"{known.rsplit('/', 1)[0]}/{name}" if tuned and tuned != endings(known) else known
 
 
 def _from_file(file: Path, name: str) -> KnownModel:

@@ -56,6 +56,11 @@ def known_config(name: str) -> dict[str, Any] | None:
     return None if found is None else dict(_table()[found.name]["config"])
 
 
+def endings(name: str) -> list[str]:
+    """What a name says of tuning, which changes no size: "instruct", "base"."""
+    return [ending.lower() for ending in _SAME_SIZE.findall(name)]
+
+
 def nearest_models(name: str, count: int = 4) -> list[str]:
     """Names of the table most like `name`."""
     plain = {_plain(known): known for known in _table()}

@@ -74,6 +74,9 @@ def test_a_scaling_is_replaced_over_what_it_was_over(run: Any) -> None:
         ("Qwen3-8B-Base", "Qwen/Qwen3-8B-Base"),
         ("qwen3-8b", "Qwen/Qwen3-8B"),
         ("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+        ("llama31-8b", "meta-llama/Llama-3.1-8B"),
+        ("mistral-7b", "mistralai/Mistral-7B-v0.3"),
+        ("gemma-3-4b-it", "google/gemma-3-4b-it"),
     ],
 )
 def test_a_run_names_the_model_that_was_asked_for(run: Any, asked: str, named: str) -> None:
