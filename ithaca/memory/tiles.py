@@ -2,9 +2,10 @@
 
 A `Unit` is a function of `x_BLC` that treats every token alone: an MLP with the norms around it, an expert block, a
 norm. Called, it runs tile by tile over L and saves `x` only; backward runs each tile again with gradients, so what
-lives at once is one tile of the widest activation. Weight gradients of low-precision weights are summed over tiles
-in fp32. Frozen inputs, frozen weights and adapters work alike: every parameter that wants a gradient is an input of
-the autograd function. Outputs keep their structure, a tensor or a tuple, of `[B, L, ...]` or `[B * L, ...]`.
+lives at once is one tile of the widest activation. A unit that can go back without its value is asked for a tile's
+gradients instead. Weight gradients of low-precision weights are summed over tiles in fp32. Frozen inputs, frozen
+weights and adapters work alike: every parameter that wants a gradient is an input of the autograd function. Outputs
+keep their structure, a tensor or a tuple, of `[B, L, ...]` or `[B * L, ...]`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """`run` on at most `tile` tokens at a time. `parameters` is asked at every call: FSDP2 swaps them."""
+    """`run` on at most `tile` tokens at a time. `parameters` is asked at every call: FSDP2 swaps them.
+
+    `gradients(x_BtC, dout_BtC)`, where there is one, gives a tile's gradients, its input's first if `x_BtC` wants one,
+    then those of the parameters that do.
+    """
 
     run: Callable[[Tensor], Any]
     parameters: Callable[[], list[nn.Parameter]]
     tile: int
+    gradients: Callable[[Tensor, Tensor], list[Tensor | None]] | None = None
     tails: list[tuple[torch.Size, torch.dtype]] | None = None
 
     def __call__(self, x_BLC: Tensor, *, value: bool = True) -> Any:
@@ -98,8 +104,10 @@ def _tile_gradients(
     unit: Unit, x_BLC: Tensor, span: slice, dout: tuple[Tensor | None, ...], wanted: list[Tensor], *, inward: bool
 ) -> list[Tensor | None]:
     """Gradients of one tile, its input's first if `inward`."""
+    x_BtC = x_BLC[:, span].contiguous().detach().requires_grad_(inward)
+    if unit.gradients is not None and dout[0] is not None:
+        return unit.gradients(x_BtC, dout[0][:, span])
     with torch.enable_grad():
-        x_BtC = x_BLC[:, span].contiguous().detach().requires_grad_(inward)
         outputs = unit.pieces(x_BtC)
     pairs = [(o, d[:, span]) for o, d in zip(outputs, dout, strict=True) if o.requires_grad and d is not None]
     inputs = [*([x_BtC] if inward else []), *wanted]

@@ -2,9 +2,11 @@
 
 Left to eager, those are a fifth of a step at 32K tokens. A unit's children are compiled as one function of their
 weights and a tile, so one compilation serves every layer of the same shape; the number of tokens is left open, so that
-no new length ever waits for the compiler. Rotary embeddings are compiled by giving a layer's
-attention its own forward, the same code with the compiled function in place of transformers' one: nothing outside
-this model changes. Norms of queries and keys, which eager would keep in fp32, are compiled where they stand.
+no new length ever waits for the compiler. Backward through a unit that ends in a product has no use for that product's
+value: what comes before is compiled as a function of its own, and so is the way back through the product, from which
+the compiler drops the value. Rotary embeddings are compiled by giving a layer's attention its own forward, the same
+code with the compiled function in place of transformers' one: nothing outside this model changes. Norms of queries and
+keys, which eager would keep in fp32, are compiled where they stand.
 """
 
 from __future__ import annotations
@@ -21,14 +23,23 @@ from torch.utils._pytree import tree_map
 
 _ROTARY = "apply_rotary_pos_emb"
 
-Chain = Callable[[list[dict[str, Tensor]], Tensor], Any]
+Weights = dict[str, Tensor]
+Chain = Callable[[list[Weights], Tensor], Any]
+# Called with a module's trained weights, its others, its input and its output's gradient; gives gradients of the first
+# and the third.
+WayBack = Callable[[Weights, Weights, Tensor, Tensor], tuple[Weights, Tensor]]
 
 
-def compiled_chain(children: list[nn.Module]) -> Chain:
-    """The children one after another, compiled; called with their weights, by name, and a tile."""
+def compiled_chain(children: list[nn.Module], *, before: str | None = None) -> Chain:
+    """The children one after another, compiled; called with their weights, by name, and a tile.
+
+    `before`: the module inside the last child that the output comes from; then what goes into that is the output.
+    """
     skeletons = [_skeleton(child) for child in children]
+    if before is not None:
+        skeletons[-1].get_submodule(before).__dict__["forward"] = _hand_through
 
-    def chain(weights: list[dict[str, Tensor]], x_BtC: Tensor) -> Any:
+    def chain(weights: list[Weights], x_BtC: Tensor) -> Any:
         given: Any = x_BtC
         for skeleton, own in zip(skeletons, weights, strict=True):
             given = functional_call(skeleton, own, (given,))
@@ -36,13 +47,42 @@ def compiled_chain(children: list[nn.Module]) -> Chain:
 
     fused = torch.compile(_with_own_code(chain))
 
-    def by_tokens(weights: list[dict[str, Tensor]], x_BtC: Tensor) -> Any:
-        x_1TC = x_BtC.reshape(1, -1, x_BtC.shape[-1])
-        torch._dynamo.maybe_mark_dynamic(x_1TC, 1)
-        given = fused(weights, x_1TC)
+    def by_tokens(weights: list[Weights], x_BtC: Tensor) -> Any:
+        given = fused(weights, _one_row(x_BtC))
         return tree_map(lambda y: y.view(*x_BtC.shape[:-1], *y.shape[2:]) if y.ndim > 2 else y, given)
 
     return by_tokens
+
+
+def compiled_way_back(module: nn.Module) -> WayBack:
+    """From the gradient of the module's output to those of its weights and its input, its value left out."""
+    skeleton = _skeleton(module)
+
+    def way_back(trained: Weights, others: Weights, x_1TC: Tensor, dout_1TC: Tensor) -> tuple[Weights, Tensor]:
+        def value(trained: Weights, x_1TC: Tensor) -> Any:
+            return functional_call(skeleton, others | trained, (x_1TC,))
+
+        back: Any = torch.func.vjp(value, trained, x_1TC)[1]
+        gradients: tuple[Weights, Tensor] = back(dout_1TC)
+        return gradients
+
+    fused = torch.compile(_with_own_code(way_back))
+
+    def by_tokens(trained: Weights, others: Weights, x_BtC: Tensor, dout_BtC: Tensor) -> tuple[Weights, Tensor]:
+        of_weights, dx_1TC = fused(trained, others, _one_row(x_BtC), _one_row(dout_BtC))
+        return of_weights, dx_1TC.view(x_BtC.shape)
+
+    return by_tokens
+
+
+def _one_row(x_BtC: Tensor) -> Tensor:
+    x_1TC = x_BtC.reshape(1, -1, x_BtC.shape[-1])
+    torch._dynamo.maybe_mark_dynamic(x_1TC, 1)
+    return x_1TC
+
+
+def _hand_through(x: Tensor) -> Tensor:
+    return x
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -68,7 +108,7 @@ def _with_own_code(function: Any) -> Any:
     )
 
 
-def weights_of(children: list[nn.Module]) -> list[dict[str, Tensor]]:
+def weights_of(children: list[nn.Module]) -> list[Weights]:
     """What a compiled chain is called with: every parameter and buffer as it is just now."""
     return [dict(child.named_parameters()) | dict(child.named_buffers()) for child in children]
 

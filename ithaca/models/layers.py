@@ -7,7 +7,7 @@ Only `forward` attributes of module instances are set, so everything comes off a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
-from ithaca.models.fuse import Chain as CompiledChain
 from ithaca.models.fuse import can_fuse, compiled_chain, fused_norm, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
-from ithaca.models.units import UnitForward, router_of
+from ithaca.models.units import Fused, UnitBackward, UnitForward, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
 
@@ -194,16 +193,16 @@ def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
         logger.warning("%s does something of its own to its logits: they are computed whole", type(model).__name__)
 
 
-def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> CompiledChain | None:
-    """The unit's compiled chain, shared by all layers of the same shape."""
-    children = [layer.get_submodule(name) for name in role.names]
+def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused | None:
+    """The unit's compiled code, shared by all layers of the same shape."""
+    children = role.children(layer)
     if not can_fuse(children) or any("forward" in child.__dict__ for child in children):
         return None
     key = (signature(layer), role.names)
     if key not in compiled:
-        compiled[key] = compiled_chain(children)
-    chain: CompiledChain = compiled[key]
-    return chain
+        compiled[key] = Fused.of(layer, role)
+    fused: Fused = compiled[key]
+    return fused
 
 
 def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, Any]) -> None:
@@ -249,7 +248,7 @@ def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, 
         return role
     trial = Installed(binding)
     runner = LayerRunner(binding, layer.forward)
-    silent = UnitRole(role.names, role.main, role.wide, silent=True)
+    silent = replace(role, silent=True)
     _install_unit(trial, runner, layer, silent)
     try:
         with torch.no_grad():
@@ -267,17 +266,20 @@ def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, 
 
 
 def _install_unit(
-    installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, fused: CompiledChain | None = None
+    installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, fused: Fused | None = None
 ) -> None:
-    children = [layer.get_submodule(name) for name in role.names]
+    children = role.children(layer)
     main = layer.get_submodule(role.main)
     router, index = router_of(installed.binding.model, main)
-    forward = UnitForward(children, [c.forward for c in children], router, index, None if router else fused)
+    fused = None if router else fused
+    forward = UnitForward(children, [c.forward for c in children], router, index, fused)
 
     def parameters() -> list[nn.Parameter]:
         return [p for child in children for p in child.parameters()]
 
-    unit = Unit(forward, parameters, tile=2)
+    split = None if fused is None else fused.split
+    backward = None if split is None else UnitBackward(role.until_main(layer), split)
+    unit = Unit(forward, parameters, tile=2, gradients=backward)
     installed.units.append(unit)
     child = TiledChild(runner, unit, role.silent, router is not None)
     for other in children:

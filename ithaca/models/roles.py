@@ -3,7 +3,8 @@
 A direct child that takes one tensor and treats every token alone is token-wise: with matrices it is an MLP or an
 expert block, without it is a norm. A norm whose output only an MLP reads, and a norm that reads only an MLP's output,
 belong to that MLP: the three become one unit. A unit is silent if its value merely joins the residual stream, so that
-a replay need not compute it: that too is tried, by zeroing the value and comparing every gradient.
+a replay need not compute it: that too is tried, by zeroing the value and comparing every gradient. Where an MLP's
+output is that of a module inside it, its last matrix as a rule, backward can do without that product's value.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class UnitRole:
-    """Children, by name and in the order they run, that are one token-wise unit; `main` is where it is called."""
+    """Children, by name and in the order they run, that are one token-wise unit; `main` is where it is called, `end`
+    the module inside `main`, if any, whose output is the unit's."""
 
     names: tuple[str, ...]
     main: str
     wide: bool
     silent: bool = False
+    end: str | None = None
+
+    def children(self, layer: nn.Module) -> list[nn.Module]:
+        return [layer.get_submodule(name) for name in self.names]
+
+    def until_main(self, layer: nn.Module) -> list[nn.Module]:
+        return self.children(layer)[: self.names.index(self.main) + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,8 @@ def find_units(layer: nn.Module, args: Any, kwargs: Any) -> list[UnitRole]:
         if after is not None and (readers[id(call.first)] != [after.name] or isinstance(call.output, tuple)):
             after = None
         names = tuple(c.name for c in (before, call, after) if c is not None)
-        units.append(UnitRole(names, call.name, wide=True))
+        end = None if after is not None and not _hands_through(after) else _end(call)
+        units.append(UnitRole(names, call.name, wide=True, end=end))
         taken |= set(names)
     units += [UnitRole((c.name,), c.name, wide=False) for c in tokenwise if c.name not in taken]
     return units
@@ -147,6 +157,34 @@ def _watch(layer: nn.Module, args: Any, kwargs: Any) -> list[_Seen]:
     names = [call.name for call in calls]
     # A child that runs twice in a layer is nobody's unit.
     return [call for call in calls if names.count(call.name) == 1]
+
+
+def _hands_through(call: _Seen) -> bool:
+    """A dropout that drops nothing, for one."""
+    return not any(True for _ in call.module.parameters()) and torch.equal(call.first, call.args[0])
+
+
+def _end(call: _Seen) -> str | None:
+    """The outermost module inside this one that takes a tensor and whose output is this one's."""
+    calls: list[tuple[str, bool, Any]] = []
+    handles = []
+    for name, inner in call.module.named_modules():
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            plain = not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() == 3
+            calls.append((name, plain, output))
+
+        if name and _has_matrices(inner):
+            handles.append(inner.register_forward_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            given = call.module(*call.args)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [name for name, _, _ in calls]
+    ends = [name for name, plain, output in calls if plain and output is given and names.count(name) == 1]
+    return min(ends, key=len, default=None)
 
 
 def _has_matrices(module: nn.Module) -> bool:

@@ -1,4 +1,5 @@
-"""What a unit runs on a tile: its children one after another, compiled or not, and its router's logits at the end."""
+"""What a unit runs on a tile: its children one after another, compiled or not, and its router's logits at the end; and
+its gradients without its value, where it is compiled and ends in a product."""
 
 from __future__ import annotations
 
@@ -6,11 +7,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedModel
 
 from ithaca.models.fuse import Chain as CompiledChain
-from ithaca.models.fuse import weights_of
+from ithaca.models.fuse import WayBack, compiled_chain, compiled_way_back, weights_of
+from ithaca.models.roles import UnitRole
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A unit whose output is that of the module `end` inside its main child: what goes in there, and the way back."""
+
+    end: str
+    before: CompiledChain
+    way_back: WayBack
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A unit's compiled code, shared by all layers of the same shape."""
+
+    whole: CompiledChain
+    split: Split | None
+
+    @classmethod
+    def of(cls, layer: nn.Module, role: UnitRole) -> Fused:
+        whole = compiled_chain(role.children(layer))
+        if role.end is None:
+            return cls(whole, None)
+        until = role.until_main(layer)
+        back = compiled_way_back(until[-1].get_submodule(role.end))
+        return cls(whole, Split(role.end, compiled_chain(until, before=role.end), back))
 
 
 @dataclass(eq=False)
@@ -21,11 +51,11 @@ class UnitForward:
     forwards: list[Callable[[Tensor], Any]]
     router: nn.Module | None
     index: int
-    fused: CompiledChain | None = None
+    fused: Fused | None = None
 
     def __call__(self, x_BtC: Tensor) -> Any:
         if self.fused is not None:
-            return self.fused(weights_of(self.children), x_BtC)
+            return self.fused.whole(weights_of(self.children), x_BtC)
         logits: list[Tensor] = []
         handle = None
         if self.router is not None:
@@ -38,6 +68,38 @@ class UnitForward:
             if handle is not None:
                 handle.remove()
         return (*(given if isinstance(given, tuple) else (given,)), *logits)
+
+
+@dataclass(eq=False)
+class UnitBackward:
+    """A tile's gradients, without the value of what the unit ends in. `children`: those up to the main one; what comes
+    after hands its value through."""
+
+    children: list[nn.Module]
+    split: Split
+
+    def __call__(self, x_BtC: Tensor, dout_BtC: Tensor) -> list[Tensor | None]:
+        """The input's gradient first if it wants one, then those of the parameters that do."""
+        with torch.enable_grad():
+            wide_BtF = self.split.before(weights_of(self.children), x_BtC)
+        last = self.children[-1].get_submodule(self.split.end)
+        found, dwide_BtF = self._last(last, wide_BtF.detach(), dout_BtC)
+        wanted = [p for child in self.children for p in child.parameters() if p.requires_grad]
+        inputs = [x for x in (x_BtC, *wanted) if x.requires_grad and x not in found]
+        if inputs:
+            # The edge is enough to start from: the value is not held while its gradient goes back.
+            edge = get_gradient_edge(wide_BtF)
+            del wide_BtF
+            found |= dict(zip(inputs, torch.autograd.grad([edge], inputs, [dwide_BtF], allow_unused=True), strict=True))
+        return [found[x] for x in (x_BtC, *wanted) if x.requires_grad]
+
+    def _last(self, last: nn.Module, wide_BtF: Tensor, dout_BtC: Tensor) -> tuple[dict[Tensor, Tensor | None], Tensor]:
+        """Gradients of the last module's parameters, and of what goes in."""
+        weights = {name: weight.detach() for name, weight in weights_of([last])[0].items()}
+        trained = {name: p for name, p in last.named_parameters() if p.requires_grad}
+        others = {name: weight for name, weight in weights.items() if name not in trained}
+        given, dwide_BtF = self.split.way_back({name: weights[name] for name in trained}, others, wide_BtF, dout_BtC)
+        return {p: given[name] for name, p in trained.items()}, dwide_BtF
 
 
 def router_of(model: PreTrainedModel, main: nn.Module) -> tuple[nn.Module | None, int]:

@@ -33,12 +33,16 @@ def attention_flops(sizes: ModelSizes, layer: LayerSizes, job: Job) -> int:
 
 def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """FLOPs of forward work that backward does once more under `mode`."""
+    left_out = 2 * last_product(layer, job) * job.tokens
     if mode == "keep":
-        return 2 * layer.active * job.tokens if tiled else 0
-    if mode == "rebuild":
-        return 2 * token_flops(layer, job)
+        return 2 * layer.active * job.tokens - left_out if tiled else 0
     attention = attention_flops(sizes, layer, job) if mode == "recompute" else 0
-    return token_flops(layer, job) + attention
+    return (2 if mode == "rebuild" else 1) * token_flops(layer, job) + attention - left_out
+
+
+def last_product(layer: LayerSizes, job: Job) -> int:
+    """MLP parameters that are not multiplied by once more: compiled, a product that no gradient needs is left out."""
+    return layer.last if job.fused else 0
 
 
 def tile_cost(sizes: ModelSizes, job: Job, mlp_tile: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ithaca.planning.activations import FP32, Flow, saved
-from ithaca.planning.cost import SUMMED_BYTES, attention_flops, token_flops
+from ithaca.planning.cost import SUMMED_BYTES, attention_flops, last_product, token_flops
 from ithaca.planning.layers import LayerSizes
 from ithaca.planning.memory import optimizer_bytes
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
@@ -173,10 +173,11 @@ class _Step:
         return (2 * layer.attention * self.job.tokens + mlp) / self.matmul
 
     def _again(self, layer: LayerSizes, mode: LayerMode, product: float, attention: float) -> float:
+        left_out = 2 * last_product(layer, self.job) * self.job.tokens / self.matmul
         if mode == "keep":
             share = layer.active / (layer.attention + layer.active)
-            return product * share if self.tiles > 1 or layer.experts else 0.0
-        return (2 if mode == "rebuild" else 1) * product + (attention if mode == "recompute" else 0.0)
+            return product * share - left_out if self.tiles > 1 or layer.experts else 0.0
+        return (2 if mode == "rebuild" else 1) * product + (attention if mode == "recompute" else 0.0) - left_out
 
     def _elementwise(self, layer: LayerSizes, mode: LayerMode) -> tuple[float, float]:
         """Bytes touched forward and backward, what is run again included, in seconds."""
