@@ -18,6 +18,8 @@ WARM = 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
+# torch's compiler warns of its own doings as it compiles; waiting for the device raises whatever the filter.
+@pytest.mark.filterwarnings("default")
 def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model", hidden_size=256)
     documents(tmp_path / "texts")
