@@ -81,6 +81,7 @@ class _Trainer:
         self.session: Session | None = None
         self.loop: StageLoop | None = None
         self.source, self.documents = "", ""
+        self.listings: list[list[int]] = []
         self.tokenizer: str | None = None
         self.saved: Place | None = None
 
@@ -183,6 +184,7 @@ class _Trainer:
             self.session = self.loop = None
             release(self.mesh.device)
             facts = {} if path is None else self.checkpoints.read_facts(path)
+            self.listings = prepared.listings
             session = build_session(self.run, place.stage, self.source, prepared, facts.get("feed") or None, self.mesh)
             self.session, self.mesh = session, session.mesh
             if path is not None:
@@ -190,6 +192,9 @@ class _Trainer:
             room = Room.of(self.run, place, self.folder.checkpoints)
             sizes = bytes_of(session.tensors), model_bytes(session.model)
             _together(self.mesh, lambda: room.check(*sizes, self.folder.root))
+        # A stage that begins has read nothing that its feed could compare.
+        for note in session.feed.notes if place.step else prepared.changes(facts.get("listings", [])):
+            self.display.say(f"warning: {note}")
         self.display.stage(place.stage, session.stage.length, session.stage.count, place.step)
         take_off = self.watch.install(decoder_layers(base_model(session.model)))
         try:
@@ -240,6 +245,7 @@ class _Trainer:
             "fingerprint": fingerprint(session.model),
             DESCRIPTION: describe_model(session.model, folder=self.source, tokenizer=self.tokenizer),
             "data": self.documents,
+            "listings": self.listings,
             "feed": session.feed.state(row) if place.stage == session.number else {},
             "degrees": {"dp": session.mesh.dp, "sp": session.mesh.sp},
         }

@@ -53,9 +53,7 @@ def state(root: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_step_without_targets_is_not_taken_and_has_no_loss(
-    tmp_path: Path, world: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_without_targets_is_not_taken_and_has_no_loss(tmp_path: Path, world: int) -> None:
     run = silent_run(tmp_path, "run")
     got = run_train(world, run)
     steps = [line for line in got["metrics"] if line["kind"] == "step"]
@@ -77,8 +75,7 @@ def test_a_step_without_targets_is_not_taken_and_has_no_loss(
     last = [line["loss"] for line in steps if line["loss"] is not None]
     told = ending(Outcome(folder.root, got["place"], True), 1.0)
     assert f"loss {last[0]:.3f} -> {last[-1]:.3f}; {len(silent)} steps not taken for nothing to learn" in told
-    if world == 1:
-        assert " ".join(capfd.readouterr().err.split()).count("no token of its rows is learned") == 1
+    assert sum("no token of its rows is learned" in line for line in got["said"]) == 1
 
 
 def test_a_step_that_steps_in_backward_is_not_taken_either(tmp_path: Path) -> None:
