@@ -86,7 +86,7 @@ def ending(outcome: Outcome, seconds: float) -> str:
 
     folder = RunFolder(outcome.folder)
     steps = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
-    losses = [loss for loss in steps if loss is not None] or [float("nan")]
+    losses = [loss for loss in steps if loss is not None]
     last = sorted(folder.checkpoints.glob("step-*"))[-1]
     minutes = f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.0f} seconds"
     lines: list[tuple[str, Any]] = [
@@ -98,8 +98,11 @@ def ending(outcome: Outcome, seconds: float) -> str:
     ]
     told = "\n".join(f"  {name:<12}{where}" for name, where in lines)
     place = outcome.place
+    course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step had a loss"
+    for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):
+        course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
     return (
-        f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; loss {losses[0]:.3f} -> {losses[-1]:.3f}\n{told}\n"
+        f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; {course}\n{told}\n"
         f"next: your own documents and model\n"
         f"  ithaca train {folder.settings} output=runs/mine model.name=MODEL_FOLDER data.sources=DOCUMENTS_FOLDER"
     )

@@ -31,6 +31,10 @@ class Feed(Protocol):
     def fill(self) -> float:
         """The share of tokens that are not padding."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell of documents that are not as they were when the feed's state was taken."""
+
     def row(self, index: int) -> dict[str, Tensor]:
         """`input_ids`, `labels` and `document_ids`, int64, [1, length] each."""
 

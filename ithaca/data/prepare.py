@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ithaca.config import Data, Validation
 from ithaca.data.hashes import Ints, held_back
+from ithaca.data.listing import Listing
 from ithaca.data.sources import locate
 from ithaca.data.store import Store
 from ithaca.data.tokenize import read_template, source_encoder, tokenize_source
@@ -50,6 +51,18 @@ class Prepared:
         sources = [] if self.streamed is None else [one.source.model_dump_json() for one in self.streamed.located]
         held_back = 0.0 if self.others else self.share
         return hashlib.sha256(repr((stores, sources, held_back, self.seed)).encode()).hexdigest()[:16]
+
+    @property
+    def listings(self) -> list[list[int]]:
+        """How many files each streamed source has, and the sum of their names and sizes; plain JSON."""
+        return [] if self.streamed is None else [one.dump(0) for one in self.streamed.listings]
+
+    def changes(self, saved: list[list[int]]) -> tuple[str, ...]:
+        """What to tell of streamed sources whose files are not those of `listings` as it was saved."""
+        if self.streamed is None or len(saved) != len(self.streamed.listings):
+            return ()
+        sources = zip(self.streamed.listings, self.streamed.located, saved, strict=True)
+        return tuple(note for one, located, was in sources if (note := one.compare(was, located.name)))
 
     def check_vocabulary(self, size: int) -> None:
         """DataError where a document holds an id that a model with so many does not have; a stream's are seen as they
@@ -98,7 +111,8 @@ def prepare(
             logger.warning(note)
         encoders = tuple(source_encoder(one, tokenizer, data, template) for one in located)
         share = 0.0 if apart else validation.share
-        streamed = Streamed(tuple(located), encoders, data.bad_share, share, seed)
+        listings = tuple(Listing.of(one.files) for one in located)
+        streamed = Streamed(tuple(located), encoders, listings, data.bad_share, share, seed)
     else:
         stores = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in located)
     others = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in apart)

@@ -67,6 +67,11 @@ class StoredFeed:
     def fill(self) -> float:
         return self.plan.fill
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        # Stored documents cannot change; their fingerprint is compared before a feed is opened.
+        return ()
+
     def row(self, index: int) -> dict[str, Tensor]:
         slices = []
         for piece in self.plan.pieces(index):

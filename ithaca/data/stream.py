@@ -4,20 +4,25 @@ A window is `WINDOW` rows' worth of tokens. Its rows depend on seed, window and 
 group, at any degree, reads the whole stream and takes its own rows. Where a window begins, plain JSON, is the feed's
 state: from it the same rows come again. The end of the last source ends a window and begins the next epoch.
 
+Nothing of a stream is kept, so a source may have changed when a run goes on. A state is that of the last window that
+was read, with a sum of its text: opening a feed from it reads that window again, and another sum is refused.
+
 Invariant: `row(i)` of a feed opened from `state(i)` is `row(i)` of the feed that never stopped.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ithaca.data.hashes import Ints
+from ithaca.data.listing import other_text
 from ithaca.data.rows import PackedRows, Piece, RowKind, pieces_between
 from ithaca.data.stored import describe_pieces, row_tensors
 from ithaca.data.turns import Document, Streamed, Turns
@@ -29,15 +34,19 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Where a window begins: its first row, its number, the sources' state, and tokens to leave out (joined rows)."""
+    """Where a window begins: its first row, its number, the sources' state, and tokens to leave out (joined rows).
+
+    `sum`: of the documents that were read in it; empty where none were yet.
+    """
 
     row: int
     window: int
     skip: int
     turns: dict[str, Any]
+    sum: str = ""
 
     def dump(self) -> dict[str, Any]:
-        plain = {"row": self.row, "window": self.window, "skip": self.skip, "turns": self.turns}
+        plain = {"row": self.row, "window": self.window, "skip": self.skip, "turns": self.turns, "sum": self.sum}
         return copy.deepcopy(plain)
 
 
@@ -73,6 +82,9 @@ class StreamFeed:
         self._begins = [self._opened]
         self._window: Window | None = None
         self._tokens = self._room = 0
+        self.notes = self._turns.compare(self._opened.turns)
+        if self._opened.sum:
+            self._check_text(streamed)
 
     @property
     def rows_per_epoch(self) -> int | None:
@@ -98,7 +110,19 @@ class StreamFeed:
         known = [begin for begin in self._begins if begin.row <= index]
         if not known:
             raise DataError(f"row {index} lies too far behind row {self._begins[-1].row} to be gone back to")
-        return max(known, key=lambda begin: begin.row).dump()
+        # A window that was read can be compared when the run goes on; one that was not cannot.
+        read = [begin for begin in known if begin.sum]
+        return max(read or known, key=lambda begin: begin.row).dump()
+
+    def _check_text(self, streamed: Streamed) -> None:
+        """DataError where the window that was read last is another now."""
+        window = self._window = self._read(self._opened)
+        if _sum(window.documents) != self._opened.sum:
+            names = " and ".join(located.name for located in streamed.located)
+            last = window.begin.row + len(window.rows) - 1
+            raise other_text(
+                names, f"its text around rows {window.begin.row} to {last} is another, or ends before them"
+            )
 
     def _reach(self, index: int) -> Window:
         """The window that holds a row, read up to it if need be."""
@@ -125,8 +149,9 @@ class StreamFeed:
         self._standing = Begin(begin.row + len(rows), begin.window + 1, skip, places[used][1])
         if used != len(places) - 1:
             self._turns.restore(self._standing.turns)
-        self._begins = [*(known for known in self._begins if known.row < self._standing.row), self._standing]
-        self._begins = self._begins[-_REMEMBERED:]
+        read = replace(begin, sum=_sum(documents))
+        before = [read if known is begin else known for known in self._begins]
+        self._begins = [*(known for known in before if known.row < self._standing.row), self._standing][-_REMEMBERED:]
         self._tokens += sum(piece.count for row in rows for piece in row)
         self._room += len(rows) * self._length
         return Window(begin, documents, rows, self._standing)
@@ -163,3 +188,12 @@ class StreamFeed:
         until = skip + count * self._length
         used = max(place for place, (tokens, _) in enumerate(places) if tokens <= until)
         return rows, used, until - places[used][0]
+
+
+def _sum(documents: Sequence[Document]) -> str:
+    """Of all documents' ids and what is learned of them."""
+    total = hashlib.blake2b(digest_size=16)
+    for document in documents:
+        ids, learn = document.piece(0, len(document.ids))
+        total.update(len(ids).to_bytes(8, "little") + ids.astype(np.int64).tobytes() + learn.tobytes())
+    return total.hexdigest()

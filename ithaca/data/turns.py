@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ithaca.data.encode import Encoded, Encoder
 from ithaca.data.hashes import held_back
+from ithaca.data.listing import Listing
 from ithaca.data.read import Raw, open_rows, raw_rows
 from ithaca.data.sources import Located
 from ithaca.data.tokenize import HOPELESS, Count, encode_batch
@@ -35,6 +36,7 @@ class Streamed:
 
     located: tuple[Located, ...]
     encoders: tuple[Encoder, ...]
+    listings: tuple[Listing, ...]
     bad_share: float
     share: float
     seed: int
@@ -55,12 +57,14 @@ class Document:
 
 @dataclass(slots=True)
 class _Source:
-    """One source under way. `documents` counts those of this epoch, of both splits."""
+    """One source under way. `documents` counts those of this epoch, of both splits, `read` the files read to their end."""
 
     located: Located
     encoder: Encoder
+    listing: Listing
     count: Count = field(default_factory=Count)
     documents: int = 0
+    read: int = 0
     done: bool = False
     _place: dict[str, Any] | None = None
     _rows: Any = None
@@ -73,6 +77,7 @@ class _Source:
             "bad": self.count.bad,
             "targets": self.count.targets,
             "documents": self.documents,
+            "files": self.listing.dump(self.read),
             "done": self.done,
             "place": None if self.done else place,
         }
@@ -81,6 +86,7 @@ class _Source:
         # A state without a count of targets is not judged by it.
         self.count = Count(state["rows"], state["bad"], targets=state.get("targets", 1))
         self.documents, self.done, self._place = state["documents"], state["done"], state["place"]
+        self.read = state["files"][0] if "files" in state else 0
         self._rows = self._iterator = None
 
     def batch(self, bad_share: float) -> list[Document]:
@@ -92,6 +98,8 @@ class _Source:
             self._iterator = raw_rows(self.located, self._rows, self.count.rows + 1)
         raws = list(islice(self._iterator, _BATCH))
         self.done = len(raws) < _BATCH
+        if self.located.files:
+            self.read = self._ended(raws)
         found = []
         for raw, answer in encode_batch(raws, self.encoder):
             self.count.add(raw, answer)
@@ -103,6 +111,11 @@ class _Source:
             self.count.check_learned(self.located.name)
         return found
 
+    def _ended(self, raws: list[Raw]) -> int:
+        """How many files lie before that of the last row."""
+        files = self.located.files
+        return len(files) if self.done else files.index(raws[-1].file, self.read)
+
 
 class Turns:
     """All sources of a split, a batch of each in turn."""
@@ -113,7 +126,9 @@ class Turns:
         self._sources = self._fresh()
 
     def _fresh(self) -> list[_Source]:
-        return [_Source(*pair) for pair in zip(self._streamed.located, self._streamed.encoders, strict=True)]
+        streamed = self._streamed
+        parts = zip(streamed.located, streamed.encoders, streamed.listings, strict=True)
+        return [_Source(*each) for each in parts]
 
     def state(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -129,6 +144,14 @@ class Turns:
         self._epoch, self._turn, self._taken = state["epoch"], state["turn"], state["taken"]
         for source, saved in zip(self._sources, state["sources"], strict=True):
             source.restore(saved)
+
+    def compare(self, state: dict[str, Any]) -> tuple[str, ...]:
+        """What to tell of sources that are not as they were; DataError where what was read of them is not."""
+        pairs = zip(self._sources, state["sources"], strict=True)
+        notes = (
+            source.listing.compare(saved["files"], source.located.name) for source, saved in pairs if "files" in saved
+        )
+        return tuple(note for note in notes if note)
 
     def batch(self) -> tuple[list[Document], bool]:
         """Some documents of this split (or none), and whether the epoch ends with them."""

@@ -72,7 +72,7 @@ class Checkpoints:
         first of all, raises CheckpointError on every rank.
         """
         self._join()
-        self.check_room(tensors)
+        self._on_rank_0(lambda: _check_room(self.folder, bytes_of(tensors)))
         behind = self.background and not wait and self._fits_host(tensors)
         writing = _Writing(step)
         if not behind:
@@ -120,10 +120,6 @@ class Checkpoints:
         """Remove checkpoints beyond `step`, for a run that goes on from there on another way."""
         self._join()
         self._on_rank_0(lambda: manifest.drop_after(self.folder, step))
-
-    def check_room(self, tensors: dict[str, Tensor]) -> None:
-        """Raise CheckpointError unless the disk has room for one checkpoint of `tensors`."""
-        self._on_rank_0(lambda: _check_room(self.folder, bytes_of(tensors)))
 
     def _join(self) -> CheckpointError | None:
         writing, self._writing = self._writing, None

@@ -48,10 +48,10 @@ class Display:
         if not self.shows:
             return
         memory = facts["memory_gib"]
-        text = (
-            f"loss {facts['loss']:.4f}  {facts['tokens_per_second']:,.0f} tok/s  "
-            f"{memory.get('peak', memory['process']):.1f} GiB"
-        )
+        # Of a step in which nothing was learned there is neither.
+        learned = facts["loss"] is not None
+        told = f"loss {facts['loss']:.4f}  {facts['tokens_per_second']:,.0f} tok/s" if learned else "nothing to learn"
+        text = f"{told}  {memory.get('peak', memory['process']):.1f} GiB"
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=place.step, text=text)
         elif time.monotonic() - self.said > EVERY:

@@ -2,7 +2,9 @@
 
 Every rank takes the same decisions, because each is made from numbers that are the same on all ranks: the reduced loss,
 the norm of all gradients, the place in the run. A step whose loss or gradient is not finite is not taken: weights and
-optimizer stay as they were, its rows are noted, and the next step follows.
+optimizer stay as they were, its rows are noted, and the next step follows. Neither is one whose rows hold no token to
+be learned, all labels being -100: there is no loss to follow, and an optimizer handed zeros would still move weights by
+what it remembers and by their decay. It is no fault, so it is counted by itself and its loss is none, not zero.
 
 A step is launched, and settled when its numbers are at hand: at once where steps are long, and where they are short after
 the next one was launched, so that the device need not wait for what the host does in between. Before anything that
@@ -75,9 +77,12 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step gave; `norm` is None where gradients were stepped as they came. `apart`: where its time went."""
+    """What one step gave; `norm` is None where gradients were stepped as they came. `apart`: where its time went.
 
-    loss: float
+    Without targets there was no step: `loss` is None.
+    """
+
+    loss: float | None
     norm: float | None
     targets: int
     seconds: float
@@ -86,7 +91,7 @@ class Step:
 
     @property
     def good(self) -> bool:
-        return math.isfinite(self.loss) and (self.norm is None or math.isfinite(self.norm))
+        return all(math.isfinite(number) for number in (self.loss, self.norm) if number is not None)
 
 
 class StageLoop:
@@ -161,26 +166,36 @@ class StageLoop:
     def _settle(self, launched: Launched) -> None:
         """Hear of a step, count and record it."""
         told = launched.told.read()
-        self._last_s = launched.told.seconds_since(self._settled or launched.began)
+        seconds = launched.told.seconds_since(self._settled or launched.began)
         self._settled = launched.told
+        # A step that was not taken says nothing of how long one takes.
+        self._last_s = seconds if launched.targets else self._last_s
         apart = None
         if launched.spans is not None:
             self.defers = told["longest"] < SHORT_S
             times = launched.spans.seconds()
             apart = {
-                "seconds_apart": {**times, "rest": self._last_s - sum(times.values())},
+                "seconds_apart": {**times, "rest": seconds - sum(times.values())},
                 "loss_by_position": self.by_position.means_of(told["by_position"]),
             }
-        result = Step(told["loss"], told.get("norm"), launched.targets, self._last_s, launched.flops, apart)
-        self.place = replace(
-            self.place,
-            bad=self.place.bad + (not result.good),
-            in_a_row=0 if result.good else self.place.in_a_row + 1,
-        )
-        self._clipped = result.norm is not None and result.norm > self.run.optimizer.clip
+        loss = told["loss"] if launched.targets else None
+        result = Step(loss, told.get("norm"), launched.targets, seconds, launched.flops, apart)
+        self._count(result)
         self._record(launched, result)
-        if not result.good:
+        if not result.targets:
+            self._note_silent(launched)
+        elif not result.good:
             self._note_bad(launched, result)
+
+    def _count(self, result: Step) -> None:
+        place = self.place
+        if not result.targets:
+            # Between two bad steps it makes them no less in a row.
+            self.place = replace(place, silent=place.silent + 1)
+            return
+        in_a_row = 0 if result.good else place.in_a_row + 1
+        self.place = replace(place, bad=place.bad + (not result.good), in_a_row=in_a_row)
+        self._clipped = result.norm is not None and result.norm > self.run.optimizer.clip
 
     def _step(self, place: Place, spans: Spans | None) -> Launched:
         """All of a step, handed to the device."""
@@ -191,22 +206,29 @@ class StageLoop:
             set_rate(group, rate)
         batches: list[Batch] = []
         targets = count_tokens(self._read(place.step, batches), session.mesh)
-        loss = torch.zeros((), device=session.mesh.device)
-        for batch in batches:
-            part = causal_loss(session.model, batch, session.mesh, count=targets, by_position=self.by_position)
-            part.backward()
-            loss += part.detach()
-        flops = self._flops(batches)
-        self.watch.at("gradient norm")
-        parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
-        norm = gradient_norm(parameters, session.mesh.device)
-        clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip, likely=self._clipped)
-        session.optimizer.zero_grad(set_to_none=True)
+        loss, norm = torch.zeros((), device=session.mesh.device), None
+        if targets:
+            norm = self._learn(batches, targets, loss)
+        flops = self._flops(batches) if targets else 0
         tokens = session.stage.batch * session.stage.length
         after = replace(place, step=place.step + 1, total=place.total + 1, tokens=place.tokens + tokens)
         numbers = {"loss": loss} | ({} if norm is None else {"norm": norm}) | ({} if spans is None else self._beside())
         told = Told(session.mesh.device, **numbers)
         return Launched(place, after, targets, flops, began, told, spans)
+
+    def _learn(self, batches: list[Batch], targets: int, loss: Tensor) -> Tensor | None:
+        """Forward, backward and the optimizer's step; the loss is added to `loss`, the gradients' norm is given."""
+        session = self.session
+        for batch in batches:
+            part = causal_loss(session.model, batch, session.mesh, count=targets, by_position=self.by_position)
+            part.backward()
+            loss += part.detach()
+        self.watch.at("gradient norm")
+        parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
+        norm = gradient_norm(parameters, session.mesh.device)
+        clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip, likely=self._clipped)
+        session.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _beside(self) -> dict[str, Tensor]:
         """Over all ranks: losses by position since the last time, and the longest that a step took."""
@@ -245,7 +267,8 @@ class StageLoop:
         if not self.held["optimizer"]:
             self.held = held_bytes(session.model, session.optimizer)
         memory = memory_by_kind(self.held, session.mesh)
-        speed = session.stage.batch * session.stage.length / result.seconds
+        # A step that was not taken has no speed.
+        speed = session.stage.batch * session.stage.length / result.seconds if result.targets else None
         facts: dict[str, Any] = {
             "stage": session.number + 1,
             "length": session.stage.length,
@@ -256,10 +279,10 @@ class StageLoop:
             "targets": result.targets,
             "seconds": result.seconds,
             "tokens_per_second": speed,
-            "tokens_per_second_per_device": speed / session.mesh.world,
+            "tokens_per_second_per_device": speed and speed / session.mesh.world,
             "memory_gib": memory,
         }
-        if self.peak:
+        if self.peak and result.targets:
             facts["utilisation"] = result.flops / (result.seconds * session.mesh.world * self.peak)
         self.journal.write("step", after.total, **facts | (result.apart or {}))
         self.display.step(after, facts)
@@ -268,10 +291,21 @@ class StageLoop:
             self.warned = True
             logger.warning("memory: %.0f%% of the device is in use; a longer batch may not fit", 100 * share)
 
+    def _named(self, step: int) -> str:
+        return "; ".join(self.session.feed.describe(row) for row in self.session.rows_of(step))
+
+    def _note_silent(self, launched: Launched) -> None:
+        """The first of a run is told of; all of them are in the metrics."""
+        if self.place.silent == 1:
+            self.display.say(
+                f"step {launched.after.total}: no token of its rows is learned (all labels are -100), so it is not taken; "
+                f"such steps have loss null and targets 0 in {self.journal.file} and are counted at the end; its rows: "
+                f"{self._named(launched.before.step)}"
+            )
+
     def _note_bad(self, launched: Launched, result: Step) -> None:
         after = launched.after
-        rows = self.session.rows_of(launched.before.step)
-        named = "; ".join(self.session.feed.describe(row) for row in rows)
+        named = self._named(launched.before.step)
         said = f"step {after.total}: loss {result.loss}, gradient norm {result.norm}: the step is not taken"
         logger.warning("%s; its rows on this rank: %s", said, named)
         self.journal.write("event", after.total, event="bad step", loss=str(result.loss), rows=named)
@@ -301,9 +335,11 @@ class StageLoop:
                 for batch in batches:
                     loss += causal_loss(session.model, batch, session.mesh, count=targets, by_position=buckets)
             session.model.train()
-        facts = {"loss": float(loss), "rows": many, "targets": targets, "loss_by_position": buckets.means(session.mesh)}
+        mean = float(loss) if targets else None
+        facts = {"loss": mean, "rows": many, "targets": targets, "loss_by_position": buckets.means(session.mesh)}
         self.journal.write("validation", place.total, stage=session.number + 1, **facts)
-        self.display.say(f"step {place.total}: validation loss {float(loss):.4f} over {many} rows")
+        told = "none, no token of it is learned," if mean is None else f"{mean:.4f}"
+        self.display.say(f"step {place.total}: validation loss {told} over {many} rows")
 
     def _buckets(self) -> LossByPosition:
         return LossByPosition(self.session.stage.length, self.session.mesh.device)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`step` steps of stage `stage` (from 0), `total` of all stages; `bad` steps not taken, `in_a_row` just now."""
+    """`step` steps of stage `stage` (from 0), `total` of all stages; `bad` steps not taken, `in_a_row` just now; `silent`
+    ones, in which there was nothing to learn."""
 
     stage: int = 0
     step: int = 0
@@ -15,3 +16,4 @@ class Place:
     tokens: int = 0
     bad: int = 0
     in_a_row: int = 0
+    silent: int = 0

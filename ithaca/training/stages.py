@@ -20,6 +20,13 @@ from ithaca.errors import ConfigError
 # Models follow a stretch of about this factor; beyond it a stage between pays for itself.
 LARGEST_JUMP = 4
 _THETA, _PART, _ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+# How a model's yarn is done, beside its factor: another factor of yarn leaves these alone. gpt-oss rounds no bounds.
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")
+# What belongs to a scaling and goes with it; all else in a set of parameters is the model's own and stays.
+_SCALING = ("rope_type", "type", "factor", _ORIGINAL, "max_position_embeddings", "low_freq_factor", "high_freq_factor",
+            "short_factor", "long_factor", "short_mscale", "long_mscale", "alpha", *_YARN)  # fmt: skip
+# Scales queries beyond the original length (Ministral 3), which must then be there whatever the kind.
+_QUERIES = "llama_4_scaling_beta"
 Parameters = dict[str, Any]
 
 
@@ -110,7 +117,25 @@ def _unscaled(text: Any, values: Parameters, known: int) -> Parameters:
     # transformers keeps no original of a linear scaling: what the model has now is what it was stretched to.
     stretch = values["factor"] if values.get("rope_type") == "linear" else 1
     original = values.get(_ORIGINAL) or getattr(text, _ORIGINAL, None) or int(known / stretch)
-    return {key: values[key] for key in (_THETA, _PART) if values.get(key) is not None} | {_ORIGINAL: original}
+    own = {key: value for key, value in values.items() if key not in _SCALING and value is not None}
+    return own | _yarn(values) | {_ORIGINAL: original}
+
+
+def _yarn(values: Parameters) -> Parameters:
+    """How a set of parameters does yarn. An attention factor that only says what its factor gives is left to the next."""
+    if values.get("rope_type") != "yarn":
+        return {}
+    kept = {key: values[key] for key in _YARN if values.get(key) is not None}
+    given, factor = kept.get("attention_factor"), values.get("factor")
+    if given is not None and factor and math.isclose(given, _attention_factor(factor, kept), rel_tol=1e-6):
+        del kept["attention_factor"]
+    return kept
+
+
+def _attention_factor(factor: float, kept: Parameters) -> float:
+    """What transformers takes where a config has none."""
+    log, up, down = math.log(max(factor, 1.0)), kept.get("mscale"), kept.get("mscale_all_dim")
+    return (0.1 * up * log + 1) / (0.1 * down * log + 1) if up and down else 0.1 * log + 1
 
 
 def _renewed(plain: Parameters, rope: Rope) -> Parameters:
@@ -171,17 +196,22 @@ def _check_readable(text: Any, rope: Rope, number: int) -> None:
 
 
 def _scaled(text: Any, given: Parameters, plain: Parameters, rope: Rope) -> Parameters:
-    """Parameters as transformers names them; an earlier scaling is replaced, a partial rotation stays."""
+    """Parameters as transformers names them; an earlier scaling is replaced, a partial rotation stays, and so does how
+    the model's own yarn is done where this is yarn."""
     if rope.kind == "theta":
         return {**given, _THETA: rope.theta}
     assert rope.factor is not None
-    kept = {key: value for key, value in plain.items() if key != _ORIGINAL}
+    kept = {key: value for key, value in plain.items() if key not in _SCALING}
+    if _QUERIES in kept:
+        kept[_ORIGINAL] = plain[_ORIGINAL]
     if rope.kind == "ntk":
         size = _rotated(text, kept)
         return {**kept, "rope_type": "default", _THETA: kept[_THETA] * rope.factor ** (size / (size - 2))}
     scaled = {**kept, "rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("yarn", "llama3"):
         scaled[_ORIGINAL] = plain[_ORIGINAL]
+    if rope.kind == "yarn":
+        scaled |= {key: plain[key] for key in _YARN if key in plain}
     if rope.kind == "llama3":
         scaled |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     return scaled

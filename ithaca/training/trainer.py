@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from ithaca.config import Run
 from ithaca.data.prepare import Prepared, prepare
@@ -26,7 +27,7 @@ from ithaca.models.embedded import EMBEDDED, build_embedded, embedded_tokenizer
 from ithaca.models.pretrained import check_adapters, find_folder, read_config
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.models.tokenizer import load_tokenizer
-from ithaca.state.checkpoints import Checkpoints
+from ithaca.state.checkpoints import Checkpoints, bytes_of
 from ithaca.state.export import DESCRIPTION, describe_model, export_checkpoint
 from ithaca.state.tensors import check_fingerprint, fingerprint
 from ithaca.training.collectives import check_collectives
@@ -35,6 +36,7 @@ from ithaca.training.folder import RunFolder
 from ithaca.training.loop import StageLoop
 from ithaca.training.metrics import Journal
 from ithaca.training.place import Place
+from ithaca.training.room import Room, model_bytes
 from ithaca.training.session import Session, build_session, choose_sp, stage_config
 from ithaca.training.stages import advise_between
 from ithaca.training.watch import Preempted, Watch
@@ -79,6 +81,7 @@ class _Trainer:
         self.session: Session | None = None
         self.loop: StageLoop | None = None
         self.source, self.documents = "", ""
+        self.listings: list[list[int]] = []
         self.tokenizer: str | None = None
         self.saved: Place | None = None
 
@@ -181,11 +184,17 @@ class _Trainer:
             self.session = self.loop = None
             release(self.mesh.device)
             facts = {} if path is None else self.checkpoints.read_facts(path)
+            self.listings = prepared.listings
             session = build_session(self.run, place.stage, self.source, prepared, facts.get("feed") or None, self.mesh)
             self.session, self.mesh = session, session.mesh
             if path is not None:
                 self._load(path, facts, session)
-            self.checkpoints.check_room(session.tensors)
+            room = Room.of(self.run, place, self.folder.checkpoints)
+            sizes = bytes_of(session.tensors), model_bytes(session.model)
+            _together(self.mesh, lambda: room.check(*sizes, self.folder.root))
+        # A stage that begins has read nothing that its feed could compare.
+        for note in session.feed.notes if place.step else prepared.changes(facts.get("listings", [])):
+            self.display.say(f"warning: {note}")
         self.display.stage(place.stage, session.stage.length, session.stage.count, place.step)
         take_off = self.watch.install(decoder_layers(base_model(session.model)))
         try:
@@ -213,9 +222,18 @@ class _Trainer:
         """The model of the stage that has just ended, from its checkpoint; done again where a run ended in between."""
         number = place.stage - 1
         target = self.folder.stage(number, self.run.stages[number].length)
-        _together(self.mesh, lambda: self.folder.put(target, partial(export_checkpoint, path)))
+        _together(self.mesh, lambda: self._write_model(path, target))
         self.display.close()
         self.display.say(f"stage {place.stage} is done: {target} loads in plain transformers")
+
+    def _write_model(self, path: Path, target: Path) -> None:
+        try:
+            self.folder.put(target, partial(export_checkpoint, path))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{target} was not written ({error}), but {path}, which it is made of, is whole: make room, and the same "
+                "command writes it"
+            ) from None
 
     def _save(self, place: Place, *, keep: bool = False, wait: bool = False) -> None:
         """A checkpoint of this place; a disk that is full is told of, and training goes on from the last whole one."""
@@ -227,6 +245,7 @@ class _Trainer:
             "fingerprint": fingerprint(session.model),
             DESCRIPTION: describe_model(session.model, folder=self.source, tokenizer=self.tokenizer),
             "data": self.documents,
+            "listings": self.listings,
             "feed": session.feed.state(row) if place.stage == session.number else {},
             "degrees": {"dp": session.mesh.dp, "sp": session.mesh.sp},
         }

@@ -37,12 +37,12 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def rows_of_an_epoch(feed: Any) -> int:
-    """Rows until the stream's state says that another epoch has begun."""
+    """Rows until the stream's state, that of the last window that was read, is of another epoch."""
     index = 0
     while not feed.state(index)["turns"]["epoch"]:
         feed.row(index)
         index += 1
-    return index
+    return int(feed.state(index)["row"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,6 +187,90 @@ def test_a_state_of_other_sources_is_refused(tmp_path: Path, streamed: Prepared)
     alone = prepared(tmp_path, tmp_path / "b.jsonl", streaming=True)
     with pytest.raises(DataError, match="saved with 2 sources and the run has 1"):
         feed_of(alone, "packed", feed.state(3))
+
+
+def cut(file: Path, keep: float) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[: int(len(lines) * keep)]))
+
+
+def other_words(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"word", b"ward"))
+
+
+def fewer_first(file: Path) -> None:
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[1:]))
+
+
+REFUSED = {
+    "cut": ("a/1.jsonl", lambda file: cut(file, 0.1), "its text around rows"),
+    "words of the same length": ("a/1.jsonl", other_words, "its text around rows"),
+    "a row less at the start": ("b.jsonl", fewer_first, "its text around rows"),
+    "a file before it": ("a/0.jsonl", fewer_first, "the first 1 of its files, read to their end, have other names"),
+    "a file that is gone": ("a/0.jsonl", Path.unlink, "the first 1 of its files"),
+    "a file between": (
+        "a/0.jsonl",
+        lambda file: file.with_name("00.jsonl").write_text('{"text": "new"}\n'),
+        "its text around rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_stream_that_is_not_what_was_read_is_refused(tmp_path: Path, how: str, kind: str) -> None:
+    """Saved in the second file of the first source, and where a window has just ended, whose end is in it too."""
+    first = [write_documents(tmp_path / "a" / f"{part}.jsonl", 200, name=f"a{part}") for part in (0, 1)]
+    second = write_documents(tmp_path / "b.jsonl", 400, name="b")
+    sources = first[0].parent, second
+    source = prepared(tmp_path, *sources, streaming=True)
+    feed, index = feed_of(source, kind), 0
+    while not feed.state(index)["turns"]["sources"][0]["files"][0]:
+        feed.row(index)
+        index += 1
+    feed.row(index + 150)
+    within = feed.state(index + 150)
+    walking = feed_of(source, kind)
+    walking.row(within["row"] - 1)
+    between = walking.state(within["row"])
+    assert between["row"] < within["row"]
+    states = [within, between]
+    changed, change, why = REFUSED[how]
+    change(tmp_path / changed)
+    for state in states:
+        with pytest.raises(DataError, match=f"is not what the run has read so far, .*{why}.*: put it back") as caught:
+            feed_of(prepared(tmp_path, *sources, streaming=True), kind, state)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_stream_that_lost_the_file_it_was_in_is_refused(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text("some words " * 20 + str(number))
+    feed = feed_of(prepared(tmp_path, tmp_path / "texts", streaming=True), "packed")
+    feed.row(200)
+    state = feed.state(200)
+    assert state["turns"]["sources"][0]["files"][0] > 30
+    for file in sorted((tmp_path / "texts").iterdir())[20:]:
+        file.unlink()
+    with pytest.raises(DataError, match=r"it has 20 files, of which .* were read to their end"):
+        feed_of(prepared(tmp_path, tmp_path / "texts", streaming=True), "packed", state)
+
+
+def test_a_stream_that_changed_behind_what_was_read_is_told_of(tmp_path: Path) -> None:
+    file = write_documents(tmp_path / "a" / "docs.jsonl", 500)
+    feed = feed_of(prepared(tmp_path, file.parent, streaming=True), "packed")
+    row, state = feed.row(40), feed.state(40)
+    assert feed_of(prepared(tmp_path, file.parent, streaming=True), "packed", state).notes == ()
+    cut(file, 0.9)
+    again = feed_of(prepared(tmp_path, file.parent, streaming=True), "packed", state)
+    assert same(again.row(40), row)
+    assert len(again.notes) == 1
+    assert "has files of other sizes: the run goes on" in again.notes[0]
+    write_documents(tmp_path / "a" / "more.jsonl", 5)
+    assert (
+        "has 2 files instead of 1" in feed_of(prepared(tmp_path, file.parent, streaming=True), "packed", state).notes[0]
+    )
 
 
 def test_nothing_is_written_in_a_stream(tmp_path: Path, streamed: Prepared) -> None:

@@ -1,6 +1,6 @@
 """Whole runs of `train` on the pool's ranks: a tiny Llama that reads bytes, a few documents, stops where asked.
 
-`run_train(world, run, stop=...)` gives what rank 0 saw: the outcome and the lines of metrics.jsonl.
+`run_train(world, run, stop=...)` gives what rank 0 saw: the outcome, the lines of metrics.jsonl and what it said.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ithaca.config import Run, read_run
 from ithaca.models.embedded import embedded_tokenizer
 from ithaca.training import loop
+from ithaca.training.display import Display
 from ithaca.training.place import Place
 from ithaca.training.trainer import train
 from ithaca.training.watch import Watch
@@ -82,6 +83,7 @@ def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, An
     """`stop`: ask for an end when so many steps are done, at the first boundary whose label starts with `at`."""
     run = Run.model_validate_json(text)
     advance, boundary, armed = loop.StageLoop._advance, Watch.at, [False]
+    say, said = Display.say, []
 
     def arming(self: loop.StageLoop, place: Place) -> Place:
         armed[0] = armed[0] or place.total == stop
@@ -95,12 +97,17 @@ def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, An
                 time.sleep(0.01)
         boundary(self, label)
 
+    def saying(self: Display, told: str) -> None:
+        said.append(told)
+        say(self, told)
+
     try:
-        loop.StageLoop._advance, Watch.at = arming, asking  # type: ignore[method-assign]
+        loop.StageLoop._advance, Watch.at, Display.say = arming, asking, saying  # type: ignore[method-assign]
         outcome = train(run)
     finally:
-        loop.StageLoop._advance, Watch.at = advance, boundary  # type: ignore[method-assign]
-    return {"finished": outcome.finished, "place": outcome.place, "metrics": metrics(run), "sum": export_sum(run)}
+        loop.StageLoop._advance, Watch.at, Display.say = advance, boundary, say  # type: ignore[method-assign]
+    found = {"finished": outcome.finished, "place": outcome.place, "metrics": metrics(run), "sum": export_sum(run)}
+    return {**found, "said": said}
 
 
 def metrics(run: Run) -> list[dict[str, Any]]:

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from ithaca.config import Run
+from ithaca.state.manifest import PINNED
+from ithaca.training.place import Place
+from ithaca.training.room import Room
 from tests.ranks import RankError, run_ranks
 from tests.training.runs import losses, run_train, small_run
 
@@ -71,8 +74,69 @@ def _little_disk(text: str, free: int) -> None:
         checkpoints.shutil.disk_usage = real
 
 
+def _size(*paths: Path) -> int:
+    return sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
+
+
 def test_too_little_disk_is_told_before_the_first_step(tmp_path: Path) -> None:
+    """Little is less than all that the run will have written, its last model among it."""
+    whole = small_run(tmp_path, "whole")
+    assert run_train(1, whole)["finished"]
+    checkpoints, models = Path(whole.output) / "checkpoints", Path(whole.output) / "stages"
     run = small_run(tmp_path, "little")
-    with pytest.raises(RankError, match=r"a checkpoint needs 0\.00 GiB and .* has 0\.00 GiB free: make room"):
-        run_ranks(2, _little_disk, run.model_dump_json(), 1000)
-    assert not (Path(run.output) / "metrics.jsonl").exists()
+    for free in (1000, _size(checkpoints), _size(checkpoints) + _size(models) // 2):
+        with pytest.raises(
+            RankError, match=r"3 checkpoints of .* and 1 model of .* free: make room.*checkpoints\.keep=1$"
+        ):
+            run_ranks(1, _little_disk, run.model_dump_json(), free)
+        assert not (Path(run.output) / "metrics.jsonl").exists()
+    run_ranks(1, _little_disk, run.model_dump_json(), int(1.05 * _size(checkpoints, models)))
+    assert (Path(run.output) / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "there", "expected"),
+    [
+        (Place(), [], Room(2, 2)),
+        (Place(0, 5, 5), ["step-00000005"], Room(1, 2)),
+        (Place(0, 10, 10), ["step-00000005", "step-00000010"], Room(0, 2)),
+        (Place(1, 0, 12), ["step-00000005", "step-00000010", "step-00000012!"], Room(0, 1)),
+        (Place(1, 4, 16), ["step-00000012!"], Room(0, 1)),
+        (Place(2, 0, 19), ["step-00000012!", "step-00000019!"], Room(0, 0)),
+    ],
+)
+def test_what_is_there_is_not_counted_again(tmp_path: Path, place: Place, there: list[str], expected: Room) -> None:
+    """Stages of 12 and 7 steps, saved at 5, 10 and 15; a name with a ! is a stage's end."""
+    stages = [{"length": 64, "steps": 12, "batch": 4}, {"length": 64, "steps": 7, "batch": 4}]
+    run = small_run(tmp_path, "run", stages=stages)
+    for name in there:
+        (tmp_path / name.rstrip("!")).mkdir()
+        if name.endswith("!"):
+            (tmp_path / name.rstrip("!") / PINNED).touch()
+    assert Room.of(run, place, tmp_path) == expected
+
+
+def _with_full_export(text: str) -> None:
+    from ithaca.training import trainer
+
+    real = trainer.export_checkpoint
+
+    def write(checkpoint: Path, to: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    try:
+        trainer.export_checkpoint = write  # type: ignore[assignment]
+        trainer.train(Run.model_validate_json(text))
+    finally:
+        trainer.export_checkpoint = real
+
+
+def test_a_model_that_could_not_be_written_is_written_by_the_same_command(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "run", stages=[{"length": 64, "steps": 2, "batch": 4}])
+    with pytest.raises(
+        RankError, match=r"1-64 was not written \(.*No space left.*step-00000002.*make room, and the same"
+    ):
+        run_ranks(2, _with_full_export, run.model_dump_json())
+    again = run_train(2, run)
+    assert again["finished"]
+    assert again["sum"] is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Phi3Config
+from transformers import Gemma3TextConfig, GPT2Config, GptOssConfig, LlamaConfig, Ministral3Config, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ithaca.config import Rope, Stage
@@ -144,6 +144,50 @@ def test_a_scaling_replaces_the_models_own_and_is_over_what_that_was_over(config
         assert rope == {"rope_type": "default", "rope_theta": pytest.approx(1e4 * 16 ** (size / (size - 2)))}
     else:
         assert rope == {"rope_type": kind, "rope_theta": 1e4, "factor": 16} | (ORIGINAL if kind == "yarn" else {})
+
+
+BETAS = {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}
+
+
+def test_how_a_model_does_yarn_stays_with_another_factor() -> None:
+    config = stretched(rope_type="yarn", **ORIGINAL, **BETAS)
+    to_16 = Stage(length=16_384, steps=1, rope=Rope(kind="yarn", factor=16))
+    changed = apply_stages(config, [to_16], random=False)
+    assert changed.rope_parameters == {**config.rope_parameters, "factor": 16}
+    # The frequencies are those of the model's own config with nothing but the factor changed, not those without betas.
+    plain = apply_stages(stretched(rope_type="yarn", **ORIGINAL), [to_16], random=False)
+    assert not torch.equal(frequencies(changed), frequencies(plain))
+    between = Stage(length=16_384, steps=1, rope=Rope(kind="linear", factor=16))
+    linear = apply_stages(config, [between], random=False)
+    assert linear.rope_parameters == {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 16}
+    assert apply_stages(config, [between, to_16], random=False).rope_parameters == changed.rope_parameters
+    bounds = apply_stages(
+        GptOssConfig(), [Stage(length=262_144, steps=1, rope=Rope(kind="yarn", factor=64))], random=False
+    )
+    assert bounds.rope_parameters["truncate"] is False
+
+
+@pytest.mark.parametrize("more", [{}, {"mscale": 1.0, "mscale_all_dim": 0.7}])
+def test_an_attention_factor_of_its_own_stays_and_one_that_the_factor_gives_follows_it(more: dict[str, float]) -> None:
+    stage = Stage(length=16_384, steps=1, rope=Rope(kind="yarn", factor=16))
+    own = stretched(rope_type="yarn", attention_factor=1.0, **ORIGINAL, **more)
+    assert apply_stages(own, [stage], random=False).rope_parameters["attention_factor"] == 1.0
+    unsaid = stretched(rope_type="yarn", **ORIGINAL, **more)
+    given = ROPE_INIT_FUNCTIONS["yarn"](unsaid, torch.device("cpu"))[1]
+    said = stretched(rope_type="yarn", attention_factor=given, **ORIGINAL, **more)
+    followed = apply_stages(said, [stage], random=False)
+    assert followed.rope_parameters == apply_stages(unsaid, [stage], random=False).rope_parameters
+    assert ROPE_INIT_FUNCTIONS["yarn"](followed, torch.device("cpu"))[1] > given
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "ntk", "llama3"])
+def test_what_is_no_part_of_a_scaling_stays(kind: Any) -> None:
+    stage = Stage(length=524_288, steps=1, rope=Rope(kind=kind, factor=32))
+    rope = apply_stages(Ministral3Config(), [stage], random=False).rope_parameters
+    # Ministral scales its queries by how far beyond the original length they stand.
+    assert rope["llama_4_scaling_beta"] == 0.1
+    assert rope["original_max_position_embeddings"] == 16_384
+    assert ("mscale" in rope) == (kind == "yarn")
 
 
 def test_an_original_length_that_is_given_is_over_the_models_own_and_stays() -> None:

@@ -362,6 +362,28 @@ def test_streaming_goes_on_with_the_very_next_sample(place: Path) -> None:
     assert again["sum"] == whole["sum"]
 
 
+def test_a_stream_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
+    texts = documents(tmp_path / "stream", 60)
+    data = {"sources": [str(texts)], "streaming": True}
+    run_train(1, small_run(tmp_path, "cut", data=data), stop=7)
+    for file in sorted(texts.iterdir())[8:]:
+        file.write_text(file.read_text()[:30])
+    with pytest.raises(RankError, match=r"stream is not what the run has read so far, .*: put it back as it was"):
+        run_train(1, small_run(tmp_path, "cut", data=data))
+
+
+def test_a_stream_that_changed_between_two_stages_is_told_of(tmp_path: Path) -> None:
+    """The second stage begins a stream anew: there is nothing that was read, and the rows are others."""
+    texts = documents(tmp_path / "stream", 60)
+    stages = [{"length": 64, "steps": 2, "batch": 4}, {"length": 64, "steps": 2, "batch": 4}]
+    settings = {"data": {"sources": [str(texts)], "streaming": True}, "stages": stages}
+    told = run_train(1, small_run(tmp_path, "run", **settings), stop=2)["said"]
+    assert not any("files of other sizes" in line for line in told)
+    (texts / "000.txt").write_text("less")
+    told = run_train(1, small_run(tmp_path, "run", **settings))["said"]
+    assert sum("has files of other sizes: the run goes on" in line for line in told) == 1
+
+
 @pytest.mark.slow
 def test_adapters_train_and_are_merged(place: Path) -> None:
     more = {"lora": {"rank": 4}, "mesh": {"sp": 2}}
