@@ -84,8 +84,7 @@ def _degree_of(run: Run | None) -> int:
     """The run's own degree, its first stage's before the mesh's; what the run could not do is refused as there."""
     if run is None:
         return 2
-    if run.mesh.ring > 1:
-        raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
+    run.mesh.refuse_ring()
     asked = run.stages[0].sp or run.mesh.sp
     return asked if isinstance(asked, int) else 2
 
