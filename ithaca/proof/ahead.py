@@ -28,7 +28,12 @@ def check_ranks(config: PreTrainedConfig, ranks: int) -> None:
     """Refuse what `parallelize` would refuse on the ranks, without any."""
     model = empty(config)
     check_model(model, model, allow_untested=False)
-    split_heads(*head_counts(model), ranks)
+    heads, kv_heads = head_counts(model)
+    if heads == 1:
+        raise UnsupportedError(
+            "this model has one attention head, and no rank can do without: there is nothing to split"
+        )
+    split_heads(heads, kv_heads, ranks)
 
 
 def empty(config: PreTrainedConfig) -> Any:

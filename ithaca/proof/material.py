@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -65,7 +66,7 @@ def gather(
         check_adapters(config, lora)
     # A folder with a config alone will do for a model, whose weights are then random; a run starts from what it names.
     pretrained = has_weights(folder) if run is None else run.model.weights == "pretrained"
-    length = length or max(LENGTH, LEAST_A_RANK * ranks - 1)
+    length = _length(length, ranks, config.get_text_config())
     subject = make_subject(
         config,
         length=length,
@@ -85,6 +86,19 @@ def gather(
     assert folder is not None
     rows = rows_of_run(run, folder, config, length)
     return Material(subject, from_rows(rows, vocabulary, length, "your data"), kernel, scratch)
+
+
+def _length(asked: int, ranks: int, text: Any) -> int:
+    """Tokens of a row: what was asked for, or enough for all ranks; no more than a table of learned positions has."""
+    wanted = asked or max(LENGTH, LEAST_A_RANK * ranks - 1)
+    known = int(getattr(text, "max_position_embeddings", 0) or 0)
+    if not known or wanted <= known or getattr(text, "rope_parameters", None):
+        return wanted
+    if asked:
+        raise ConfigError(
+            f"--length {asked}: {text.model_type} has learned positions up to {known:,}; use a length of at most {known}"
+        )
+    return known
 
 
 def config_of_model(name: str) -> tuple[PreTrainedConfig, Path | None]:

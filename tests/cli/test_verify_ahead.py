@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ithaca.cli import app
 from ithaca.errors import CheckpointError, ConfigError, DataError, IthacaError, MeshError, UnsupportedError
 from ithaca.proof.material import Material
-from ithaca.proof.small import small_model
+from ithaca.proof.small import small_config, small_model
 from tests.training.runs import small_run, tiny_model
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -169,6 +169,20 @@ def written(folder: Path, run: Any) -> str:
 )
 def test_what_ranks_would_refuse_is_refused_before(words: list[str], kind: type[IthacaError], said: str) -> None:
     refused(kind, said, *words)
+
+
+def test_a_model_of_one_head_is_not_sent_to_a_degree_that_is_refused_too(tmp_path: Path) -> None:
+    tiny_model(tmp_path, num_attention_heads=1, num_key_value_heads=1)
+    refused(UnsupportedError, "this model has one attention head", "--model", str(tmp_path))
+
+
+def test_rows_are_no_longer_than_learned_positions(tmp_path: Path, launched: list[Material]) -> None:
+    small_config("gpt2", n_embd=32, n_head=4, attn_pdrop=0.0, max_position_embeddings=32).save_pretrained(tmp_path)
+    refused(
+        ConfigError, "gpt2 has learned positions up to 32; .* at most 32", "--model", str(tmp_path), "--length", "33"
+    )
+    typed("--model", str(tmp_path))
+    assert launched[0].sample.length == 32
 
 
 def test_dropout_in_attention_is_refused_before(tmp_path: Path) -> None:

@@ -101,6 +101,16 @@ def test_a_router_loss_that_the_config_asks_for() -> None:
     expect_right("mixtral", 2, output_router_logits=True)
 
 
+def on_rank_with_few_tokens(vocabulary: int) -> list[Line]:
+    build = partial(small_model, "llama", vocab_size=vocabulary, eos_token_id=0, bos_token_id=0)
+    return verify(build, made_up(vocabulary, LENGTH), init_mesh(sp=2))
+
+
+def test_the_smallest_vocabulary_will_do() -> None:
+    lines = run_ranks(2, on_rank_with_few_tokens, 2)[0]
+    assert not [line for line in lines if not line.ok]
+
+
 def on_rank_with_nan() -> list[Line]:
     def build() -> Any:
         model = small_model("llama")
