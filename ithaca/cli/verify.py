@@ -34,9 +34,9 @@ _GRACE = 5.0
 def verify(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", metavar="FOLDER_OR_TYPE", help="A model's folder, or an architecture such as qwen3."),
-    sp: int = typer.Option(0, help="Ranks a sequence is split over; the run's, or 2, if left out."),
-    layers: int = typer.Option(0, help="Layers to keep; two, and one of each kind at least, if left out."),
-    length: int = typer.Option(0, help="Tokens of a row of the sample."),
+    sp: int | None = typer.Option(None, help="Ranks a sequence is split over; the run's, or 2, if left out."),
+    layers: int | None = typer.Option(None, help="Layers to keep; two, and one of each kind at least, if left out."),
+    length: int | None = typer.Option(None, help="Tokens of a row of the sample; 47, or 12 a rank, if left out."),
     device: str = typer.Option("auto", help="auto, cpu or cuda: the GPUs alone."),
     report: str = typer.Option("", "--json", metavar="FILE", help="Write the results as JSON too."),
 ) -> None:
@@ -48,25 +48,37 @@ def verify(
     run = None if named else load_run(file, overrides)
     if run is not None and model:
         run = run.model_copy(update={"model": run.model.model_copy(update={"name": model})})
-    if min(sp, layers, length) < 0 or 0 < length < LEAST_LENGTH:
-        raise ConfigError(
-            f"--sp {sp} --layers {layers} --length {length}: use whole numbers, a length of {LEAST_LENGTH} at least"
-        )
+    if length is not None and length < LEAST_LENGTH:
+        raise ConfigError(f"--length {length}: use {LEAST_LENGTH} tokens at least")
+    if layers is not None and layers < 1:
+        raise ConfigError(f"--layers {layers}: use one at least, or leave it out")
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device}: choose auto, cpu or cuda")
-    degree = sp or _degree_of(run)
+    degree = _degree_of(run) if sp is None else sp
     if degree < 2:
-        raise ConfigError("--sp 1 is one process, with nothing to compare it to: use --sp 2 or more")
-    if report and not Path(report).absolute().parent.is_dir():
-        raise ConfigError(f"--json {report}: there is no folder {Path(report).absolute().parent}")
-    statuses = []
+        raise ConfigError(f"--sp {degree} leaves one process with nothing to compare it to: use --sp 2 or more")
+    if report:
+        _check_report(Path(report))
     gpus = 0 if device == "cpu" else _count_gpus(required=device == "cuda")
+    statuses = []
     if device != "cuda":
-        statuses.append(_on(run, model, "cpu", degree, layers, length, report))
+        statuses.append(_on("cpu", degree, run, model, layers, length, report))
     if gpus and max(statuses, default=0) < 2:
-        statuses.append(_on(run, model, "cuda", min(degree, gpus), layers, length, report))
+        beside = bool(statuses)
+        statuses.append(_on("cuda", min(degree, gpus), run, model, layers, length, report, beside=beside))
     if any(statuses):
         raise typer.Exit(max(statuses))
+
+
+def _check_report(file: Path) -> None:
+    """Before minutes of checks have no place to go to."""
+    folder = file.absolute().parent
+    if file.is_dir():
+        raise ConfigError(f"--json {file} is a folder: name a file")
+    if not folder.is_dir():
+        raise ConfigError(f"--json {file}: there is no folder {folder}; name one that is there")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigError(f"--json {file} cannot be written to: name a file in a folder of yours")
 
 
 def _degree_of(run: Run | None) -> int:
@@ -88,9 +100,20 @@ def _count_gpus(*, required: bool) -> int:
 
 
 def _on(
-    run: Run | None, model: str, device: Literal["cpu", "cuda"], degree: int, layers: int, length: int, report: str
+    device: Literal["cpu", "cuda"],
+    degree: int,
+    run: Run | None,
+    model: str,
+    layers: int | None,
+    length: int | None,
+    report: str,
+    *,
+    beside: bool = False,
 ) -> int:
-    """Gather the material, and run the checks on it on `degree` ranks of a kind; gives their status."""
+    """Gather the material, and run the checks on it on `degree` ranks of a kind; gives their status.
+
+    `beside`: the ranks before have written to the report, which stays.
+    """
     from ithaca.cli.launch import launch
     from ithaca.training.watch import PREEMPTED
 
@@ -106,6 +129,9 @@ def _on(
         material = gather(run, model, ranks=ranks, layers=layers, length=length, dtype=dtype, scratch=Path(scratch))
         # As bytes, so that a rank is quiet, and out of Ctrl-C's way, before it imports what they are made of.
         given = (pickle.dumps(material), device, report)
+        if report and not beside:
+            # What an earlier command left is of another model, or of another day.
+            Path(report).unlink(missing_ok=True)
         status = launch("ithaca.cli.verify:work", given, processes=degree, device=device, grace=_GRACE, saves=False)
     if status in (INTERRUPTED, PREEMPTED):
         say_stopped("verify")

@@ -40,10 +40,10 @@ def empty(config: PreTrainedConfig) -> Any:
     """The model on the meta device; a config that none can be built of is named."""
     try:
         return empty_of(config)
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise UnsupportedError(
-            f"{config.model_type}: no causal language model of it can be built here ({error}): verify the folder of its "
-            "language model alone"
+            f"{config.model_type}: no model can be built of this config ({type(error).__name__}: {error}): mend its "
+            "config.json"
         ) from error
 
 

@@ -54,11 +54,28 @@ class Material:
 
 
 def gather(
-    run: Run | None, model: str, *, ranks: int, layers: int, length: int, dtype: torch.dtype, scratch: Path
+    run: Run | None,
+    model: str,
+    *,
+    ranks: int,
+    layers: int | None,
+    length: int | None,
+    dtype: torch.dtype,
+    scratch: Path,
 ) -> Material:
-    """The material for `ranks` ranks: of a run, or of `model` alone. `layers`, `length`: 0 to have them chosen."""
+    """The material for `ranks` ranks: of a run, or of `model` alone. `layers`, `length`: None to have them chosen."""
     kernel = "auto" if run is None else run.model.kernel
     check_name(kernel)
+    if (
+        run is not None
+        and model
+        and not Path(model).expanduser().is_dir()
+        and (model in verdicts() or known_model(model))
+    ):
+        raise ConfigError(
+            f"--model {model} is a config alone, without the weights and the tokenizer of a run: leave the run file and its "
+            "settings out (--sp for mesh.sp), or name a folder"
+        )
     config, folder = config_of_model(model) if run is None else config_of_run(run, scratch / "embedded")
     check_ranks(config, ranks)
     lora = None if run is None else run.lora
@@ -72,7 +89,7 @@ def gather(
         length=length,
         ranks=ranks,
         room=int(psutil.virtual_memory().available * _SHARE),
-        layers=layers or None,
+        layers=layers,
         folder=folder if pretrained else None,
         dtype=dtype,
         lora=lora,
@@ -88,7 +105,7 @@ def gather(
     return Material(subject, from_rows(rows, vocabulary, length, "your data"), kernel, scratch)
 
 
-def _length(asked: int, ranks: int, text: Any) -> int:
+def _length(asked: int | None, ranks: int, text: Any) -> int:
     """Tokens of a row: what was asked for, or enough for all ranks; no more than a table of learned positions has."""
     wanted = asked or max(LENGTH, LEAST_A_RANK * ranks - 1)
     known = int(getattr(text, "max_position_embeddings", 0) or 0)
@@ -108,7 +125,7 @@ def config_of_model(name: str) -> tuple[PreTrainedConfig, Path | None]:
     if known is not None:
         return known, None
     if there or "/" in name:
-        folder = find_folder(name)
+        folder = find_folder(name, typed="--model")
         return read_config(folder), folder
     if name not in verdicts():
         near = [*difflib.get_close_matches(name, verdicts(), 3), *nearest_models(name, 2)]

@@ -158,7 +158,8 @@ def written(folder: Path, run: Any) -> str:
     [
         (["--model", "lama"], ConfigError, "did you mean llama"),
         (["--model", "mamba"], UnsupportedError, "the architecture 'mamba' is refused"),
-        (["--model", "./nowhere"], ConfigError, "is no folder"),
+        (["--model", "./nowhere"], ConfigError, "--model './nowhere' is no folder"),
+        (["--model", "llama", "mesh.sp=4"], ConfigError, "--model llama is a config alone, .* leave the run file"),
         (["--model", "llama", "--layers", "9"], ConfigError, "this model has 2 layers of 1 kind"),
         (["--model", "llama", "--sp", "9"], MeshError, "8 heads over sp=9: every rank needs a head, use sp=8 or less"),
         (["model.kernel=nosuch"], UnsupportedError, "no attention kernel is called 'nosuch'"),
@@ -183,6 +184,34 @@ def test_rows_are_no_longer_than_learned_positions(tmp_path: Path, launched: lis
     )
     typed("--model", str(tmp_path))
     assert launched[0].sample.length == 32
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ({"hidden_size": 33}, CheckpointError, r"config\.json is no config of a llama \(.*33.*\): mend it"),
+        ({"hidden_size": "big"}, CheckpointError, r"config\.json is no config of a llama \(.*'big'.*\): mend it"),
+        (
+            {"hidden_act": "nosuch"},
+            UnsupportedError,
+            "no model can be built of this config .*nosuch.*: mend its config",
+        ),
+    ],
+)
+def test_a_config_that_makes_no_model_is_told(
+    tmp_path: Path, more: dict[str, Any], kind: type[IthacaError], said: str
+) -> None:
+    file = tiny_model(tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    refused(kind, said, "--model", str(tmp_path))
+
+
+def test_a_report_of_another_day_does_not_stay_beside(tmp_path: Path, launched: list[Material]) -> None:
+    (tmp_path / "out.json").write_text('{"cpu": {"ok": true}}')
+    refused(ConfigError, "lama", "--model", "lama", "--json", str(tmp_path / "out.json"))
+    assert (tmp_path / "out.json").exists(), "a command that is refused touches nothing"
+    typed("--model", "llama", "--json", str(tmp_path / "out.json"))
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_dropout_in_attention_is_refused_before(tmp_path: Path) -> None:
