@@ -70,7 +70,7 @@ class Waiting:
         command = [sys.executable, "-m", "benchmarks.rehearsals", "-", "--wait"]
         pipe = subprocess.PIPE
         # torch is imported before the command line, which would choose the same, has the word.
-        environment = os.environ | {"PYTORCH_ALLOC_CONF": ALLOCATOR}
+        environment = os.environ | ALLOCATOR
         return subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, env=environment)
 
     def run(self, words: list[str], limit: float) -> tuple[int, str]:

@@ -28,13 +28,14 @@ from typing import Any
 from benchmarks.floor import SHAPES
 from benchmarks.kernels import command_line
 from benchmarks.peers import ALST, SYSTEMS
+from ithaca.cli.allocator import GROWING, NAMES
 
 UNITS = {"K": 2**10, "M": 2**20}
 SETTLED = ("done", "out of memory", "over the limit", "killed")
 # Less is not worth starting a process and building a model for.
 LEAST_S = 20.0
-# Recommended by ALST; given to all alike.
-ALLOCATOR = "expandable_segments:True"
+# What `ithaca` chooses for itself, and ALST recommends; given to all alike.
+ALLOCATOR = {NAMES[0]: GROWING}
 Cell = dict[str, Any]
 
 
@@ -95,7 +96,7 @@ def save(file: Path, result: dict[str, Any]) -> None:
 
 def record(result: dict[str, Any], cell: Cell, got: dict[str, Any]) -> None:
     """Put the cell in place of an earlier one; hardware, versions and command are kept once a run."""
-    run = {"command": command_line(), "allocator": ALLOCATOR} | got.pop("machine", {})
+    run = {"command": command_line(), "allocator": GROWING} | got.pop("machine", {})
     if run not in result["runs"]:
         result["runs"].append(run)
     kept = {name: value for name, value in cell.items() if name not in ("again", "gradients")}
@@ -125,7 +126,7 @@ def run_cell(cell: Cell, limit: float, packages: Path | None) -> dict[str, Any]:
         asked.write_text(json.dumps(cell))
         extra = ["--packages", str(packages)] if packages else []
         command = [sys.executable, "-m", "benchmarks.peers", str(asked), str(answer), *extra]
-        environment = os.environ | {"PYTORCH_ALLOC_CONF": ALLOCATOR}
+        environment = os.environ | ALLOCATOR
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
             # Killed from outside is what running out of host memory looks like.

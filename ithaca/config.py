@@ -154,6 +154,11 @@ class MeshDegrees(Section):
     ring: Positive = 1
     replicas: Positive = 1
 
+    def refuse_ring(self) -> None:
+        """A plan may look at a ring for comparison; a run, and what proves or rehearses one, cannot have it."""
+        if self.ring > 1:
+            raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
+
 
 class Memory(Section):
     """`plan: auto` keeps as much as fits `budget` (three quarters of the device); "none" leaves it to autograd."""

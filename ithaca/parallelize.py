@@ -66,7 +66,7 @@ def parallelize(
 
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
-    check_heads(*_heads(base), mesh)
+    check_heads(*head_counts(base), mesh)
     if isinstance(memory, MemoryPlan):
         check_plan(base, decoder_layers(base), memory)
     refused = None if memory is None or allow_untested else memory_refusal(base)
@@ -102,7 +102,8 @@ def parallelize(
     return model
 
 
-def _heads(base: nn.Module) -> tuple[int, int]:
+def head_counts(base: nn.Module) -> tuple[int, int]:
+    """Query heads and key-value heads, as the config has them."""
     config = base.config.get_text_config()  # type: ignore[union-attr, operator]
     heads = int(config.num_attention_heads)
     return heads, int(getattr(config, "num_key_value_heads", None) or heads)

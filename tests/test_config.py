@@ -148,3 +148,12 @@ def test_config_needs_no_torch() -> None:
     code = "import sys, ithaca.config as c; c.load_run(None); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_sentence_that_refuses_a_ring_stands_once() -> None:
+    said = "ring attention is not there yet"
+    files = (Path(__file__).parent.parent / "ithaca").rglob("*.py")
+    assert [path.name for path in files if said in path.read_text(encoding="utf-8")] == ["config.py"]
+    run = load_run(None, ["mesh.ring=2"])
+    with pytest.raises(ConfigError, match=f"{said}: use mesh.ring=1"):
+        run.mesh.refuse_ring()

@@ -104,10 +104,14 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Handover:
-    """Signals to the launcher, handed to its ranks: the first asks them to save, Ctrl-C after that ends them."""
+    """Signals to the launcher, handed to its ranks: the first asks them to save, Ctrl-C after that ends them.
+
+    `saves`: whether ranks have something to save; if not, the verb that started them says that it was stopped.
+    """
 
     agent: Agent
     grace: float
+    saves: bool = True
     asked: int = 0
     deadline: threading.Timer | None = None
 
@@ -127,7 +131,8 @@ class Handover:
             self.deadline = threading.Timer(self.grace, self.agent.kill)
             self.deadline.daemon = True
             self.deadline.start()
-            _say(f"stopping: the last whole step is saved within {self.grace:g} s (Ctrl-C again ends at once)")
+            if self.saves:
+                _say(f"stopping: the last whole step is saved within {self.grace:g} s (Ctrl-C again ends at once)")
         elif number == signal.SIGINT:
             self.agent.kill()
 
@@ -153,7 +158,13 @@ class Handover:
 
 
 def start_ranks(
-    entry: Entry, args: Sequence[Any], processes: int, nodes: Nodes, grace: float, variables: Mapping[str, str]
+    entry: Entry,
+    args: Sequence[Any],
+    processes: int,
+    nodes: Nodes,
+    grace: float,
+    variables: Mapping[str, str],
+    saves: bool,
 ) -> int:
     """Run `entry(*args)` on `processes` ranks here, as a part of `nodes`; gives the status for the shell.
 
@@ -172,7 +183,7 @@ def start_ranks(
             local_addr="127.0.0.1" if nodes.count == 1 else None,
         )
         agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), start_method="spawn")
-        handover = Handover(agent, grace)
+        handover = Handover(agent, grace, saves)
         try:
             with handover.installed():
                 result = _run(agent, nodes)
@@ -192,7 +203,7 @@ def _status(agent: Agent, handover: Handover, result: RunResult | None, reports:
     own = [report for report in reports if not report.consequence]
     if handover.asked and not own:
         # Ended while starting, by the signal itself; or not done when the grace was over; or by a second Ctrl-C.
-        if agent.killed and handover.asked != signal.SIGINT:
+        if handover.saves and agent.killed and handover.asked != signal.SIGINT:
             _say(f"the ranks had not saved within {handover.grace:g} s and were ended: the last checkpoint stands")
         return handover.status
     verdict = (

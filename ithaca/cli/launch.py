@@ -32,6 +32,7 @@ def launch(
     processes: int | Literal["auto"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     grace: float = 60.0,
+    saves: bool = True,
     nodes: int | None = None,
     node_rank: int | None = None,
     rendezvous: str | None = None,
@@ -40,9 +41,9 @@ def launch(
     """Run `entry(*args)` on every rank; gives the status to end with.
 
     `entry`: `package.module:function`, or a function of a module. `processes`: ranks on this machine; all GPUs, or two
-    on the CPU, if "auto". `grace`: seconds the ranks have to save when told to stop. `nodes`, `node_rank` and
-    `rendezvous` (`host:port` on node 0): this machine as one of several. `hosts`: the nodes to take; under Slurm the
-    others stay idle, elsewhere the same command is typed on each of them.
+    on the CPU, if "auto". `grace`: seconds the ranks have to save when told to stop; `saves`: that they do, and
+    are said to. `nodes`, `node_rank` and `rendezvous` (`host:port` on node 0): this machine as one of several. `hosts`:
+    the nodes to take; under Slurm the others stay idle, elsewhere the same command is typed on each of them.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_here(entry, args)
@@ -61,7 +62,7 @@ def launch(
     from ithaca.cli.agent import start_ranks
 
     variables = _variables(count, place.count == 1 and not _has_gpus(device))
-    return start_ranks(entry, args, count, place, grace, variables)
+    return start_ranks(entry, args, count, place, grace, variables, saves)
 
 
 def count_processes(processes: int | Literal["auto"], device: Literal["auto", "cpu", "cuda"]) -> int:

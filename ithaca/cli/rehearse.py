@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ithaca.cli.stopped import told_when_stopped
+
 if TYPE_CHECKING:
     from ithaca.config import Run
     from ithaca.planning.traffic import Machine
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 LENGTH, WORLD, NODE = "128k", 8, 8
 
 
+@told_when_stopped("rehearse")
 def rehearse(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),

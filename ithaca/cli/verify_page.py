@@ -51,8 +51,8 @@ class Page:
             )
 
     def write(self, file: Path, lines: list[Line], subject: Subject, sample: Sample, mesh: Mesh) -> None:
-        """Results with versions; those of an earlier set of ranks (the CPU's before the GPUs') stay beside them."""
-        before = json.loads(file.read_text(encoding="utf-8")) if mesh.device.type == "cuda" and file.exists() else {}
+        """Results with versions; those of the set of ranks before (the CPU's before the GPUs') stay beside them."""
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         result = {
             "ok": all(line.ok for line in lines),
             "model_type": subject.config.model_type,

@@ -68,11 +68,7 @@ class Prepared:
         """DataError where a document holds an id that a model with so many does not have; a stream's are seen as they
         come."""
         for store in (*self.stores, *self.others):
-            if store.about["largest"] >= size:
-                raise DataError(
-                    f"{store.about['name']} holds the id {store.about['largest']}, this model's vocabulary is 0 to "
-                    f"{size - 1}: set model.tokenizer to the model's own, or resize the model's embeddings to its tokenizer"
-                )
+            check_id(store.about["name"], store.about["largest"], size)
 
     @property
     def has_validation(self) -> bool:
@@ -92,6 +88,15 @@ class Prepared:
             for place, store in enumerate(self.stores)
         ]
         return np.concatenate(parts)
+
+
+def check_id(where: str, largest: int, size: int) -> None:
+    """DataError where the largest id is none of a vocabulary of `size`."""
+    if largest >= size:
+        raise DataError(
+            f"{where} holds the id {largest}, this model's vocabulary is 0 to {size - 1}: set model.tokenizer to the "
+            "model's own, or resize the model's embeddings to its tokenizer"
+        )
 
 
 def prepare(

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ithaca.memory.loss import LossSpec, head_loss
+from ithaca.models.roles import few_tokens
 
 TARGETS, SMOOTHING, Z, EACH = "loss_targets", "loss_smoothing", "loss_z", "loss_each"
 
@@ -63,7 +64,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
     # A head with an adapter is more than its weight, though not yet while the adapter is new and adds nothing.
     if head is None or getattr(head, "weight", None) is None or hasattr(head, "base_layer"):
         return False
-    ids = torch.arange(1, 5, device=head.weight.device)[None]
+    ids = few_tokens(model).to(head.weight.device)
     spec = logits_spec(model)
     seen: list[Any] = []
     handle = model.base_model.register_forward_hook(lambda _module, _args, output: seen.append(output))

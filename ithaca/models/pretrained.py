@@ -27,13 +27,16 @@ CONFIG = "config.json"
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
-def find_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a model: `name` itself if it is one, else the hub's files, fetched once."""
+def find_folder(name: str, revision: str | None = None, *, typed: str = "model.name") -> Path:
+    """The local folder of a model: `name` itself if it is one, else the hub's files, fetched once.
+
+    `typed`: where the user gave the name, for what is said of it.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model.name {name!r} is no folder: name a folder with config.json, or a hub name")
+        raise ConfigError(f"{typed} {name!r} is no folder: name a folder with config.json, or a hub name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -42,7 +45,7 @@ def find_folder(name: str, revision: str | None = None) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.name {name!r} is neither a folder here nor found on the hub ({reason}): check the name, or "
+            f"{typed} {name!r} is neither a folder here nor found on the hub ({reason}): check the name, or "
             "download the model and name its folder"
         ) from None
 
@@ -73,7 +76,14 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         )
     if content.get("quantization_config"):
         raise UnsupportedError(f"{folder} has quantized weights: name the model in bf16 or fp32 instead")
-    return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        # transformers checks what it reads, and says what is wrong in the last line of several.
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise CheckpointError(f"{file} is no config of a {kind} ({reason}): mend it, or copy the model anew") from error
 
 
 def empty_model(source: str | Path | PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:

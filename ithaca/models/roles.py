@@ -80,7 +80,7 @@ def layer_arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[int
 
     for index in wanted.values():
         handles.append(layers[index].register_forward_pre_hook(watch(index), with_kwargs=True))
-    ids = torch.arange(1, TOKENS + 1, device=next(model.parameters()).device)[None]
+    ids = few_tokens(model)
     try:
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
@@ -92,10 +92,16 @@ def layer_arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[int
     return found
 
 
+def few_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """[1, TOKENS], of which even the smallest vocabulary has every one."""
+    ids = torch.arange(1, TOKENS + 1, device=next(model.parameters()).device)[None]
+    return ids % int(model.config.get_text_config().vocab_size)
+
+
 def norms_around(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[nn.Module, UnitRole]]:
     """Token-wise modules without matrices beside the layers, such as the norm after the last, and where they hang."""
     stack = next(m for m in model.modules() if any(layers[0] in list(c) for c in _lists(m)))
-    ids = torch.arange(1, TOKENS + 1, device=next(model.parameters()).device)[None]
+    ids = few_tokens(model)
     calls: list[_Seen] = []
     with torch.no_grad(), _hooks(stack, calls):
         model(input_ids=ids, use_cache=False)

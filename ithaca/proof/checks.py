@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ithaca.models.experts import has_experts, wants_auxiliary_loss
 from ithaca.models.rope import depends_on_length
+from ithaca.proof.adapters import has_adapters, load_adapters
 from ithaca.proof.limits import SHARE, Limits, limits_for
 from ithaca.proof.pair import Pair
 from ithaca.proof.parity import reference
@@ -56,7 +57,7 @@ class Bench:
     @property
     def limits(self) -> Limits:
         dtype = next(self.pair.parallel.parameters()).dtype
-        return limits_for(dtype, experts=has_experts(self.pair.parallel.config))
+        return limits_for(dtype, experts=has_experts(self.pair.config))
 
     def parity(self, name: str, batches: list[Batch], detail: str, **options: Any) -> Line:
         """The part of a comparison that is nearest to its limit."""
@@ -70,10 +71,16 @@ def first_step(bench: Bench) -> Iterator[Line]:
     errors, limits = bench.pair.compare(batches), bench.limits
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     rows = f"{len(batches)} row{'s' if len(batches) > 1 else ''} of {bench.sample.origin}, {tokens} tokens"
-    count = sum(1 for _ in bench.pair.parallel.parameters())
     yield Line("loss", errors.loss, limits.loss, rows)
     yield Line("logits", errors.logits, limits.logits, "of every token")
-    yield Line("gradients", errors.gradients, limits.gradients, f"of all {count} weights; worst: {errors.where}")
+    yield Line("gradients", errors.gradients, limits.gradients, f"{_trained(bench)}; worst: {errors.where}")
+
+
+def _trained(bench: Bench) -> str:
+    """Whose gradients are compared; what is frozen has none on either side, or it is off."""
+    trains = [parameter.requires_grad for parameter in bench.pair.parallel.parameters()]
+    frozen = len(trains) - sum(trains)
+    return f"of all {sum(trains)} weights{f' of adapters, none of {frozen} frozen ones' if frozen else ''}"
 
 
 def documents(bench: Bench) -> Iterator[Line]:
@@ -146,7 +153,7 @@ def evaluation(bench: Bench) -> Iterator[Line]:
 
 def router_loss(bench: Bench) -> Iterator[Line]:
     """The auxiliary loss over the whole batch, its gradient through the routers included."""
-    if not wants_auxiliary_loss(bench.pair.parallel, True):
+    if not wants_auxiliary_loss(bench.pair.base, True):
         return
     batch: Any = {**bench.sample.right_padded, "output_router_logits": True}
     yield bench.parity("router loss", [batch], "auxiliary loss of the whole batch", logits=False)
@@ -170,7 +177,9 @@ def sharded(bench: Bench) -> Iterator[Line]:
     heads = [attended[0][1] if attended else 0 for _, attended in everyone]
     each = ", ".join(map(str, heads))
     detail = f"{layers} layers, all {padded} tokens of {each} heads on a rank, {seen.exchanges} exchanges a step"
-    off = wrong + missing + abs(seen.exchanges - 4 * layers)
+    # Where all is frozen up to a layer's attention, as below the first adapter, nothing goes back through it.
+    back = seen.learned if has_adapters(pair.parallel) else layers
+    off = wrong + missing + abs(seen.exchanges - 2 * layers - 2 * back)
     yield Line("attention is sharded", float(off), 0.0, detail)
     yield _share_kept(bench, batch, max(pair.gathered(kept.bytes)))
 
@@ -197,21 +206,28 @@ def saving(bench: Bench) -> Iterator[Line]:
     batch = {key: bench.sample.right_padded[key] for key in ("input_ids", "attention_mask")}
 
     def load(plain: PreTrainedModel) -> float:
-        config = AutoConfig.from_pretrained(folder)
-        config._experts_implementation = plain.config._experts_implementation
-        dtype = next(plain.parameters()).dtype
-        loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager")
-        loaded = loaded.to(pair.mesh.device).train()
+        plain.set_attn_implementation("eager")
+        loaded = _load(plain, folder).to(pair.mesh.device).train()
         own = plain.state_dict()
         if any(not torch.equal(tensor, own[key]) for key, tensor in loaded.state_dict().items()):
             return float("inf")
-        plain.set_attn_implementation("eager")
         with pair.mode(), torch.no_grad():
             got, want = (model(**pair.placed(batch), use_cache=False).logits for model in (loaded, plain))
         return relative_error(got, want)
 
-    detail = "save_pretrained, loaded by transformers: every weight bit for bit, and the logits"
+    by = "adapters saved by themselves, loaded by peft" if has_adapters(pair.parallel) else "loaded by transformers"
+    detail = f"save_pretrained, {by}: every weight bit for bit, and the logits"
     yield Line("save", pair.on_rank_0(load), bench.limits.saved, detail)
+
+
+def _load(plain: PreTrainedModel, folder: Path) -> Any:
+    """What stands in `folder`, as others read it: a whole model, or adapters for the base of `plain`."""
+    if has_adapters(plain):
+        return load_adapters(plain, folder)
+    config = AutoConfig.from_pretrained(folder)
+    config._experts_implementation = plain.config._experts_implementation
+    dtype = next(plain.parameters()).dtype
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager")
 
 
 def resuming(bench: Bench) -> Iterator[Line]:

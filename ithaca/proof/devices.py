@@ -7,6 +7,7 @@ sharded one must be no further from it than one device's own bf16, but for scatt
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,13 @@ from ithaca.training.collectives import check_collectives
 
 
 def verify_devices(
-    build: Build, sample: Sample, mesh: Mesh, *, kernel: str = "auto", tell: Callable[[Line], None] = lambda line: None
+    build: Build,
+    sample: Sample,
+    mesh: Mesh,
+    *,
+    kernel: str = "auto",
+    tell: Callable[[Line], None] = lambda line: None,
+    scratch: Path | None = None,
 ) -> list[Line]:
     """The checklist of GPUs, the same on all ranks; `build` gives the whole model in fp32.
 
@@ -36,7 +43,8 @@ def verify_devices(
         check_collectives(mesh)
         lines.append(Line("collectives", 0.0, 0.0, "every one that training uses gave the known answer"))
         tell(lines[-1])
-        lines += verify(build, sample, mesh, promote=False, checks=CHECKS, tell=tell, kernel="blockwise", fuse=False)
+        options: dict[str, Any] = {"kernel": "blockwise", "fuse": False}
+        lines += verify(build, sample, mesh, promote=False, checks=CHECKS, tell=tell, scratch=scratch, **options)
     for line in _bf16(build, sample, mesh, kernel):
         lines.append(line)
         tell(line)

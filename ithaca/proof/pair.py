@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ithaca.errors import CheckpointError, IthacaError
 from ithaca.mesh import Mesh
+from ithaca.models.support import base_model
 from ithaca.proof.limits import FLOOR, Limits
 from ithaca.proof.parity import reference
 from ithaca.proof.promote import promoted, relative_error
@@ -60,8 +63,13 @@ class Pair:
         self.plain = build().to(mesh.device) if mesh.rank == 0 else None
 
     @property
+    def base(self) -> PreTrainedModel:
+        """The sharded one, taken out of what adapters put around it."""
+        return base_model(self.parallel)
+
+    @property
     def config(self) -> Any:
-        return self.parallel.config.get_text_config()
+        return self.base.config.get_text_config()
 
     def mode(self) -> AbstractContextManager[None]:
         """Where both models compute."""
@@ -109,11 +117,15 @@ class Pair:
             torch.set_num_threads(threads * self.mesh.local_ranks)
             try:
                 told[0] = action(self.plain)
+            except IthacaError as error:
+                told[1] = error
             except Exception as error:
                 told[1] = f"one process alone: {type(error).__name__}: {error}"
             finally:
                 torch.set_num_threads(threads)
         dist.broadcast_object_list(told, src=0, group=self.mesh.world_group)
+        if isinstance(told[1], IthacaError):
+            raise told[1]
         if told[1] is not None:
             raise RuntimeError(told[1])
         return told[0]
@@ -130,6 +142,12 @@ class Pair:
             with self.mode():
                 expected = reference(plain.train(not evaluate), [[self.placed(batch) for batch in batches]])
             plain.train()
+            if not isfinite(expected.loss):
+                # No answer is right beside it, and the sharded model is not to blame.
+                raise CheckpointError(
+                    f"one process of plain transformers has a loss of {expected.loss:g} with these weights: there is "
+                    "nothing to compare with; start from weights whose loss is finite"
+                )
             return expected.loss, [logits.cpu() for logits in expected.logits[0]]
 
         return self.on_rank_0(run)

@@ -23,11 +23,15 @@ from ithaca.models import binding
 
 @dataclass(slots=True)
 class Seen:
-    """On one rank, layer by layer: (tokens, heads) that the model brought, (tokens, heads) that the kernel took."""
+    """On one rank, layer by layer: (tokens, heads) that the model brought, (tokens, heads) that the kernel took.
+
+    `learned`: layers whose attention takes part in backward.
+    """
 
     brought: list[tuple[int, int]] = field(default_factory=list)
     attended: list[tuple[int, int]] = field(default_factory=list)
     exchanges: int = 0
+    learned: int = 0
 
 
 @contextmanager
@@ -38,7 +42,9 @@ def watched() -> Iterator[Seen]:
 
     def bring(q_BLHD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.brought.append((q_BLHD.shape[1], q_BLHD.shape[2]))
-        return attend_sharded(q_BLHD, *args, **kwargs)
+        out = attend_sharded(q_BLHD, *args, **kwargs)
+        seen.learned += out.requires_grad
+        return out
 
     def take(self: LocalAttention, q_BShD: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.attended.append((q_BShD.shape[1], q_BShD.shape[2]))

@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ithaca.config import Lora
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.models.roles import signature
 from ithaca.models.support import decoder_layers
+from ithaca.proof.adapters import adapted, notes_on
 from ithaca.proof.small import build as build_random
 
 LEAST_LAYERS = 2
@@ -38,12 +40,17 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model that is verified. `folder`: where its weights are read from; None for random ones."""
+    """The model that is verified. `folder`: where its weights are read from; None for random ones.
+
+    `lora`: the run's adapters, drawn from `seed`, all else frozen; None where all weights are trained.
+    """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     folder: Path | None
     notes: tuple[str, ...]
+    lora: Lora | None = None
+    seed: int = 0
 
     @property
     def exact(self) -> bool:
@@ -51,7 +58,11 @@ class Subject:
         return self.dtype == torch.float64
 
     def build(self) -> PreTrainedModel:
-        """Whole, on the host, in training mode."""
+        """Whole, on the host, in training mode; with adapters, the PEFT model around it."""
+        plain = self._plain()
+        return plain if self.lora is None else adapted(plain, self.lora, seed=self.seed)
+
+    def _plain(self) -> PreTrainedModel:
         if self.folder is None:
             return build_random(self.config, dtype=self.dtype)
         config = copy.deepcopy(self.config)
@@ -71,10 +82,13 @@ def make_subject(
     layers: int | None = None,
     folder: Path | None = None,
     dtype: torch.dtype = torch.float64,
+    lora: Lora | None = None,
+    seed: int = 0,
 ) -> Subject:
     """Cut `config` for a sample of `length` tokens on `ranks` ranks that share `room` bytes.
 
     `layers`: how many to keep. `folder`: take its weights where what is kept are the first layers of a whole vocabulary.
+    `lora` and `seed`: the adapters of the run.
     """
     cut, first, notes = cut_layers(config, layers)
     text = cut.get_text_config()
@@ -97,9 +111,11 @@ def make_subject(
             f"{text.num_hidden_layers} layers of this model need about {needed / 2**30:.1f} GiB to be verified and "
             f"{room / 2**30:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
         )
-    own = folder is not None and first and any(folder.glob("*.safetensors")) and _same_vocabulary(config, cut)
+    own = folder is not None and first and _same_vocabulary(config, cut)
     notes.append("weights of the folder" if own else "random weights")
-    return Subject(cut, dtype, folder if own else None, tuple(notes))
+    if lora is not None:
+        notes += notes_on(lora)
+    return Subject(cut, dtype, folder if own else None, tuple(notes), lora, seed)
 
 
 def cut_layers(
@@ -122,7 +138,8 @@ def cut_layers(
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     if layers is not None and not len(firsts) <= layers <= whole:
         raise ConfigError(
-            f"--layers {layers}: this model has {whole} layers of {len(firsts)} kinds, and one of each is needed; "
+            f"--layers {layers}: this model has {whole} layers of {len(firsts)} kind{'s' * (len(firsts) > 1)}, and one of "
+            "each is needed; "
             f"use {len(firsts)} to {whole}"
         )
     count = min(whole, max(layers or least, len(firsts)))
@@ -158,7 +175,7 @@ def _kinds(config: PreTrainedConfig, lists: list[str]) -> list[Any]:
     """What each layer is: its weights' names and shapes, its settings, and what lists in the config say of it; nothing
     where no model can be built of it, or one with other layers than those (of a picture's, say)."""
     try:
-        layers = decoder_layers(_empty(config))
+        layers = decoder_layers(empty_of(config))
     except (ValueError, IndexError, KeyError, TypeError):
         return []
     text = config.get_text_config()
@@ -179,13 +196,14 @@ def _settings(layer: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _empty(config: PreTrainedConfig) -> PreTrainedModel:
+def empty_of(config: PreTrainedConfig) -> PreTrainedModel:
+    """Its model on the meta device, at no cost; the config is left alone."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
 
 
 def _weights(config: PreTrainedConfig) -> int:
-    return sum(p.numel() for p in _empty(config).parameters())
+    return sum(p.numel() for p in empty_of(config).parameters())
 
 
 def _quieten(text: Any, length: int) -> list[str]:

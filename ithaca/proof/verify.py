@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ithaca.mesh import Mesh
-from ithaca.models.support import decoder_layers, memory_refusal
+from ithaca.models.support import base_model, decoder_layers, memory_refusal
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.checks import CHECKS, Bench, Check, Line, run_again
@@ -37,11 +37,13 @@ def verify(
     promote: bool = True,
     checks: Iterable[Check] = CHECKS,
     tell: Callable[[Line], None] = lambda line: None,
+    scratch: Path | None = None,
     **options: Any,
 ) -> list[Line]:
     """The checklist, the same on all ranks. `build` gives the whole model; `options` go to `parallelize`.
 
     `promote`: for models in fp64, that they really compute in it. `tell` hears of every line as it comes.
+    `scratch`: a folder of the caller's for what is saved, gone with it even where the ranks are killed.
     """
     lines: list[Line] = []
 
@@ -53,9 +55,9 @@ def verify(
                 lines.append(line)
                 tell(line)
 
-    with shared_folder(mesh) as folder:
+    with _shared_folder(mesh, scratch) as folder:
         pair = Pair(build, lambda model, its: parallelize(model, its, **options), mesh, promote=promote)
-        refused = memory_refusal(pair.parallel)
+        refused = memory_refusal(pair.base)
         run(pair, checks, folder)
         # Or two pairs would be held at once.
         del pair
@@ -68,7 +70,7 @@ def _with_layers_run_again(options: dict[str, Any]) -> Callable[[PreTrainedModel
     """`parallelize` with work in tiles and every layer run again in backward, one in two its attention too."""
 
     def prepare(model: PreTrainedModel, mesh: Mesh) -> Any:
-        count = len(decoder_layers(model))
+        count = len(decoder_layers(base_model(model)))
         modes: tuple[LayerMode, ...] = tuple("recompute" if index % 2 else "save" for index in range(count))
         plan = MemoryPlan(modes, (False,) * count, mlp_tile=_MLP_TILE, loss_tile=_LOSS_TILE)
         return parallelize(model, mesh, **{**options, "memory": plan})
@@ -77,9 +79,9 @@ def _with_layers_run_again(options: dict[str, Any]) -> Callable[[PreTrainedModel
 
 
 @contextmanager
-def shared_folder(mesh: Mesh) -> Iterator[Path]:
+def _shared_folder(mesh: Mesh, within: Path | None) -> Iterator[Path]:
     """An empty folder of this machine, the same for all ranks, gone afterwards."""
-    made = [tempfile.mkdtemp(prefix="ithaca-verify-") if mesh.rank == 0 else ""]
+    made = [tempfile.mkdtemp(prefix="ithaca-verify-", dir=within) if mesh.rank == 0 else ""]
     dist.broadcast_object_list(made, src=0, group=mesh.world_group)
     try:
         yield Path(made[0])

@@ -173,11 +173,16 @@ def _put(target: str, homes: dict[str, Tensor], tied: dict[str, str], key: str, 
         if not again:
             own[at].copy_(read)
         elif not torch.equal(own[at], read.to(own)):
-            raise CheckpointError(
-                f"{' and '.join(tied_to(source, tied))} are one weight by the config, but the files hold different ones: "
-                "set tie_word_embeddings to false in config.json"
-            )
+            raise different_copies(source, tied)
     reader.filled.add(source)
+
+
+def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
+    """What is said where files hold a tied weight twice, and not the same."""
+    return CheckpointError(
+        f"{' and '.join(tied_to(source, tied))} are one weight by the config, but the files hold different ones: "
+        "set tie_word_embeddings to false in config.json"
+    )
 
 
 def _pieces(own: Tensor, where: tuple[slice, ...]) -> Iterator[tuple[Any, tuple[slice, ...]]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ithaca.config import Run, Stage
 from ithaca.data.feed import Feed, open_feed
 from ithaca.data.prepare import Prepared
-from ithaca.errors import ConfigError, MeshError
+from ithaca.errors import MeshError
 from ithaca.mesh import Mesh, init_mesh, largest_divisor
 from ithaca.models.auto import sizes_of
 from ithaca.models.pretrained import add_adapters, empty_model, read_config
@@ -53,8 +53,7 @@ class Session:
 def choose_sp(run: Run, number: int, world: int, config: Any) -> int:
     """The stage's own degree, the run's, or as many ranks as divide the world and have a head each."""
     stage = run.stages[number]
-    if run.mesh.ring > 1:
-        raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
+    run.mesh.refuse_ring()
     asked = stage.sp or run.mesh.sp
     sp = largest_divisor(world // run.mesh.ring, int(config.num_attention_heads)) if asked == "auto" else asked
     dp = world // (sp * run.mesh.ring)

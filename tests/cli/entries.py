@@ -118,6 +118,7 @@ def main() -> int:
         processes=int(settings.get("processes", "2")),
         device="cpu",
         grace=float(settings.get("grace", "20")),
+        saves=settings.get("saves", "yes") == "yes",
         nodes=int(settings["nodes"]) if "nodes" in settings else None,
         node_rank=int(settings["node_rank"]) if "node_rank" in settings else None,
         rendezvous=settings.get("rendezvous"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from ithaca.cli.allocator import GROWING, NAMES, let_segments_grow
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +37,9 @@ def test_where_segments_cannot_grow_nothing_is_set(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "platform", "win32")
     let_segments_grow()
     assert not set(NAMES) & os.environ.keys()
+
+
+def test_the_benchmarks_take_the_same_setting() -> None:
+    files = [*(ROOT / "ithaca").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    written = [str(path.relative_to(ROOT)) for path in files if GROWING in path.read_text(encoding="utf-8")]
+    assert written == ["ithaca/cli/allocator.py"]

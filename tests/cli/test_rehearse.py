@@ -56,6 +56,16 @@ def test_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest
     assert len(told["figures"]) == 1
 
 
+def test_ctrl_c_is_told_in_a_sentence(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(proof, "rehearse", stop)
+    status, out, err = run("--model", small, "--length", "128", "--world", "4")
+    assert (status, out) == (130, "")
+    assert err.startswith("ithaca: rehearse was stopped before its end")
+
+
 def test_more_groups_take_more_rows(small: str) -> None:
     from ithaca.config import read_run
 

@@ -17,7 +17,7 @@ from ithaca.proof.sample import from_rows, made_up
 from ithaca.proof.small import LISTED, VOCABULARY, small_model
 from ithaca.proof.verify import verify
 from tests import faults
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.tolerances import FP64 as TOLERANCE
 
 LENGTH = 47
@@ -99,6 +99,32 @@ def test_length_dependent_rope() -> None:
 
 def test_a_router_loss_that_the_config_asks_for() -> None:
     expect_right("mixtral", 2, output_router_logits=True)
+
+
+def on_rank_with_few_tokens(vocabulary: int) -> list[Line]:
+    build = partial(small_model, "llama", vocab_size=vocabulary, eos_token_id=0, bos_token_id=0)
+    return verify(build, made_up(vocabulary, LENGTH), init_mesh(sp=2))
+
+
+def test_the_smallest_vocabulary_will_do() -> None:
+    lines = run_ranks(2, on_rank_with_few_tokens, 2)[0]
+    assert not [line for line in lines if not line.ok]
+
+
+def on_rank_with_nan() -> list[Line]:
+    def build() -> Any:
+        model = small_model("llama")
+        with torch.no_grad():
+            model.lm_head.weight[0] = float("nan")
+        return model
+
+    return verify(build, made_up(VOCABULARY, LENGTH), init_mesh(sp=2))
+
+
+def test_a_loss_that_one_process_has_not_either_is_not_blamed_on_the_ranks() -> None:
+    with pytest.raises(RankError, match="one process of plain transformers has a loss of nan") as caught:
+        run_ranks(2, on_rank_with_nan)
+    assert len(caught.value.exceptions) == 2, "all ranks say so"
 
 
 def test_every_fault_has_lines() -> None:
