@@ -22,6 +22,7 @@ class ModelSizes:
     """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
+    `widest`: the most intermediate values of a token in any layer's MLP.
     """
 
     name: str
@@ -37,12 +38,17 @@ class ModelSizes:
     adapters: int = 0
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
     layer_parameters: int = field(init=False, compare=False, repr=False)
+    largest_layer: int = field(init=False, compare=False, repr=False)
+    widest: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         numbers: dict[LayerSizes, int] = {}
         kinds = tuple(numbers.setdefault(layer, len(numbers)) for layer in self.layers)
         object.__setattr__(self, "kinds", kinds)
-        object.__setattr__(self, "layer_parameters", sum(layer.parameters for layer in self.layers))
+        counts = [layer.parameters for layer in self.layers]
+        object.__setattr__(self, "layer_parameters", sum(counts))
+        object.__setattr__(self, "largest_layer", max(counts) + self.adapters // len(counts))
+        object.__setattr__(self, "widest", max((3 if each.gated else 2) * each.width for each in numbers))
 
     @classmethod
     def from_config(cls, config: Config) -> ModelSizes:
@@ -89,11 +95,6 @@ class ModelSizes:
     @property
     def total(self) -> int:
         return self.root + self.layer_parameters + self.adapters
-
-    @property
-    def largest_layer(self) -> int:
-        each = {kind: layer.parameters for kind, layer in zip(self.kinds, self.layers, strict=True)}
-        return max(each.values()) + self.adapters // len(self.layers)
 
     @property
     def trainable(self) -> int:
