@@ -219,10 +219,7 @@ class Frame:
         # From the last layer on, where most is saved: what does not fit is seen soon.
         backward = self._backward(modes, resident, away)
         beside = self.beside
-        for index, _, _, held in backward:
-            if beside[index] + held + int(SLACK * held) > room:
-                return False
-        return True
+        return all(beside[index] + held + int(SLACK * held) <= room for index, _, _, held in backward)
 
     def pinned(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> int:
         """Bytes of saved tensors on the host."""

@@ -268,7 +268,7 @@ def test_a_hub_that_does_not_answer_is_one_reason(run: Any, monkeypatch: pytest.
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no route to the hub")
 
-    monkeypatch.setattr("ithaca.cli.plan_inputs.urlopen", refuse)
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
     status, _, err = run("--model", "org/qwen3-9b")
     assert status == 2
     assert "the hub gave nothing (OSError: no route to the hub)" in err
