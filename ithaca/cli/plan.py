@@ -164,7 +164,7 @@ def _show(
     console.print(page(facts, wanted, option, reach))
     if rows is not None:
         console.print()
-        console.print(comparison(rows))
+        console.print(comparison(option, rows))
         console.print(verdict(wanted, option, rows))
 
 

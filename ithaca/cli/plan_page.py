@@ -150,9 +150,11 @@ def _reach(reach: Sequence[tuple[str, int]]) -> Table:
     return table
 
 
-def comparison(rows: Sequence[Compared]) -> Table:
+def comparison(chosen: Option, rows: Sequence[Compared]) -> Table:
     """Every cut: how long it reaches, how fast it is at the length asked for, and what its exchanges take."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    title = f"Every cut of {chosen.machine}, with {chosen.recipe}"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title=title)
+    table.title_justify, table.title_style = "left", ""
     for name in ("dp", "ring", "sp"):
         table.add_column(name, justify="right")
     for name in ("longest", "s a step", "tokens/s", "exchange", "GiB"):
@@ -200,5 +202,5 @@ def verdict(wanted: Wanted, plain: Option, rows: Sequence[Compared]) -> str:
         ring: max((row.longest for row in rows if (row.degrees.ring > 1) == ring), default=0) for ring in (False, True)
     }
     if far[True] > far[False]:
-        lines.append(f"A ring would reach {show_length(far[True])}, without one {show_length(far[False])}.")
+        lines.append(f"So kept, a ring would reach {show_length(far[True])}, without one {show_length(far[False])}.")
     return "\n".join(lines)

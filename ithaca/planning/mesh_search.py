@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ithaca.planning.choose import Fixed, cheapest
-from ithaca.planning.cuts import all_degrees, parts, whole
+from ithaca.planning.cuts import Place, all_degrees, parts, whole
 from ithaca.planning.longest import longest
 from ithaca.planning.memory import Memory, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
@@ -50,10 +50,24 @@ def best_options(wanted: Wanted, length: int) -> list[Option]:
     for find in (whole, parts):
         places = find(wanted)
         for recipe in (recipe for group in recipes(wanted) for recipe in group):
-            found = [option for place in places for option in _options(place.wanted, length, place.degrees, recipe)]
+            found = [option for place in places for option in _options(*_at(place, length), recipe)]
             if found:
-                return _ranked(found)
+                used = {option.machine for option in found}
+                others = [place for place in _other_cuts(wanted, places) if place.wanted.machine in used]
+                return _ranked([*found, *(each for place in others for each in _options(*_at(place, length), recipe))])
     return []
+
+
+def _other_cuts(wanted: Wanted, places: list[Place]) -> Iterator[Place]:
+    """Of a part the cut that reaches furthest is known; others may be faster where they fit as well."""
+    for machine in dict.fromkeys(place.wanted.machine for place in places):
+        part = replace(wanted, machine=machine)
+        known = {place.degrees for place in places if place.wanted.machine == machine}
+        yield from (Place(part, degrees) for degrees in all_degrees(part) if degrees not in known)
+
+
+def _at(place: Place, length: int) -> tuple[Wanted, int, Degrees]:
+    return place.wanted, length, place.degrees
 
 
 def _ranked(options: list[Option]) -> list[Option]:

@@ -17,6 +17,7 @@ from ithaca.config import load_run
 from ithaca.planning.calibrated import Measured, write_measured
 from ithaca.planning.hardware import AttentionSpeed
 from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.what_if import show_length as shown_length
 from tests.planning.models import LLAMA_8B
 
 BASE = ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH100")
@@ -162,8 +163,43 @@ def test_compare_tables_every_cut(run: Any) -> None:
     rows = [line.split() for line in table.splitlines()[1:8]]
     assert [tuple(map(int, row[:3])) for row in rows if row[1] == "1"] == [(8, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8)]
     assert all("not built yet" in " ".join(row) for row in rows if row[1] != "1")
+    assert "Every cut of 8xH100, with adamw, fp32 weights, bf16 computing" in out
     assert "Ulysses (sp) as far as it goes: up to 32 ranks" in out
     assert "ring attention is not built yet" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        BASE,
+        # As long as it gets, and between two steps of the search.
+        ("--model", "qwen3-8b", "--length", "max", "--gpus", "4xA100-80GB"),
+        ("--model", "qwen3-8b", "--length", "1000001", "--gpus", "8xH100"),
+        # The fastest has two rows a step and is not the one that is chosen; copies of the weights in nodes.
+        ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH200"),
+        ("--model", "llama-3.2-1b", "--length", "32k", "--gpus", "8xH100", "--nodes", "2", "--network", "Ethernet 25G"),
+        # Some GPUs idle.
+        ("--model", "qwen3-8b", "--length", "3M", "--gpus", "8xH100", "--nodes", "5"),
+    ],
+)
+def test_what_is_compared_is_what_is_planned(run: Any, words: tuple[str, ...]) -> None:
+    said = json.loads(run(*words, "--compare", "--json")[1])
+    [chosen] = [row for row in said["comparison"] if row["chosen"]]
+    assert chosen["degrees"] == said["degrees"]
+    assert chosen["longest"] == said["reach"]["longest that fits, so cut"] >= said["length"]
+    assert chosen["tokens_per_second"] == said["time"]["tokens_per_second"]
+    assert chosen["seconds"] == said["time"]["seconds"]
+    assert chosen["device_bytes"] == said["memory"]["device_bytes"]
+    for row in said["comparison"]:
+        assert (row["seconds"] is None) == (row["longest"] < said["length"])
+    fastest = max(row["tokens_per_second"] or 0 for row in said["comparison"] if row["built"])
+    assert chosen["tokens_per_second"] >= 0.99 * fastest
+    _, out, _ = run(*words, "--compare", "--write", "-")
+    shown = next(line.split() for line in out.splitlines() if line.rstrip().endswith("chosen"))
+    assert f"{said['time']['tokens_per_second']:,.0f}" in shown
+    degrees = said["degrees"]
+    assert f"Here at {shown_length(said['length'])}: dp={degrees['dp']}, sp={degrees['sp']}," in out
+    assert "comparison" not in json.loads(run(*words, "--json")[1])
 
 
 def test_the_summary_is_one_page_of_markdown(run: Any) -> None:
