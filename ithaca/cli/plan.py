@@ -71,10 +71,10 @@ def plan(
 
     total = None if tokens is None else read_tokens(tokens)
     _amounts(price, target_tok_s, tokens)
-    option = _chosen(wanted, length)
+    option = _chosen(wanted, length, known)
     run = run_of(known, wanted, option, tokens=total, lora_rank=lora_rank if tune == "lora" else None)
     facts = _facts(wanted, option, known, run, total, price, target_tok_s)
-    reach = _reach(wanted, option)
+    reach = [(label, min(tokens, known.ends or tokens)) for label, tokens in _reach(wanted, option)]
     rows = _compared(wanted, option) if compare else None
     if as_json:
         typer.echo(json.dumps(_as_json(wanted, option, known, reach, facts, rows), indent=1))
@@ -130,8 +130,9 @@ def _compared(wanted: Wanted, option: Option) -> list[Compared]:
     return compare(wanted, option)
 
 
-def _chosen(wanted: Wanted, length: str) -> Option:
+def _chosen(wanted: Wanted, length: str, known: KnownModel) -> Option:
     from ithaca.cli.plan_inputs import read_length
+    from ithaca.errors import ConfigError
     from ithaca.planning.longest import longest_of_all
     from ithaca.planning.mesh_search import best_options
     from ithaca.planning.what_if import refusal
@@ -140,9 +141,14 @@ def _chosen(wanted: Wanted, length: str) -> Option:
         best = longest_of_all(wanted)
         if best is None:
             raise refusal(wanted, 1024)
-        tokens = best.length
+        tokens = min(best.length, known.ends or best.length)
     else:
         tokens = read_length(length)
+    if known.ends is not None and tokens > known.ends:
+        raise ConfigError(
+            f"--length {length}: {known.kind} has learned positions up to {known.ends:,}, which no rope stretches: use "
+            f"--length {known.ends}"
+        )
     options = best_options(wanted, tokens)
     if not options:
         raise refusal(wanted, tokens)
@@ -206,11 +212,11 @@ def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
     from ithaca.training.stages import advise_between
 
     table = json.loads(files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8"))["architectures"]
-    found = table.get(known.sizes.name)
-    cautions = {}
+    found = table.get(known.kind)
+    cautions = dict(known.cautions)
     if found is None or found["verdict"] != "exact":
         reason = "not among the measured architectures" if found is None else found["reason"]
-        cautions["exactness"] = f"{known.sizes.name or 'this architecture'}: {reason}; see `ithaca models`"
+        cautions["exactness"] = f"{known.kind or 'this architecture'}: {reason}; see `ithaca models`"
     if warnings := advise_between(known.positions or 0, run.stages):
         cautions["stages"] = "; ".join(warnings)
     return cautions

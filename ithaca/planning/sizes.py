@@ -11,15 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import UnsupportedError
-from ithaca.planning.layers import LayerSizes, layer_sizes
+from ithaca.planning.config_names import LEARNED_POSITIONS, text_of
+from ithaca.planning.layers import PLAIN, LayerSizes, layer_sizes
 
 Config = Mapping[str, Any]
-_TIED_UNLESS_SAID = ("gemma", "cohere")
+_TIED_UNLESS_SAID = ("gemma", "cohere", "gpt2", "gpt_bigcode")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values.
+    `final_norm`: the last norm, and a table of positions where there is one.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
     `widest`: the most intermediate values of a token in any layer's MLP.
@@ -53,7 +55,7 @@ class ModelSizes:
     @classmethod
     def from_config(cls, config: Config) -> ModelSizes:
         """Sizes of the model (or of the text model of a multi-modal one) that `config` describes."""
-        config = config.get("text_config") or config
+        config = text_of(config)
         needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         if missing := [key for key in needed if not config.get(key)]:
             raise UnsupportedError(
@@ -75,7 +77,7 @@ class ModelSizes:
             vocabulary=int(config["vocab_size"]),
             tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
             layers=tuple(layer_sizes(config, index, key, value) for index in range(int(config["num_hidden_layers"]))),
-            final_norm=int(config["hidden_size"]) * (2 if kind == "starcoder2" else 1),
+            final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
         )
 
     @property
@@ -112,6 +114,12 @@ class ModelSizes:
         if rank < 1:
             raise UnsupportedError(f"LoRA of rank {rank}: a rank of at least 1 is needed")
         return replace(self, adapters=rank * sum(layer.linear_edges for layer in self.layers))
+
+
+def _positions(config: Config) -> int:
+    """Weights of a table of positions."""
+    learned = str(config.get("model_type", "")) in LEARNED_POSITIONS
+    return int(config["max_position_embeddings"]) * int(config["hidden_size"]) if learned else 0
 
 
 def _head_sizes(config: Config) -> tuple[int, int]:

@@ -242,6 +242,42 @@ def test_a_calibration_counts(run: Any, tmp_path: Path) -> None:
     assert run(*words)[0] == 2
 
 
+def test_a_gpt2_is_planned_as_far_as_its_positions_go(run: Any) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    Path("config.json").write_text(json.dumps({**config, "n_inner": None, "attn_pdrop": 0.1}))
+    words = ("--model", "config.json", "--gpus", "2xH100", "--write", "-", "--length")
+    status, out, _ = run(*words, "1k")
+    assert status == 0
+    assert "0.12 B parameters" in out
+    assert "attn_pdrop is 0.1: attention dropout is not exact over ranks, set it to 0" in out
+    assert "exactness" not in out
+    said = json.loads(run(*words, "max", "--json")[1])
+    assert {said["length"], *said["reach"].values()} == {1024}
+    status, _, err = run(*words, "2k")
+    assert status == 2
+    assert "gpt2 has learned positions up to 1,024, which no rope stretches: use --length 1024" in err
+
+
+def test_of_a_model_that_sees_images_the_text_model_is_planned(run: Any) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    config = {"model_type": "gemma3", "text_config": {**text, "sliding_window": 1024}, "vision_config": {}}
+    Path("config.json").write_text(json.dumps(config))
+    for name in ("config.json", "gemma-3-4b-it"):
+        status, out, _ = run("--model", name, "--write", "-")
+        assert status == 0
+        assert "3.88 B parameters" in out
+        assert "text only    the text model inside gemma3 is planned, and nothing else that it has" in out
+        assert "exactness    gemma3: it takes images" in out
+    assert "text only" not in run("--model", "gemma-3-1b-pt", "--write", "-")[1]
+
+
 def test_architectures_that_are_not_exact_are_named(run: Any) -> None:
     Path("config.json").write_text(json.dumps({**LLAMA_8B, "model_type": "never_heard_of"}))
     assert "not among the measured architectures" in run("--model", "config.json", "--write", "-")[1]
