@@ -61,7 +61,9 @@ def test_the_steps_measured_again_are_those_measured() -> None:
     import json
 
     cells = json.loads((ROOT / "benchmarks/results/step_again.json").read_text())["cells"]
-    ours = {(c["model"], c["length"], c["settings"]["budget_gib"]): c["seconds"] for c in cells if c["system"] == "ithaca"}
+    ours = {
+        (c["model"], c["length"], c["settings"]["budget_gib"]): c["seconds"] for c in cells if c["system"] == "ithaca"
+    }
     floor = {(c["model"], c["length"]): c["seconds"] for c in cells if c["system"] == "floor"}
     took = {one: f"{seconds:.1f} s" for one, seconds in ours.items()}
     told = [("8B", 32_768, 40.0), ("8B", 131_072, 55.0), ("1B", 262_144, 24.0), ("8B", 32_768, 128.0)]

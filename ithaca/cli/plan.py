@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ import typer
 if TYPE_CHECKING:
     from ithaca.config import Run
     from ithaca.planning.known_models import KnownModel
-    from ithaca.planning.mesh_search import Option, Wanted
+    from ithaca.planning.mesh_search import Compared, Option
+    from ithaca.planning.wanted import Wanted
 
 LORA_RANK = 16
 NO_FILE = "-"
@@ -52,7 +53,7 @@ def plan(
             return
         raise typer.BadParameter("name the model to plan for: --model Qwen/Qwen3-8B", param_hint="--model")
     from ithaca.cli.plan_inputs import read_machine, read_model, read_tokens
-    from ithaca.planning.mesh_search import Wanted
+    from ithaca.planning.wanted import Wanted
 
     known = read_model(model)
     sizes = known.sizes.with_lora(lora_rank) if _one_of("--tune", tune, ("full", "lora")) == "lora" else known.sizes
@@ -70,14 +71,15 @@ def plan(
 
     total = None if tokens is None else read_tokens(tokens)
     _amounts(price, target_tok_s, tokens)
-    option = _chosen(wanted, length)
+    option = _chosen(wanted, length, known)
     run = run_of(known, wanted, option, tokens=total, lora_rank=lora_rank if tune == "lora" else None)
     facts = _facts(wanted, option, known, run, total, price, target_tok_s)
-    reach = _reach(wanted, option)
+    reach = [(label, min(tokens, known.ends or tokens)) for label, tokens in _reach(wanted, option)]
+    rows = _compared(wanted, option) if compare else None
     if as_json:
-        typer.echo(json.dumps(_as_json(wanted, option, known, reach, facts), indent=1))
+        typer.echo(json.dumps(_as_json(wanted, option, known, reach, facts, rows), indent=1))
         return
-    _show(wanted, option, facts, reach, compare=compare)
+    _show(wanted, option, facts, reach, rows)
     _write(wanted, option, run, facts, spec, write)
 
 
@@ -100,28 +102,53 @@ def _facts(
 
 
 def _reach(wanted: Wanted, option: Option) -> list[tuple[str, int]]:
-    """How long a row can be: so cut, at all, and with a little more of something."""
-    from ithaca.planning.mesh_search import longest, longest_of_all
-    from ithaca.planning.what_if import gains
+    """How long a row can be: so cut, at all and what that takes, and with a little more of something."""
+    from ithaca.planning.cuts import Place
+    from ithaca.planning.longest import Longest, longest_length, longest_of_all
+    from ithaca.planning.mesh_search import longest_so_cut
+    from ithaca.planning.wanted import recipes
+    from ithaca.planning.what_if import gains, show_used
 
-    here = longest(wanted, option.degrees, option.recipe)
-    best = longest_of_all(wanted) or (here, option.degrees, option.recipe)
-    where = f"longest at all: {best[1]}{', all on the host' * best[2].on_host}"
-    return [("longest that fits, so cut", here), (where, max(here, best[0])), *gains(wanted)]
+    used = replace(wanted, machine=option.machine)
+    here = longest_so_cut(used, option.recipe, option.degrees, option.job.length)
+    best = longest_of_all(wanted)
+    if best is None or best.length < here:
+        best = Longest(here, Place(used, option.degrees), option.recipe)
+    takes = f"{best.place.degrees}{show_used(wanted.machine, best.place.wanted.machine)}, {best.recipe}"
+    known = [("longest that fits, so cut", here), (f"longest at all: {takes}", best.length)]
+    exact = next(recipes(wanted))[0]
+    if exact.numerics != best.recipe.numerics:
+        # What less exact numerics gain is for the user to judge.
+        length = longest_length(replace(wanted, optimizer=exact.optimizer, precision=exact.precision))
+        known += [(f"longest with {exact.numerics}: --optimizer {exact.optimizer}", length)] if length else []
+    return [*known, *gains(wanted, best.length)]
 
 
-def _chosen(wanted: Wanted, length: str) -> Option:
+def _compared(wanted: Wanted, option: Option) -> list[Compared]:
+    from ithaca.planning.mesh_search import compare
+
+    return compare(wanted, option)
+
+
+def _chosen(wanted: Wanted, length: str, known: KnownModel) -> Option:
     from ithaca.cli.plan_inputs import read_length
-    from ithaca.planning.mesh_search import best_options, longest_of_all
+    from ithaca.errors import ConfigError
+    from ithaca.planning.longest import longest_of_all
+    from ithaca.planning.mesh_search import best_options
     from ithaca.planning.what_if import refusal
 
     if length.strip().lower() == "max":
         best = longest_of_all(wanted)
         if best is None:
             raise refusal(wanted, 1024)
-        tokens = best[0]
+        tokens = min(best.length, known.ends or best.length)
     else:
         tokens = read_length(length)
+    if known.ends is not None and tokens > known.ends:
+        raise ConfigError(
+            f"--length {length}: {known.kind} has learned positions up to {known.ends:,}, which no rope stretches: use "
+            f"--length {known.ends}"
+        )
     options = best_options(wanted, tokens)
     if not options:
         raise refusal(wanted, tokens)
@@ -129,7 +156,11 @@ def _chosen(wanted: Wanted, length: str) -> Option:
 
 
 def _show(
-    wanted: Wanted, option: Option, facts: dict[str, str], reach: list[tuple[str, int]], *, compare: bool
+    wanted: Wanted,
+    option: Option,
+    facts: dict[str, str],
+    reach: list[tuple[str, int]],
+    rows: list[Compared] | None,
 ) -> None:
     from rich.console import Console
 
@@ -137,11 +168,10 @@ def _show(
 
     console = Console(highlight=False)
     console.print(page(facts, wanted, option, reach))
-    if compare:
-        table, rows = comparison(wanted, option.job.length, option.recipe)
+    if rows is not None:
         console.print()
-        console.print(table)
-        console.print(verdict(wanted, option.job.length, rows))
+        console.print(comparison(option, rows))
+        console.print(verdict(wanted, option, rows))
 
 
 def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:
@@ -168,10 +198,11 @@ def _target(wanted: Wanted, option: Option, target: float) -> str:
 
     if option.time.tokens_per_second >= target:
         return f"{target:,.0f} tokens/s: reached"
-    machine = machine_for(wanted, option, target)
-    if machine is None:
+    found = machine_for(wanted, option, target)
+    if found is None:
         return f"{target:,.0f} tokens/s: not reached by any number of these cards that was tried"
-    return f"{target:,.0f} tokens/s: {show_gpus(machine)} would do"
+    machine, without = found
+    return f"{target:,.0f} tokens/s: {show_gpus(machine, wanted.machine)}{without} would do"
 
 
 def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
@@ -181,38 +212,61 @@ def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
     from ithaca.training.stages import advise_between
 
     table = json.loads(files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8"))["architectures"]
-    found = table.get(known.sizes.name)
-    cautions = {}
+    found = table.get(known.kind)
+    cautions = dict(known.cautions)
     if found is None or found["verdict"] != "exact":
         reason = "not among the measured architectures" if found is None else found["reason"]
-        cautions["exactness"] = f"{known.sizes.name or 'this architecture'}: {reason}; see `ithaca models`"
+        cautions["exactness"] = f"{known.kind or 'this architecture'}: {reason}; see `ithaca models`"
     if warnings := advise_between(known.positions or 0, run.stages):
         cautions["stages"] = "; ".join(warnings)
     return cautions
 
 
 def _as_json(
-    wanted: Wanted, option: Option, known: KnownModel, reach: list[tuple[str, int]], facts: dict[str, str]
+    wanted: Wanted,
+    option: Option,
+    known: KnownModel,
+    reach: list[tuple[str, int]],
+    facts: dict[str, str],
+    rows: list[Compared] | None,
 ) -> dict[str, Any]:
     machine = wanted.machine
+    host_budget = replace(wanted, machine=option.machine).host_budget
+    compared = {} if rows is None else {"comparison": [_row_as_json(row) for row in rows]}
     return {
         "model": known.name,
         "parameters": wanted.sizes.total,
         "length": option.job.length,
         "machine": {"device": machine.device.name, "gpus": machine.gpus, "nodes": machine.nodes}
         | {"host_memory": machine.host_memory, "measured": machine.device.measured},
+        "used": {"gpus": option.machine.gpus, "nodes": option.machine.nodes},
         "degrees": option.degrees._asdict(),
         "replicas": option.job.replicas,
         "recipe": asdict(option.recipe),
         "plan": asdict(option.plan),
         "memory": {"moment": option.memory.moment, "terms": [asdict(term) for term in option.memory.terms]}
         | {"device_bytes": option.memory.device_bytes, "host_bytes": option.memory.host_bytes}
-        | {"device_budget": wanted.device_budget, "host_budget": wanted.host_budget},
+        | {"device_budget": wanted.device_budget, "host_budget": host_budget},
         "time": {"seconds": option.time.seconds, "terms": [asdict(term) for term in option.time.terms]}
         | {"tokens_per_second": option.time.tokens_per_second, "exchange_share": option.time.exchange_share}
         | {"utilisation": option.time.utilisation(machine.device.peak)},
         "reach": dict(reach),
         "facts": facts,
+    } | compared
+
+
+def _row_as_json(row: Compared) -> dict[str, Any]:
+    """One cut of `--compare`; what it is at the length asked for is null where it does not fit."""
+    option = row.option
+    return {
+        "degrees": row.degrees._asdict(),
+        "longest": row.longest,
+        "chosen": row.chosen,
+        "built": row.degrees.ring == 1,
+        "seconds": None if option is None else option.time.seconds,
+        "tokens_per_second": None if option is None else option.time.tokens_per_second,
+        "exchange_share": None if option is None else option.time.exchange_share,
+        "device_bytes": None if option is None else option.memory.device_bytes,
     }
 
 

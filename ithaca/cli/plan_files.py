@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ithaca.config import Data, Launch, Lora, MeshDegrees, Model, Optimizer, Rope, Run, Source, Stage, dump_run
@@ -12,7 +13,9 @@ from ithaca.config import Memory as MemorySection
 from ithaca.errors import ConfigError
 from ithaca.planning.known_models import KnownModel
 from ithaca.planning.memory import GIB
-from ithaca.planning.mesh_search import Option, Wanted
+from ithaca.planning.mesh_search import Option
+from ithaca.planning.traffic import Machine
+from ithaca.planning.wanted import Wanted
 
 STEPS = 1000
 USUAL_HEADROOM = 0.25
@@ -40,7 +43,7 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
         mesh=MeshDegrees(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
         memory=MemorySection(budget=budget, on_host="everything" if recipe.on_host else "nothing"),
         optimizer=Optimizer(name=optimizer),
-        launch=Launch(processes=wanted.machine.gpus, device="cuda"),
+        launch=Launch(processes=option.machine.gpus, device="cuda"),
     )
 
 
@@ -99,14 +102,14 @@ def script_change(wanted: Wanted, option: Option) -> str:
     )
 
 
-def launch_line(wanted: Wanted) -> str:
-    nodes = f"--nnodes {wanted.machine.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-    return f"torchrun {nodes if wanted.machine.nodes > 1 else ''}--nproc-per-node {wanted.machine.gpus} script.py"
+def launch_line(machine: Machine) -> str:
+    nodes = f"--nnodes {machine.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    return f"torchrun {nodes if machine.nodes > 1 else ''}--nproc-per-node {machine.gpus} script.py"
 
 
 def spec_of(title: str, facts: dict[str, str], option: Option, wanted: Wanted) -> str:
     """One page of Markdown: what is asked, what is chosen, what it takes, and how sure that is."""
-    device, host = wanted.budgets
+    device, host = replace(wanted, machine=option.machine).budgets
     lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in facts.items()), ""]
     lines += ["## Memory of one GPU", "", f"Worst at the {option.memory.moment}.", ""]
     lines += ["| term | device, GiB | host, GiB | |", "|---|---:|---:|---|"]
@@ -121,7 +124,7 @@ def spec_of(title: str, facts: dict[str, str], option: Option, wanted: Wanted) -
         share = part.seconds / option.time.seconds
         lines.append(f"| {part.name} | {part.seconds:.2f} | {share:.1%} | {_cell(part.meaning)} |")
     lines += [f"| all | {option.time.seconds:.2f} | 100% | |", "", "## In a plain script", ""]
-    lines += ["```diff", script_change(wanted, option), "```", "", f"`{launch_line(wanted)}`", ""]
+    lines += ["```diff", script_change(wanted, option), "```", "", f"`{launch_line(option.machine)}`", ""]
     return "\n".join(lines)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.calibrated import read_measured, with_measured
@@ -76,7 +75,8 @@ def read_machine(
             raise ConfigError(f"--host-memory {host_memory}: write a unit, such as {host_memory.strip()}GB")
         memory = _amount("--host-memory", host_memory, parse_bytes)
     inside = find_link(link or device.link)
-    return Machine(device, count, nodes, memory, inside, find_link(network or _usual_network(device)))
+    between = find_link(network or _usual_network(device))
+    return Machine(device, count, nodes, memory, inside, between, usual_host=host_memory is None)
 
 
 def _usual_network(device: Device) -> str:
@@ -124,6 +124,8 @@ def _from_file(file: Path, name: str) -> KnownModel:
 def _from_hub(name: str) -> dict[str, Any] | str:
     """The model's config.json, or why it could not be had."""
     try:
+        from urllib.request import Request, urlopen
+
         from huggingface_hub import hf_hub_url, try_to_load_from_cache
         from huggingface_hub.utils import build_hf_headers
 

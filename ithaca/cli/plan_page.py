@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,14 +12,13 @@ from rich.text import Text
 from ithaca.cli.plan_files import launch_line, script_change
 from ithaca.planning.hardware import Device
 from ithaca.planning.memory import GIB, Term
-from ithaca.planning.mesh_search import Degrees, Option, Recipe, Wanted, all_degrees, longest, option_of
+from ithaca.planning.mesh_search import Compared, Option
 from ithaca.planning.traffic import LINK_SHARE, Machine
-from ithaca.planning.what_if import show_length
+from ithaca.planning.wanted import Wanted
+from ithaca.planning.what_if import show_length, show_used
 
 BAR, NAME, NUMBER = 20, 22, 6
 LEAST_SHOWN = 0.005
-# Of what is said about lengths, the first are of the machine as it is.
-KNOWN = 2
 
 
 def facts_of(wanted: Wanted, option: Option, name: str) -> dict[str, str]:
@@ -31,11 +31,11 @@ def facts_of(wanted: Wanted, option: Option, name: str) -> dict[str, str]:
         "model": f"{name}, {wanted.sizes.total / 1e9:.2f} B parameters{tuned}",
         "length": f"{job.length:,} tokens, {rows} row{'s' * (rows > 1)} a step, one document a row",
         "machine": f"{machine}, {machine.host_memory / 1e9:,.0f} GB of host memory a node, {links_of(machine)}",
-        "mesh": f"{option.degrees}{copies}",
+        "mesh": f"{option.degrees}{show_used(machine, option.machine)}{copies}",
         "optimizer": str(option.recipe),
         "layers": option.plan.summary(),
         "step": f"{seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s "
-        f"({time.tokens_per_second / machine.world:,.0f} a GPU)",
+        f"({time.tokens_per_second / option.machine.world:,.0f} a GPU)",
         "utilisation": f"{time.utilisation(machine.device.peak):.0%} of the card's peak; exchanges "
         f"{time.exchange_share:.1%} of the step ({time.wire_s / time.seconds:.1%} on the wire)",
         "figures": source_of(machine.device),
@@ -55,6 +55,7 @@ def source_of(device: Device) -> str:
 
 
 def cost_of(wanted: Wanted, option: Option, tokens: int, price: float | None) -> str:
+    """Idle GPUs are paid for too."""
     hours = tokens / option.time.tokens_per_second / 3600
     text = f"{tokens:,} tokens: {hours:,.1f} hours, {hours * wanted.machine.world:,.0f} GPU-hours"
     return text if price is None else f"{text}, {hours * wanted.machine.world * price:,.0f} at {price:g} a GPU-hour"
@@ -68,7 +69,7 @@ def seconds(value: float) -> str:
 
 def page(facts: dict[str, str], wanted: Wanted, option: Option, reach: Sequence[tuple[str, int]]) -> RenderableType:
     """The whole of it."""
-    device, host = wanted.budgets
+    device, host = replace(wanted, machine=option.machine).budgets
     terms = option.memory.terms
     head = f"at the {option.memory.moment}"
     parts: list[RenderableType] = [_facts(facts), Text(), _memory("device", terms, device, wanted.headroom, head)]
@@ -76,7 +77,7 @@ def page(facts: dict[str, str], wanted: Wanted, option: Option, reach: Sequence[
         parts += [Text(), _memory("host", terms, host, wanted.headroom, "one GPU's share")]
     parts += [Text(), _time(option), Text(), _reach(reach), Text("\nIn a plain script:", style="bold")]
     change = "\n".join(f"  {line}" for line in script_change(wanted, option).splitlines())
-    parts += [_diff(change), Text(f"  {launch_line(wanted)}", style="dim")]
+    parts += [_diff(change), Text(f"  {launch_line(option.machine)}", style="dim")]
     return Group(*parts)
 
 
@@ -139,32 +140,30 @@ def _time(option: Option) -> Table:
 
 
 def _reach(reach: Sequence[tuple[str, int]]) -> Table:
+    """Lengths; of what more would give, only what is longer than the machine allows as it is."""
     table = Table.grid(padding=(0, 2))
-    for index, (label, length) in enumerate(reach):
-        shown = (
-            show_length(length) if index < KNOWN or length > max(tokens for _, tokens in reach[:KNOWN]) else "no longer"
-        )
-        table.add_row(Text(label, style="" if index else "bold"), f"{length:,} tokens", shown)
+    known = [label.startswith("longest") for label, _ in reach]
+    most = max(length for (_, length), is_known in zip(reach, known, strict=True) if is_known)
+    for (label, length), is_known in zip(reach, known, strict=True):
+        shown = show_length(length) if is_known or length > most else "no longer"
+        table.add_row(Text(label, style="bold" if label == reach[0][0] else ""), f"{length:,} tokens", shown)
     return table
 
 
-def comparison(wanted: Wanted, length: int, recipe: Recipe) -> tuple[Table, list[tuple[Degrees, int, Option | None]]]:
-    """Every cut: how long it reaches, how fast it is at `length`, and what its exchanges take."""
-    rows = []
-    for degrees in all_degrees(wanted, rings=True):
-        reach = longest(wanted, degrees, recipe)
-        rows.append((degrees, reach, option_of(wanted, length, degrees, recipe) if reach >= length else None))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def comparison(chosen: Option, rows: Sequence[Compared]) -> Table:
+    """Every cut: how long it reaches, how fast it is at the length asked for, and what its exchanges take."""
+    title = f"Every cut of {chosen.machine}, with {chosen.recipe}"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title=title)
+    table.title_justify, table.title_style = "left", ""
     for name in ("dp", "ring", "sp"):
         table.add_column(name, justify="right")
     for name in ("longest", "s a step", "tokens/s", "exchange", "GiB"):
         table.add_column(name, justify="right")
     table.add_column("")
-    for degrees, reach, option in rows:
-        table.add_row(
-            *map(str, degrees), show_length(reach) if reach else "-", *_speeds(option), _remark(degrees, reach, length)
-        )
-    return table, rows
+    for row in rows:
+        reach = show_length(row.longest) if row.longest else "-"
+        table.add_row(*map(str, row.degrees), reach, *_speeds(row.option), _remark(row))
+    return table
 
 
 def _speeds(option: Option | None) -> tuple[str, str, str, str]:
@@ -175,31 +174,33 @@ def _speeds(option: Option | None) -> tuple[str, str, str, str]:
     return f"{time.seconds:.1f}", f"{time.tokens_per_second:,.0f}", f"{time.exchange_share:.1%}", memory
 
 
-def _remark(degrees: Degrees, reach: int, length: int) -> Text:
-    if reach < length:
-        return Text("too long for it" if reach else "does not fit", style="red")
-    return Text("not built yet", style="yellow") if degrees.ring > 1 else Text("")
+def _remark(row: Compared) -> Text:
+    if row.option is None:
+        return Text("too long for it" if row.longest else "does not fit", style="red")
+    if row.chosen:
+        return Text("chosen", style="green")
+    return Text("not built yet", style="yellow") if row.degrees.ring > 1 else Text("")
 
 
-def verdict(wanted: Wanted, length: int, rows: Sequence[tuple[Degrees, int, Option | None]]) -> str:
-    """When Ulysses, ring or both, for this model on these machines."""
+def verdict(wanted: Wanted, plain: Option, rows: Sequence[Compared]) -> str:
+    """When Ulysses, ring or both, for this model on these machines; `plain` was chosen."""
     machine, heads = wanted.machine, wanted.sizes.heads
-    fitting = [option for _, _, option in rows if option is not None]
-    plain = max((o for o in fitting if o.runnable), key=lambda o: o.time.tokens_per_second, default=None)
-    turning = max((o for o in fitting if not o.runnable), key=lambda o: o.time.tokens_per_second, default=None)
+    rings = [row.option for row in rows if row.option is not None and not row.option.runnable]
+    turning = max(rings, key=lambda option: option.time.tokens_per_second, default=None)
     lines = [
         f"Ulysses (sp) as far as it goes: up to {heads} ranks, one a head, best inside a node of {machine.gpus}. A ring "
         "beyond that, or between nodes where the network is slow; both together for more ranks than heads."
     ]
-    if plain is not None:
-        lines.append(
-            f"Here at {show_length(length)}: {plain.degrees}, exchanges {plain.time.exchange_share:.1%} of the step."
-        )
+    length, share = show_length(plain.job.length), plain.time.exchange_share
+    lines.append(f"Here at {length}: {plain.degrees}, exchanges {share:.1%} of the step.")
     if turning is not None:
-        gain = turning.time.tokens_per_second / plain.time.tokens_per_second - 1 if plain else 0.0
-        found = f"{gain:+.0%} against it" if plain else "the only cut that fits"
-        lines.append(f"The best with a ring: {turning.degrees}, {found}; ring attention is not built yet.")
-    far = {ring: max((reach for cut, reach, _ in rows if (cut.ring > 1) == ring), default=0) for ring in (False, True)}
+        gain = turning.time.tokens_per_second / plain.time.tokens_per_second - 1
+        lines.append(
+            f"The best with a ring: {turning.degrees}, {gain:+.0%} against it; ring attention is not built yet."
+        )
+    far = {
+        ring: max((row.longest for row in rows if (row.degrees.ring > 1) == ring), default=0) for ring in (False, True)
+    }
     if far[True] > far[False]:
-        lines.append(f"A ring would reach {show_length(far[True])}, without one {show_length(far[False])}.")
+        lines.append(f"So kept, a ring would reach {show_length(far[True])}, without one {show_length(far[False])}.")
     return "\n".join(lines)

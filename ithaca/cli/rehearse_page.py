@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ithaca.planning.memory import GIB
 from ithaca.planning.traffic import LINK_SHARE
-from ithaca.proof.rehearse import Asked, Rehearsed
+from ithaca.proof.rehearse import Asked, Rehearsed, kinds_of
 
 _NAMES = {
     "weights": "weights",
@@ -23,7 +23,7 @@ _NAMES = {
 
 def page(asked: Asked, result: Rehearsed) -> RenderableType:
     """Facts, then memory and time beside the plan's, then what travels."""
-    parts: list[RenderableType] = [_facts(asked, result), Text(""), _memory(result)]
+    parts: list[RenderableType] = [_facts(asked, result), Text(""), _memory(asked, result)]
     parts += [Text(""), _time(result)] if result.seconds else []
     parts += [Text(""), _exchanges(result)] if result.exchanges else []
     return Group(*parts)
@@ -44,28 +44,35 @@ def _facts(asked: Asked, result: Rehearsed) -> RenderableType:
         ("rehearsed", f"rank {asked.rank} of {asked.world} (dp={dp}, sp={sp}) of {asked.machine}, on {on}"),
         ("row", f"{result.length:,} tokens, {result.rows} a sequence group and step"),
         ("layers", f"{result.predicted.plan.summary()}; {how(result)}"),
-        ("worst", f"as planned, at the {result.predicted.memory.moment}"),
+        ("worst", f"as planned, at the {result.predicted.target.moment}"),
     ):
         grid.add_row(Text(name, style="bold"), text)
     return grid
 
 
-def _memory(result: Rehearsed) -> RenderableType:
-    mark = ", derived" if result.derived else ""
+def _memory(asked: Asked, result: Rehearsed) -> RenderableType:
+    """The peak beside the plan's; where other operators ran than the job's, last what the plan says of the job's own."""
+    mark, said, here = ", derived" if result.derived else "", result.predicted, bool(result.seconds)
     table = Table(title=f"Device memory at its peak{mark}", title_justify="left")
-    for column in ("", "rehearsed", "plan", "plan is"):
+    columns = ["", "rehearsed", "plan", "plan is"] if here else ["", "rehearsed", "plan, so run", "plan is"]
+    for column in [*columns, *([] if here else [f"plan, {asked.machine.device.name}"])]:
         table.add_column(column, justify="left" if not column else "right")
-    said, planned = asdict(result.predicted.kinds), result.predicted.memory.device_bytes
+
+    def row(name: str, of: str, plan: str = "", off: str = "", target: float | None = None) -> None:
+        table.add_row(name, of, plan, off, *([] if here else [_size(target) if target is not None else ""]))
+
+    planned, target = asdict(said.kinds), asdict(kinds_of(said.target.allocated))
     for kind, size in asdict(result.kinds).items():
-        table.add_row(_NAMES[kind], _size(size), _size(said[kind]), _off(said[kind], size))
-    table.add_row("all", _size(result.peak), _size(result.predicted.device_bytes), f"{result.memory_error:+.1%}")
+        row(_NAMES[kind], _size(size), _size(planned[kind]), _off(planned[kind], size), target[kind])
+    row("all", _size(result.peak), _size(said.device_bytes), f"{result.memory_error:+.1%}", sum(target.values()))
     for phase, peak in result.peaks.items():
-        table.add_row(f"peak in {phase}", _size(peak), "", "")
-    reserved = (_size(result.reserved), _off(planned, result.reserved)) if result.seconds else ("not known", "")
-    table.add_row("reserved by the allocator", reserved[0], _size(planned), reserved[1])
-    said_host = result.predicted.memory.host_bytes
-    table.add_row("host", _size(result.host), _size(said_host), _off(said_host, result.host))
-    table.add_row("host, pinned by the driver", _size(result.pinned), "", "")
+        row(f"peak in {phase}", _size(peak))
+    total = said.memory.device_bytes
+    reserved = (_size(result.reserved), _off(total, result.reserved)) if here else ("not known", "")
+    row("reserved by the allocator", reserved[0], _size(total), reserved[1], said.target.device_bytes)
+    host = said.memory.host_bytes
+    row("host", _size(result.host), _size(host), _off(host, result.host), said.target.host_bytes)
+    row("host, pinned by the driver", _size(result.pinned))
     return table
 
 

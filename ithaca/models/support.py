@@ -18,14 +18,8 @@ from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
 from ithaca.models.binding import is_bound
+from ithaca.planning.config_names import ATTENTION_DROPOUTS
 
-_DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-    "attn_dropout",
-    "attention_dropout_prob",
-)
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 
 
@@ -138,7 +132,7 @@ def _exact_as_set(base: PreTrainedModel, row: Verdict) -> bool:
 
 def _check_settings(base: PreTrainedModel) -> None:
     config: Any = base.config.get_text_config()
-    for key in _DROPOUTS:
+    for key in ATTENTION_DROPOUTS:
         value = getattr(config, key, 0) or 0
         if isinstance(value, int | float) and value > 0:
             raise UnsupportedError(f"config.{key}={value}: attention dropout is not exact over ranks, set it to 0")

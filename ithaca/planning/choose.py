@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
-from ithaca.planning.activations import Flow, group_bytes, most_groups
+from ithaca.planning.activations import Flow, group_bytes, most_groups, rank_heads
 from ithaca.planning.advice import refusal
 from ithaca.planning.candidates import (
     CHAINS,
@@ -87,7 +88,7 @@ def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) 
         return None
     for pieces in (_usual(sizes, job, device, fixed), _small(sizes, job, fixed)):
         tiles = (pieces.mlp_tile,) if fixed.mlp_tile else _tiles(pieces.mlp_tile, job.tokens)
-        frames = [_frame(sizes, job, replace(pieces, mlp_tile=tile)) for tile in tiles]
+        frames = [Frame(sizes, job, tile, pieces.loss_tile, pieces.head_groups) for tile in tiles]
         best = Found(inf, inf, None)
         for find in (keeping, running_again) if fixed.layers is None else (None,):
             for cost, frame, candidate in _in_order(frames, find, device, host, best.total, fixed):
@@ -96,7 +97,7 @@ def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) 
                 modes = candidate.modes()
                 offload = _fit(frame, modes, device, host, fixed)
                 if offload is not None:
-                    fitted = replace(pieces, layers=modes, offload=offload, mlp_tile=frame.mlp_tile)
+                    fitted = MemoryPlan(modes, offload, frame.mlp_tile, pieces.loss_tile, pieces.head_groups)
                     best = min(best, Found(cost + copy_cost(sizes, job, fitted), cost, fitted), key=Found.order)
         if best.plan is not None:
             return best.plan
@@ -132,14 +133,17 @@ def _in_order(
     return sorted(found, key=lambda each: each[0])
 
 
-def _frame(sizes: ModelSizes, job: Job, pieces: MemoryPlan) -> Frame:
-    return Frame(sizes, job, pieces.mlp_tile, pieces.loss_tile, pieces.head_groups)
+class Pieces(NamedTuple):
+    """How large the pieces are that are worked on at once, in a `Frame`'s order."""
+
+    mlp_tile: int
+    loss_tile: int
+    head_groups: int
 
 
 def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:
     """About 512 MiB of a tile's activations, forward and backward; a power of two from 2048 on."""
-    width = max((3 if layer.gated else 2) * layer.width for layer in sizes.layers)
-    return _tile(MLP_TILE_BYTES // (2 * width * job.compute_bytes), SMALLEST_MLP_TILE, job.tokens)
+    return _tile(MLP_TILE_BYTES // (2 * sizes.widest * job.compute_bytes), SMALLEST_MLP_TILE, job.tokens)
 
 
 def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
@@ -150,7 +154,10 @@ def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
 
 def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
     """The fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
-    flows = [Flow.of(sizes, job, groups) for groups in range(1, most_groups(sizes, job.sp) + 1)]
+    # Of numbers of groups that are as large, the first: the others only add calls.
+    kv_heads = rank_heads(sizes, job.sp)[1]
+    numbers = {-(-kv_heads // groups): groups for groups in range(most_groups(sizes, job.sp), 0, -1)}
+    flows = [Flow.of(sizes, job, groups) for groups in sorted(numbers.values())]
     small = [flow for flow in flows if flow.largest_g < INDEX_LIMIT] or flows[-1:]
     modest = (flow for flow in small if group_bytes(flow) <= GROUP_SHARE * device)
     return next(modest, min(small, key=group_bytes)).groups
@@ -161,22 +168,19 @@ def _tile(tokens: int, least: int, whole: int) -> int:
     return min(max(power, least), whole)
 
 
-def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Fixed) -> MemoryPlan:
-    return MemoryPlan(
-        uniform("save", len(sizes.layers)),
-        (False,) * len(sizes.layers),
+def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Fixed) -> Pieces:
+    return Pieces(
         mlp_tile=fixed.mlp_tile or mlp_tile_for(sizes, job),
         loss_tile=fixed.loss_tile or loss_tile_for(sizes, job),
         head_groups=fixed.head_groups or head_groups_for(sizes, job, device),
     )
 
 
-def _small(sizes: ModelSizes, job: Job, fixed: Fixed) -> MemoryPlan:
-    usual = _usual(sizes, job, 0, fixed)
-    return replace(
-        usual,
+def _small(sizes: ModelSizes, job: Job, fixed: Fixed) -> Pieces:
+    return Pieces(
         mlp_tile=fixed.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),
         loss_tile=fixed.loss_tile or min(SMALLEST_LOSS_TILE, job.tokens),
+        head_groups=fixed.head_groups or head_groups_for(sizes, job, 0),
     )
 
 
@@ -218,15 +222,17 @@ def _furthest(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) 
 
 def _most_offloaded(frame: Frame, modes: Modes, room: int) -> int:
     """How many of the first layers the host can take; -1 where it is full without them."""
-    for index, mode in enumerate(modes):
+    for index, (mode, (_, pages)) in enumerate(zip(modes, frame.all_saves(modes), strict=True)):
         if room < 0:
             return index - 1
-        room -= 0 if mode == "keep" else frame.saves(index, mode)[1]
+        room -= 0 if mode == "keep" else pages
     return len(modes) if room >= 0 else len(modes) - 1
 
 
 def _first(modes: Modes, number: int) -> tuple[bool, ...]:
     """The first `number` layers away, but for kept ones."""
+    if "keep" not in modes:
+        return (True,) * number + (False,) * (len(modes) - number)
     return tuple(i < number and mode != "keep" for i, mode in enumerate(modes))
 
 
@@ -244,13 +250,15 @@ def _smallest(frame: Frame, fixed: Fixed) -> Iterator[Modes]:
 
 def feasible(sizes: ModelSizes, fixed: Fixed, job: Job, device: int, host: int) -> bool:
     """Whether any plan fits, without looking for the best."""
-    frame = _frame(sizes, job, _small(sizes, job, fixed))
+    frame = Frame(sizes, job, *_small(sizes, job, fixed))
+    if frame.hopeless(device, host):
+        return False
     return any(_furthest(frame, modes, device, host, fixed) is not None for modes in _smallest(frame, fixed))
 
 
 def nearest_miss(sizes: ModelSizes, job: Job, host: int, fixed: Fixed) -> Memory:
     """The least device memory that can be had, with as many layers away as the host takes."""
-    frame = _frame(sizes, job, _small(sizes, job, fixed))
+    frame = Frame(sizes, job, *_small(sizes, job, fixed))
     misses = []
     for modes in _smallest(frame, fixed):
         offload = fixed.offload

@@ -1,8 +1,9 @@
 """Models by name: sizes of common architectures without a network, from `known_models.json`.
 
 The table holds hub names, the config values that sizes follow from, and the published number of parameters, which a
-test compares with what is counted. A name is found whatever its case, its organisation or an ending that changes no
-size ("-Instruct"); another one is refused with the nearest.
+test compares with what is counted; "inside" is the model_type of the whole where the config is its text model's. A name
+is found whatever its case, its organisation or an ending that changes no size ("-Instruct"); another one is refused with
+the nearest.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from ithaca.errors import ConfigError, IthacaError
+from ithaca.planning.config_names import LEARNED_POSITIONS, cautions_of, text_of
 from ithaca.planning.sizes import ModelSizes
 
 # Endings of names of the same sizes; versions and dates may be left out, but another one is another model.
@@ -28,12 +30,20 @@ _ORIGINAL = "original_max_position_embeddings"
 @dataclass(frozen=True, slots=True)
 class KnownModel:
     """A model a plan can be made for. `positions`: how far it was trained to tell positions apart; None if not said.
-    `original`: how far before they were scaled."""
+    `original`: how far before they were scaled. `kind`: its model_type, which is not its text model's where that is
+    part of it. `cautions`: what its config says that a plan does not cover."""
 
     name: str
     sizes: ModelSizes
     positions: int | None
     original: int | None = None
+    kind: str = ""
+    cautions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ends(self) -> int | None:
+        """No row is longer than this: positions that are a table end with it."""
+        return self.positions if self.sizes.name in LEARNED_POSITIONS else None
 
 
 def known_names() -> list[str]:
@@ -46,8 +56,16 @@ def find_model(name: str) -> KnownModel | None:
     wanted = _plain(name)
     for known, entry in _table().items():
         if wanted and wanted in (_plain(known), _plain(_VERSION.sub("", known))):
-            return read_config(known, entry["config"])
+            return _from_table(known, entry)
     return None
+
+
+def _from_table(name: str, entry: Mapping[str, Any]) -> KnownModel:
+    """Of a model that also sees images the table has the text model alone, which is what known_config is of."""
+    known, outer = read_config(name, entry["config"]), entry.get("inside")
+    if outer is None:
+        return known
+    return replace(known, kind=outer, cautions=cautions_of({"model_type": outer, "text_config": entry["config"]}))
 
 
 def known_config(name: str) -> dict[str, Any] | None:
@@ -72,11 +90,12 @@ def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
     try:
         sizes = ModelSizes.from_config(config)
         _check(sizes)
-        text = config.get("text_config") or config
+        text = text_of(config)
         positions = text.get("max_position_embeddings")
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
         original = scaling.get(_ORIGINAL) or text.get(_ORIGINAL) or positions
-        return KnownModel(name, sizes, *(None if number is None else int(number) for number in (positions, original)))
+        reach, before = (None if number is None else int(number) for number in (positions, original))
+        return KnownModel(name, sizes, reach, before, str(config.get("model_type", "")), cautions_of(config))
     except IthacaError as error:
         raise ConfigError(f"{name}: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -19,7 +19,8 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
 _WHOLE_HEAD_NORMS = ("olmo2", "olmo3")
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3")
 _NORM_AFTER_MLP = (*_FOUR_NORMS, "olmo2", "olmo3", "glm4")
-_PLAIN_MLP = ("starcoder2",)
+# Norms and linear maps with biases, and an MLP without a gate.
+PLAIN = ("starcoder2", "gpt2", "gpt_bigcode")
 _EXPERTS_OF_FULL_WIDTH = ("mixtral", "gpt_oss")
 
 
@@ -60,10 +61,10 @@ def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> L
     return LayerSizes(
         attention=_weights(edges) + extras,
         mlp=block.parameters,
-        norms=hidden * (4 if kind in _FOUR_NORMS or kind == "starcoder2" else 2),
+        norms=hidden * (4 if kind in (*_FOUR_NORMS, *PLAIN) else 2),
         width=block.width,
         active=block.active,
-        gated=kind not in _PLAIN_MLP,
+        gated=kind not in PLAIN,
         experts=block.experts,
         experts_per_token=block.per_token,
         window=window_of(config, index),
@@ -124,7 +125,7 @@ def _attention(config: Config, key: int, value: int) -> tuple[tuple[Edge, ...], 
     kv_heads = int(config.get("num_key_value_heads") or heads)
     outputs = (heads * key, kv_heads * key, kv_heads * value)
     edges = (*((hidden, out) for out in outputs), (heads * value, hidden))
-    if kind == "starcoder2":
+    if kind in PLAIN:
         bias = bool(config.get("use_bias", True))
     qkv_bias = bias or kind in _QKV_BIAS_ALWAYS or bool(config.get("qkv_bias", kind == "qwen2_moe"))
     extras = sum(outputs) * qkv_bias + hidden * bias
@@ -153,7 +154,7 @@ def _latent_attention(config: Config, key: int, value: int, *, bias: bool) -> tu
 
 def _dense(config: Config, width: int) -> _Block:
     kind, hidden = str(config.get("model_type", "")), int(config["hidden_size"])
-    plain = kind in _PLAIN_MLP
+    plain = kind in PLAIN
     edges: tuple[Edge, ...] = (*([(hidden, width)] * (1 if plain else 2)), (width, hidden))
     bias = bool(config.get("use_bias", True)) if plain else bool(config.get("mlp_bias"))
     count = _weights(edges) + bias * sum(outputs for _, outputs in edges)

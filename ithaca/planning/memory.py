@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ithaca.errors import MemoryPlanError
@@ -25,7 +26,7 @@ from ithaca.planning.activations import (
     mlp_work,
     saved,
 )
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan, chain_of
+from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan, chain_of
 from ithaca.planning.sizes import ModelSizes
 
 GIB = 2**30
@@ -127,18 +128,37 @@ class Frame:
         self.standing = {again: standing_terms(sizes, job, rebuilds=again) for again in (False, True)}
         self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8)
         self.loss = loss_work(self.flow, sizes, loss_tile, trains=not sizes.adapters)
-        self.made = self._made()
-        # On the host beside saved tensors; on the device beside a layer's activations.
+        self.standing_bytes = {
+            again: sum(term.device_bytes for term in terms) for again, terms in self.standing.items()
+        }
+        # On the host beside saved tensors.
         gradients = self.trainable * job.gradient_bytes // self.shards if job.gradients_on_host else 0
         self.host_beside = sum(term.host_bytes for term in self.standing[False]) + gradients
-        trained = self._trained()
-        self.unreduced = [
-            self._unreduced_bytes(own, after) for own, after in zip(trained, [*trained[1:], 0], strict=True)
-        ]
-        pairs = zip(self.made, self.unreduced, strict=True)
-        self.beside = [self._gradient_bytes(made) + waiting for made, waiting in pairs]
         self._saved: dict[tuple[int, LayerMode], tuple[int, int]] = {}
         self._more: dict[tuple[int, LayerMode], int] = {}
+
+    @cached_property
+    def unreduced(self) -> list[int]:
+        trained = self._trained
+        pairs = list(zip(trained, [*trained[1:], 0], strict=True))
+        known = {pair: self._unreduced_bytes(*pair) for pair in set(pairs)}
+        return [known[pair] for pair in pairs]
+
+    @cached_property
+    def beside(self) -> list[int]:
+        """Of each layer, what the device holds beside activations while it runs backward."""
+        if self.job.accumulate or self.job.gradients_on_host:
+            every = self._gradient_bytes(0)
+            return [every + waiting for waiting in self.unreduced]
+        each, shards = self.job.gradient_bytes, self.shards
+        return [made * each // shards + waiting for made, waiting in zip(self.made, self.unreduced, strict=True)]
+
+    def all_saves(self, modes: Sequence[LayerMode]) -> list[tuple[int, int]]:
+        """`saves` of every layer."""
+        try:
+            return [self._saved[each] for each in zip(self.kinds, modes, strict=True)]
+        except KeyError:
+            return [self.saves(index, mode) for index, mode in enumerate(modes)]
 
     def saves(self, index: int, mode: LayerMode) -> tuple[int, int]:
         """What layer `index` saves under `mode`: its bytes, and the same in pinned pages."""
@@ -153,33 +173,58 @@ class Frame:
         return host - self.host_beside + self._most_resident(device)
 
     def _most_resident(self, device: int) -> float:
-        free = device - sum(term.device_bytes for term in self.standing[False]) - self._gradient_bytes(0)
+        free = device - self.standing_bytes[False] - self._gradient_bytes(0)
         return (free + 1) / (1 + SLACK) - _total(self.loss) - self.positions
+
+    def hopeless(self, device: int, host: int) -> bool:
+        """Whether no plan can fit, as far as can be told without looking at one: the least that all layers save, and the
+        first layer's backward with nothing saved beside it, when every other layer's gradients are there."""
+        room = device - self.standing_bytes[False]
+        if self.host_beside > host or self._gradient_bytes(self.trainable) > room:
+            return True
+        own, more = (self.sizes.layer_trainable(index) for index in (0, min(1, len(self.kinds) - 1)))
+        rest = self.sizes.layer_parameters - own + (self.sizes.head or self.sizes.embedding)
+        rest = own * (len(self.kinds) - 1) if self.sizes.adapters else rest
+        first = self._gradient_bytes(rest) + self._unreduced_bytes(own, more if len(self.kinds) > 1 else 0)
+        held = min(self._alone_in_backward(mode) for mode in MODES if mode != "rebuild") + self.positions
+        if first + held + int(SLACK * held) > room:
+            return True
+        kinds = self.kinds
+        least = ((kind, min(self.saves(kinds.index(kind), mode)[0] for mode in MODES)) for kind in set(kinds))
+        return sum(kinds.count(kind) * size for kind, size in least) > self.most_saved(device, host)
+
+    def _alone_in_backward(self, mode: LayerMode) -> int:
+        """Activations of the first layer's backward with no other layer's beside them."""
+        again = self.flow.anchor if mode == "recompute" else 0
+        return self.saves(0, mode)[0] + self._layer_more(0, mode) + again
 
     def least_offloaded(self, modes: Sequence[LayerMode], device: int) -> int:
         """With fewer of the first layers away than this, the loss has no room."""
-        resident = sum(self.saves(index, mode)[0] for index, mode in enumerate(modes))
+        sizes = self.all_saves(modes)
+        resident = sum(size for size, _ in sizes)
         room = self._most_resident(device)
         for index, mode in enumerate(modes):
             if resident <= room:
                 return index
-            resident -= 0 if mode == "keep" else self.saves(index, mode)[0]
+            resident -= 0 if mode == "keep" else sizes[index][0]
         return len(modes)
 
     def fits(self, modes: Sequence[LayerMode], offload: Sequence[bool], device: int) -> bool:
         """Whether no moment takes more than `device` bytes of the device."""
-        room = device - sum(term.device_bytes for term in self.standing["rebuild" in modes])
+        room = device - self.standing_bytes["rebuild" in modes]
         resident, away = self._split(modes, offload)
         loss = sum(resident) + sum(away[i] for i in _late(away)) + _total(self.loss) + self.positions
         if self._gradient_bytes(self.trainable) > room or self._gradient_bytes(0) + loss + int(SLACK * loss) > room:
             return False
         # From the last layer on, where most is saved: what does not fit is seen soon.
         backward = self._backward(modes, resident, away)
-        return all(self.beside[index] + held + int(SLACK * held) <= room for index, _, _, held in backward)
+        beside = self.beside
+        return all(beside[index] + held + int(SLACK * held) <= room for index, _, _, held in backward)
 
     def pinned(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> int:
         """Bytes of saved tensors on the host."""
-        return sum(self.saves(i, mode)[1] for i, (mode, away) in enumerate(zip(modes, offload, strict=True)) if away)
+        pairs = zip(self.all_saves(modes), offload, strict=True)
+        return sum(pages for (_, pages), away in pairs if away)
 
     def memory(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> Memory:
         """The terms of the moment with the largest total."""
@@ -205,8 +250,7 @@ class Frame:
 
     def _split(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> tuple[list[int], list[int]]:
         """Of each layer what it leaves on the device, and what it sends to the host."""
-        sizes = [self.saves(index, mode)[0] for index, mode in enumerate(modes)]
-        pairs = list(zip(sizes, offload, strict=True))
+        pairs = [(size, away) for (size, _), away in zip(self.all_saves(modes), offload, strict=True)]
         return [0 if away else size for size, away in pairs], [size if away else 0 for size, away in pairs]
 
     def _backward(
@@ -215,16 +259,19 @@ class Frame:
         """Layer by layer from the last: its index, what is saved on the device up to it, what is staged for the host,
         and all activations that its backward finds or makes."""
         places, late, here = chain_of(modes), _late(away), sum(resident)
-        x, anchor, more = self.flow.x, self.flow.anchor, self._more
+        x, anchor, more, kinds, positions = self.flow.x, self.flow.anchor, self._more, self.kinds, self.positions
         for index in range(len(modes) - 1, -1, -1):
             mode, place = modes[index], places[index]
             # A chain's tensors all came back for its rebuilding; the layer before it is being prefetched.
             first = index + 1 if mode == "keep" else max(index - place - 1, 0)
-            staged = sum(away[first : index + 1]) + sum(away[i] for i in late if i < first and i <= index)
-            key = (self.kinds[index], mode)
+            staged = sum(away[first : index + 1])
+            for i in late:
+                if i < first and i <= index:
+                    staged += away[i]
+            key = (kinds[index], mode)
             own = more[key] if key in more else self._layer_more(index, mode)
             again = anchor if modes[index - place] == "recompute" else 0
-            yield index, here, staged, here + staged + place * x + again + self.positions + own
+            yield index, here, staged, here + staged + place * x + again + positions + own
             here -= resident[index]
 
     def _host_terms(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> list[Term]:
@@ -236,14 +283,16 @@ class Frame:
             terms.append(Term("gradients", 0, gradients, f"{self.trainable:,} * {job.gradient_bytes}"))
         return [term for term in terms if term.host_bytes]
 
-    def _made(self) -> list[int]:
+    @cached_property
+    def made(self) -> list[int]:
         """Of each layer, the parameters whose gradients were made before its own backward."""
         made, before = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding, list[int]()
-        for own in reversed(self._trained()):
+        for own in reversed(self._trained):
             before.append(made)
             made += own
         return before[::-1]
 
+    @cached_property
     def _trained(self) -> list[int]:
         """Parameters of each layer that want a gradient."""
         each = {kind: self.sizes.layer_trainable(self.kinds.index(kind)) for kind in set(self.kinds)}

@@ -11,17 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import UnsupportedError
-from ithaca.planning.layers import LayerSizes, layer_sizes
+from ithaca.planning.config_names import LEARNED_POSITIONS, text_of
+from ithaca.planning.layers import PLAIN, LayerSizes, layer_sizes
 
 Config = Mapping[str, Any]
-_TIED_UNLESS_SAID = ("gemma", "cohere")
+_TIED_UNLESS_SAID = ("gemma", "cohere", "gpt2", "gpt_bigcode")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values.
+    `final_norm`: the last norm, and a table of positions where there is one.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
+    `widest`: the most intermediate values of a token in any layer's MLP.
     """
 
     name: str
@@ -37,17 +40,22 @@ class ModelSizes:
     adapters: int = 0
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
     layer_parameters: int = field(init=False, compare=False, repr=False)
+    largest_layer: int = field(init=False, compare=False, repr=False)
+    widest: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         numbers: dict[LayerSizes, int] = {}
         kinds = tuple(numbers.setdefault(layer, len(numbers)) for layer in self.layers)
         object.__setattr__(self, "kinds", kinds)
-        object.__setattr__(self, "layer_parameters", sum(layer.parameters for layer in self.layers))
+        counts = [layer.parameters for layer in self.layers]
+        object.__setattr__(self, "layer_parameters", sum(counts))
+        object.__setattr__(self, "largest_layer", max(counts) + self.adapters // len(counts))
+        object.__setattr__(self, "widest", max((3 if each.gated else 2) * each.width for each in numbers))
 
     @classmethod
     def from_config(cls, config: Config) -> ModelSizes:
         """Sizes of the model (or of the text model of a multi-modal one) that `config` describes."""
-        config = config.get("text_config") or config
+        config = text_of(config)
         needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         if missing := [key for key in needed if not config.get(key)]:
             raise UnsupportedError(
@@ -69,7 +77,7 @@ class ModelSizes:
             vocabulary=int(config["vocab_size"]),
             tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
             layers=tuple(layer_sizes(config, index, key, value) for index in range(int(config["num_hidden_layers"]))),
-            final_norm=int(config["hidden_size"]) * (2 if kind == "starcoder2" else 1),
+            final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
         )
 
     @property
@@ -91,11 +99,6 @@ class ModelSizes:
         return self.root + self.layer_parameters + self.adapters
 
     @property
-    def largest_layer(self) -> int:
-        each = {kind: layer.parameters for kind, layer in zip(self.kinds, self.layers, strict=True)}
-        return max(each.values()) + self.adapters // len(self.layers)
-
-    @property
     def trainable(self) -> int:
         return self.adapters or self.total
 
@@ -111,6 +114,12 @@ class ModelSizes:
         if rank < 1:
             raise UnsupportedError(f"LoRA of rank {rank}: a rank of at least 1 is needed")
         return replace(self, adapters=rank * sum(layer.linear_edges for layer in self.layers))
+
+
+def _positions(config: Config) -> int:
+    """Weights of a table of positions."""
+    learned = str(config.get("model_type", "")) in LEARNED_POSITIONS
+    return int(config["max_position_embeddings"]) * int(config["hidden_size"]) if learned else 0
 
 
 def _head_sizes(config: Config) -> tuple[int, int]:

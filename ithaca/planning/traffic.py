@@ -23,7 +23,10 @@ _INSTANT = Link("none", 1e12, between_nodes=False)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`nodes` machines of `gpus` cards each; `host_memory` of one node, in bytes. `link` inside, `network` between."""
+    """`nodes` machines of `gpus` cards each; `host_memory` of one node, in bytes. `link` inside, `network` between.
+
+    `usual_host`: nobody said how much host memory a node has, so a node of other cards or of more has what is usual there.
+    """
 
     device: Device
     gpus: int
@@ -31,6 +34,7 @@ class Machine:
     host_memory: int
     link: Link
     network: Link
+    usual_host: bool = False
 
     @property
     def world(self) -> int:
@@ -40,6 +44,12 @@ class Machine:
     def instant(self) -> Machine:
         """The same with links that take no time, to tell computing from what travels."""
         return replace(self, link=_INSTANT, network=_INSTANT)
+
+    def with_cards(self, gpus: int, nodes: int, device: Device | None = None) -> Machine:
+        """Another number or kind of cards; host memory that was given stays what a node has."""
+        device = device or self.device
+        host = gpus * device.host_memory if self.usual_host else self.host_memory
+        return replace(self, device=device, gpus=gpus, nodes=nodes, host_memory=host)
 
     def __str__(self) -> str:
         cards = f"{self.gpus}x{self.device.name}"

@@ -9,20 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ithaca.errors import MemoryPlanError, MeshError
-from ithaca.planning.advice import largest, smallest
+from ithaca.planning.advice import smallest
+from ithaca.planning.cuts import all_degrees
 from ithaca.planning.hardware import DEVICES, GIB
-from ithaca.planning.mesh_search import (
-    STEP,
-    Option,
-    Wanted,
-    all_degrees,
-    best_options,
-    fits,
-    longest_of_all,
-    miss,
-    recipes,
-)
+from ithaca.planning.longest import fits_any, longest_length, miss
+from ithaca.planning.mesh_search import Option, best_options
 from ithaca.planning.traffic import Machine
+from ithaca.planning.wanted import Wanted
 
 # The most nodes and the most host memory of one (bytes) worth naming; how many cards a node has.
 MOST_NODES, MOST_HOST, NODE = 64, 4 * 10**12, 8
@@ -39,38 +32,58 @@ def show_length(tokens: int) -> str:
     return str(tokens)
 
 
-def show_gpus(machine: Machine) -> str:
-    """The same of a machine: `--gpus 8xH100 --nodes 2`."""
-    nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 else ""
+def show_gpus(machine: Machine, instead: Machine | None = None) -> str:
+    """The same of a machine: `--gpus 8xH100 --nodes 2`; one node too is written where it stands for several."""
+    nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 or (instead is not None and instead.nodes > 1) else ""
     return f"--gpus {machine.gpus}x{machine.device.name}{nodes}"
 
 
-def gains(wanted: Wanted) -> list[tuple[str, int]]:
-    """How long a row could be with a little more of one thing; the mesh is chosen anew."""
+def show_used(machine: Machine, used: Machine) -> str:
+    """Which of a machine's GPUs a plan leaves idle, if any: ` on 8 of 9 GPUs`."""
+    if used.world == machine.world:
+        return ""
+    each = f", {used.gpus} in each of {used.nodes} nodes" if used.nodes > 1 else ""
+    return f" on {used.world} of {machine.world} GPUs{each}"
+
+
+def gains(wanted: Wanted, now: int) -> list[tuple[str, int]]:
+    """How long a row could be with a little more of one thing, where it can be `now`; what was asked for stays."""
     machine = wanted.machine
     if machine.nodes > 1:
         more = ("one more node", replace(machine, nodes=machine.nodes + 1))
     else:
         more = ("one more GPU on the same host", replace(machine, gpus=machine.gpus + 1))
+    twice = _times(machine, 2)
+    shared = " on the same host" if twice.nodes == 1 and not machine.usual_host else ""
     tried = (
         more,
-        ("twice the GPUs", _times(machine, 2)),
+        (f"twice the GPUs{shared}", twice),
         ("twice the host memory", replace(machine, host_memory=2 * machine.host_memory)),
     )
-    found = [(label, longest_of_all(replace(wanted, machine=other, sp=None, batch=None))) for label, other in tried]
-    return [(label, best[0]) for label, best in found if best is not None]
+    # With more there is at least what there was: what cannot be cut as was asked for is left idle.
+    return [(label, longest_length(replace(wanted, machine=other), known=now)) for label, other in tried]
 
 
-def machine_for(wanted: Wanted, now: Option, target: float) -> Machine | None:
-    """The fewest cards like these that give `target` tokens a second where `now` gives fewer; None where none do."""
+def machine_for(wanted: Wanted, now: Option, target: float) -> tuple[Machine, str] | None:
+    """The fewest cards like these that give `target` tokens a second where `now` gives fewer, and in words what else is
+    to change; None where none do."""
     # Fewer than their share of the target cannot do.
     least, length = wanted.machine.world * target / now.time.tokens_per_second, now.job.length
-    for number in (n for n in _cards(wanted.machine) if n >= (1 - SUPERLINEAR) * least):
-        machine = _of(wanted.machine, number)
-        options = best_options(replace(wanted, machine=machine, sp=None), length)
-        if options and options[0].time.tokens_per_second >= target:
-            return machine
+    numbers = [n for n in _cards(wanted.machine) if n >= (1 - SUPERLINEAR) * least]
+    for free, words in _freed(wanted):
+        for number in numbers:
+            machine = _of(wanted.machine, number)
+            options = best_options(replace(free, machine=machine), length)
+            if options and options[0].time.tokens_per_second >= target:
+                return machine, words
     return None
+
+
+def _freed(wanted: Wanted) -> Iterator[tuple[Wanted, str]]:
+    """What was asked for; then without the cut and the rows that were, with the words that say so."""
+    yield wanted, ""
+    if given := [name for name, value in (("--sp", wanted.sp), ("--batch", wanted.batch)) if value is not None]:
+        yield replace(wanted, sp=None, batch=None), f" without {' and '.join(given)}"
 
 
 def refusal(wanted: Wanted, length: int) -> MemoryPlanError | MeshError:
@@ -78,8 +91,8 @@ def refusal(wanted: Wanted, length: int) -> MemoryPlanError | MeshError:
     nearest = miss(wanted, length)
     if nearest is None:
         return _no_cut(wanted)
-    degrees, recipe, memory = nearest
-    device, host = wanted.budgets
+    (used, degrees), recipe, memory = nearest
+    device, host = used.budgets
     short = memory.host_bytes / host > memory.device_bytes / device
     blame = memory.largest(host=short)
     size = blame.host_bytes if short else blame.device_bytes
@@ -87,47 +100,60 @@ def refusal(wanted: Wanted, length: int) -> MemoryPlanError | MeshError:
     advice = "any one of these fits: " + "; ".join(tried) if tried else "no single change that was tried fits"
     if degrees.sp == wanted.sizes.heads:
         advice += f". More than {degrees.sp} ranks, one a head, need a ring, which is not built yet"
+    cut = f"{degrees}{show_used(wanted.machine, used.machine)}"
     return MemoryPlanError(
-        f"{length:,} tokens do not fit {wanted.machine}: cut as {degrees}, with {recipe}, the smallest plan takes "
+        f"{length:,} tokens do not fit {wanted.machine}: cut as {cut}, with {recipe}, the smallest plan takes "
         f"{memory.device_bytes / GIB:.1f} of {device / GIB:.1f} GiB on each GPU and {memory.host_bytes / GIB:.1f} of "
         f"{host / GIB:.1f} GiB of host memory for each (headroom {wanted.headroom:.0%}), worst at the {memory.moment}. "
         f"The largest term is {blame.name!r}, {size / GIB:.1f} GiB ({blame.formula}); {advice}"
     )
 
 
-def fits_any(wanted: Wanted, length: int) -> bool:
-    """Whether anything fits that runs."""
-    cuts = all_degrees(wanted)[-1:]
-    return any(fits(wanted, length, cut, recipe) for group in recipes(wanted) for recipe in group for cut in cuts)
-
-
 def _changes(wanted: Wanted, length: int) -> Iterator[str]:
-    machine, free = wanted.machine, replace(wanted, sp=None, batch=None)
-    if (wanted.sp or wanted.batch) and fits_any(free, length):
-        yield "leave --sp and --batch to the plan"
+    """Changes of one kind each, as they are typed; what was asked for stays unless the words say otherwise."""
+    machine = wanted.machine
+    for free, _ in list(_freed(wanted))[1:]:
+        if fits_any(free, length):
+            yield f"leave {_given(sp=wanted.sp, batch=wanted.batch)} to the plan"
     if any((wanted.optimizer, wanted.precision, wanted.on_host is not None)):
         freer = replace(wanted, optimizer=None, precision=None, on_host=None)
         if fits_any(freer, length):
-            yield "leave optimizer, precision and place to the plan"
+            yield f"leave {_given(optimizer=wanted.optimizer, precision=wanted.precision) or 'the place'} to the plan"
     step = 64 * 10**9
     host = smallest(
         machine.host_memory // step + 1, MOST_HOST // step, lambda n: fits_any(_hosted(wanted, n * step), length)
     )
     if host:
         yield f"--host-memory {host * step // 10**9}GB a node"
-    more = next((n for n in _cards(machine) if n > machine.world and fits_any(_with(free, n), length)), None)
-    if more:
-        yield show_gpus(_of(machine, more))
-    steps = largest(min(length, 2**28) // STEP, lambda n: fits_any(wanted, n * STEP))
-    if steps:
-        yield f"--length {show_length(steps * STEP)}"
+    yield from _more_cards(wanted, length)
+    if best := longest_length(wanted):
+        yield f"--length {show_length(best)}"
     if not wanted.sizes.adapters and fits_any(replace(wanted, sizes=wanted.sizes.with_lora(LORA_RANK)), length):
         yield "--tune lora"
     larger = [device for device in DEVICES if device.memory > machine.device.memory]
     for device in sorted(larger, key=lambda device: device.memory):
-        if fits_any(replace(wanted, machine=replace(machine, device=device)), length):
-            yield show_gpus(replace(machine, device=device))
+        other = machine.with_cards(machine.gpus, machine.nodes, device)
+        if fits_any(replace(wanted, machine=other), length):
+            yield show_gpus(other, machine)
             return
+
+
+def _more_cards(wanted: Wanted, length: int) -> Iterator[str]:
+    """The fewest more cards like these; only where none do with what was asked for, without it and saying so."""
+    machine = wanted.machine
+    for free, words in _freed(wanted):
+        for number in (n for n in _cards(machine) if n > machine.world):
+            other = _of(machine, number)
+            if fits_any(replace(free, machine=other), length):
+                same = (
+                    "" if machine.usual_host else f", {machine.host_memory / 1e9:,.0f} GB of host memory a node as now"
+                )
+                yield show_gpus(other, machine) + words + same
+                return
+
+
+def _given(**options: object) -> str:
+    return " and ".join(f"--{name}" for name, value in options.items() if value is not None)
 
 
 def _no_cut(wanted: Wanted) -> MeshError:
@@ -149,10 +175,6 @@ def _hosted(wanted: Wanted, host_memory: int) -> Wanted:
     return replace(wanted, machine=replace(wanted.machine, host_memory=host_memory))
 
 
-def _with(wanted: Wanted, cards: int) -> Wanted:
-    return replace(wanted, machine=_of(wanted.machine, cards))
-
-
 def _cards(machine: Machine) -> Iterator[int]:
     """Numbers of cards to try: a node's by doubling, then whole nodes."""
     node = max(NODE, machine.gpus)
@@ -162,11 +184,12 @@ def _cards(machine: Machine) -> Iterator[int]:
 
 
 def _of(machine: Machine, cards: int) -> Machine:
-    """`cards` cards of this kind in nodes as large as usual, each with the host memory this one has for a card."""
+    """`cards` cards of this kind in nodes as large as usual."""
     gpus = min(cards, max(NODE, machine.gpus))
-    return replace(machine, gpus=gpus, nodes=cards // gpus, host_memory=machine.host_memory // machine.gpus * gpus)
+    return machine.with_cards(gpus, cards // gpus)
 
 
 def _times(machine: Machine, factor: int) -> Machine:
-    whole = machine.nodes > 1 or machine.gpus * factor > NODE
-    return replace(machine, nodes=factor * machine.nodes) if whole else _of(machine, factor * machine.gpus)
+    if machine.nodes > 1 or machine.gpus * factor > NODE:
+        return replace(machine, nodes=factor * machine.nodes)
+    return machine.with_cards(factor * machine.gpus, 1)

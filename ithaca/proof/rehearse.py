@@ -6,13 +6,14 @@ Time is the device's own; what travels between ranks is counted, and its time is
 Without a GPU tensors are fake and memory alone is reported.
 
 Invariant: both sides of a comparison are of the same job and plan, and of the same things. Bytes allocated have no gaps,
-so what the plan sets aside for those is not compared with them but with what the allocator reserved; without a GPU the
-kernels' workspace is left out too, as no trace sees it.
+so what the plan sets aside for those is not compared with them but with what the allocator reserved. The plan is the one
+for the job's own device, which `ithaca plan` shows; where it runs on the CPU's operators, which keep more, it is compared
+by what it says of those, without the kernels' workspace, as no trace sees that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -72,6 +73,7 @@ class Asked:
 class Predicted:
     """What the plan says, given `budgets` of device and host.
 
+    `memory` is of the operators that run here, `target` of the job's own device: the same where there is a GPU.
     `device_bytes` are those allocated, without gaps. `compute_s`: of a step without what travels between ranks; `step_s`:
     with what shows of it.
     """
@@ -80,6 +82,7 @@ class Predicted:
     plan: MemoryPlan
     budgets: tuple[int, int]
     memory: Memory
+    target: Memory
     device_bytes: int
     kinds: Kinds
     compute_s: float | None
@@ -209,22 +212,25 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
         mesh,
         "shard",
         part.optimizer.name,
-        fused=gpu,
+        fused=True,
         compute_dtype=part.compute,
         replicas=part.replicas,
         on_host=leaves_device(mesh, part.on_host),
     )
-    job = replace(job, length=part.length, accumulate=part.rows > 1)
+    planned = replace(job, length=part.length, accumulate=part.rows > 1)
     budgets = _budgets(asked, gpu=gpu)
-    plan = choose_plan(sizes, job, *budgets)
-    memory = memory_of(sizes, job, plan)
+    plan = choose_plan(sizes, planned, *budgets)
+    target = memory_of(sizes, planned, plan)
+    # Without a GPU nothing is compiled.
+    job = planned if gpu else replace(planned, fused=False)
+    memory = target if gpu else memory_of(sizes, job, plan)
     terms = [term for term in memory.allocated if gpu or term.name != _WORKSPACE]
     compute = step = None
     if gpu:
         compute = step_time(sizes, job, plan, asked.machine.instant, rows=part.rows).seconds
         step = step_time(sizes, job, plan, asked.machine, rows=part.rows).seconds
     total = sum(term.device_bytes for term in terms)
-    return sizes, Predicted(job, plan, budgets, memory, total, _kinds(terms), compute, step)
+    return sizes, Predicted(job, plan, budgets, memory, target, total, kinds_of(terms), compute, step)
 
 
 def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
@@ -235,7 +241,7 @@ def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
     return device, min(host, int(SHARE * psutil.virtual_memory().available)) if gpu else host
 
 
-def _kinds(terms: list[Term]) -> Kinds:
+def kinds_of(terms: Sequence[Term]) -> Kinds:
     totals = dict.fromkeys(("weights", "optimizer", "gradients", "working"), 0)
     for term in terms:
         totals[_KINDS.get(term.name, "working")] += term.device_bytes

@@ -17,6 +17,7 @@ from ithaca.config import load_run
 from ithaca.planning.calibrated import Measured, write_measured
 from ithaca.planning.hardware import AttentionSpeed
 from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.what_if import show_length as shown_length
 from tests.planning.models import LLAMA_8B
 
 BASE = ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH100")
@@ -162,8 +163,43 @@ def test_compare_tables_every_cut(run: Any) -> None:
     rows = [line.split() for line in table.splitlines()[1:8]]
     assert [tuple(map(int, row[:3])) for row in rows if row[1] == "1"] == [(8, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8)]
     assert all("not built yet" in " ".join(row) for row in rows if row[1] != "1")
+    assert "Every cut of 8xH100, with adamw, fp32 weights, bf16 computing" in out
     assert "Ulysses (sp) as far as it goes: up to 32 ranks" in out
     assert "ring attention is not built yet" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        BASE,
+        # As long as it gets, and between two steps of the search.
+        ("--model", "qwen3-8b", "--length", "max", "--gpus", "4xA100-80GB"),
+        ("--model", "qwen3-8b", "--length", "1000001", "--gpus", "8xH100"),
+        # The fastest has two rows a step and is not the one that is chosen; copies of the weights in nodes.
+        ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH200"),
+        ("--model", "llama-3.2-1b", "--length", "32k", "--gpus", "8xH100", "--nodes", "2", "--network", "Ethernet 25G"),
+        # Some GPUs idle.
+        ("--model", "qwen3-8b", "--length", "3M", "--gpus", "8xH100", "--nodes", "5"),
+    ],
+)
+def test_what_is_compared_is_what_is_planned(run: Any, words: tuple[str, ...]) -> None:
+    said = json.loads(run(*words, "--compare", "--json")[1])
+    [chosen] = [row for row in said["comparison"] if row["chosen"]]
+    assert chosen["degrees"] == said["degrees"]
+    assert chosen["longest"] == said["reach"]["longest that fits, so cut"] >= said["length"]
+    assert chosen["tokens_per_second"] == said["time"]["tokens_per_second"]
+    assert chosen["seconds"] == said["time"]["seconds"]
+    assert chosen["device_bytes"] == said["memory"]["device_bytes"]
+    for row in said["comparison"]:
+        assert (row["seconds"] is None) == (row["longest"] < said["length"])
+    fastest = max(row["tokens_per_second"] or 0 for row in said["comparison"] if row["built"])
+    assert chosen["tokens_per_second"] >= 0.99 * fastest
+    _, out, _ = run(*words, "--compare", "--write", "-")
+    shown = next(line.split() for line in out.splitlines() if line.rstrip().endswith("chosen"))
+    assert f"{said['time']['tokens_per_second']:,.0f}" in shown
+    degrees = said["degrees"]
+    assert f"Here at {shown_length(said['length'])}: dp={degrees['dp']}, sp={degrees['sp']}," in out
+    assert "comparison" not in json.loads(run(*words, "--json")[1])
 
 
 def test_the_summary_is_one_page_of_markdown(run: Any) -> None:
@@ -204,6 +240,42 @@ def test_a_calibration_counts(run: Any, tmp_path: Path) -> None:
     assert after["time"]["seconds"] > 1.5 * before["time"]["seconds"]
     file.write_text("[]")
     assert run(*words)[0] == 2
+
+
+def test_a_gpt2_is_planned_as_far_as_its_positions_go(run: Any) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    Path("config.json").write_text(json.dumps({**config, "n_inner": None, "attn_pdrop": 0.1}))
+    words = ("--model", "config.json", "--gpus", "2xH100", "--write", "-", "--length")
+    status, out, _ = run(*words, "1k")
+    assert status == 0
+    assert "0.12 B parameters" in out
+    assert "attn_pdrop is 0.1: attention dropout is not exact over ranks, set it to 0" in out
+    assert "exactness" not in out
+    said = json.loads(run(*words, "max", "--json")[1])
+    assert {said["length"], *said["reach"].values()} == {1024}
+    status, _, err = run(*words, "2k")
+    assert status == 2
+    assert "gpt2 has learned positions up to 1,024, which no rope stretches: use --length 1024" in err
+
+
+def test_of_a_model_that_sees_images_the_text_model_is_planned(run: Any) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    config = {"model_type": "gemma3", "text_config": {**text, "sliding_window": 1024}, "vision_config": {}}
+    Path("config.json").write_text(json.dumps(config))
+    for name in ("config.json", "gemma-3-4b-it"):
+        status, out, _ = run("--model", name, "--write", "-")
+        assert status == 0
+        assert "3.88 B parameters" in out
+        assert "text only    the text model inside gemma3 is planned, and nothing else that it has" in out
+        assert "exactness    gemma3: it takes images" in out
+    assert "text only" not in run("--model", "gemma-3-1b-pt", "--write", "-")[1]
 
 
 def test_architectures_that_are_not_exact_are_named(run: Any) -> None:
@@ -268,7 +340,7 @@ def test_a_hub_that_does_not_answer_is_one_reason(run: Any, monkeypatch: pytest.
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no route to the hub")
 
-    monkeypatch.setattr("ithaca.cli.plan_inputs.urlopen", refuse)
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
     status, _, err = run("--model", "org/qwen3-9b")
     assert status == 2
     assert "the hub gave nothing (OSError: no route to the hub)" in err

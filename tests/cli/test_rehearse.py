@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from ithaca.cli.plan_inputs import read_machine
 from ithaca.cli.rehearse import _usual_world, one_length, read_model_config
+from ithaca.cli.rehearse_page import page
 from ithaca.config import load_run
+from ithaca.mesh import init_mesh
 from ithaca.planning.known_models import known_config
 from ithaca.proof import rehearse as proof
+from ithaca.proof.rehearse_group import alone
 from ithaca.proof.small import small_config
+from ithaca.training.stages import apply_stages
 
 
 @pytest.fixture
@@ -64,6 +72,43 @@ def test_ctrl_c_is_told_in_a_sentence(run: Any, small: str, monkeypatch: pytest.
     status, out, err = run("--model", small, "--length", "128", "--world", "4")
     assert (status, out) == (130, "")
     assert err.startswith("ithaca: rehearse was stopped before its end")
+
+
+def test_the_plan_beside_a_rehearsal_is_the_one_that_is_planned(tmp_path: Path, typed: Any, monkeypatch: Any) -> None:
+    """Here there is no GPU, and the CPU's operators keep more: the plan is the card's all the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("--model", "llama-3.2-1b", "--length", "1M", "--gpus", "8xH100")
+    said = json.loads(typed("plan", *words, "--json")[1])
+    assert typed("plan", *words)[0] == 0
+    run = load_run(Path("run.yaml"))
+    machine = read_machine("8xH100", None, None, None, None)
+    asked = proof.Asked(run, read_model_config(run.model.name, None), machine)
+    with alone(8, 0):
+        mesh = init_mesh(sp=8, device="cpu")
+        config = apply_stages(asked.config, run.stages, random=True)
+        _, planned = proof.predict(asked, proof.part_of(asked, 0, config, mesh), mesh)
+    assert json.loads(json.dumps(asdict(planned.plan))) == said["plan"]
+    assert planned.target.device_bytes == pytest.approx(said["memory"]["device_bytes"], rel=1e-3)
+    assert planned.target.host_bytes == said["memory"]["host_bytes"]
+    # What runs here is compared with what the plan says of that.
+    assert planned.memory.device_bytes > 1.2 * planned.target.device_bytes
+
+
+def test_without_a_clock_the_page_has_both_plans(small: str) -> None:
+    run = one_length(load_run(None, ["precision=fp32"]), "128", 2, read_model_config(small, None))
+    machine = read_machine("2xH100", None, None, None, None)
+    asked = proof.Asked(run, read_model_config(small, None), machine, fake=False)
+    result = proof.rehearse(asked)
+    console = Console(width=140, record=True, file=StringIO())
+    console.print(page(asked, replace(result, seconds={})))
+    shown = console.export_text()
+    assert "plan, so run" in shown
+    assert "plan, H100" in shown
+    said = result.predicted
+    last = next(line for line in shown.splitlines() if "reserved by the allocator" in line)
+    assert f"{said.memory.device_bytes / 2**20:.2f} MiB" in last
+    assert f"{said.target.device_bytes / 2**20:.2f} MiB" in last
 
 
 def test_more_groups_take_more_rows(small: str) -> None:

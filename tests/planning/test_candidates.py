@@ -120,3 +120,20 @@ def test_the_search_finds_the_cheapest(sizes: ModelSizes, length: int, device: i
     assert cost_of(sizes, job, plan) == exhaustive(sizes, job, usual, device * GIB, host * GIB)
     with pytest.raises(MemoryPlanError):
         choose_plan(sizes, job, 3 * GIB, host * GIB)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_hopeless_has_no_plan(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = draw.choice([SIX, WINDOWED, SIX.with_lora(8)])
+    job = Job(draw.choice([1, 64, 256]) * K, sp=draw.choice([1, 8]), dp=2, gradients_on_host=draw.random() < 0.3)
+    frame = Frame(sizes, job, 2048, 256, 1)
+    plans = [c.modes() for c in all_candidates(frame)]
+    device = min(frame.memory(modes, (False,) * len(modes)).device_bytes for modes in plans)
+    # Room for nothing but what is on the host anyway.
+    host = frame.host_beside
+    assert not frame.hopeless(device, host)
+    assert frame.hopeless(device // 4, host)
+    for share in (0.5, 0.7, 0.9, 0.97, 0.995):
+        if frame.hopeless(int(share * device), host):
+            assert not any(frame.fits(modes, (False,) * len(modes), int(share * device)) for modes in plans)

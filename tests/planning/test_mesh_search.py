@@ -5,26 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import pytest
-
+from ithaca.planning.cuts import all_degrees
 from ithaca.planning.known_models import find_model
+from ithaca.planning.longest import longest, longest_of_all, miss
 from ithaca.planning.memory import memory_of
-from ithaca.planning.mesh_search import (
-    AS_FAST,
-    Degrees,
-    Recipe,
-    Wanted,
-    all_degrees,
-    best_options,
-    fits,
-    job_of,
-    longest,
-    longest_of_all,
-    miss,
-    option_of,
-    recipes,
-)
+from ithaca.planning.mesh_search import AS_FAST, best_options, option_of
 from ithaca.planning.sizes import ModelSizes
+from ithaca.planning.wanted import Degrees, Recipe, Wanted, job_of, recipes
 from tests.planning.machines import machine
 from tests.planning.models import B1, B8, K
 
@@ -131,24 +118,6 @@ def test_copies_of_the_weights_where_the_network_is_slow() -> None:
     )
     assert far.job.replicas == 4
     assert far.time.seconds > near.time.seconds
-
-
-@pytest.mark.parametrize("on", [machine(), machine("RTX-4090", gpus=2, host=64), machine(gpus=1)], ids=str)
-def test_the_longest_fits_and_longer_does_not(on: object) -> None:
-    wanted = Wanted(B1, on)  # type: ignore[arg-type]
-    for degrees in all_degrees(wanted):
-        length = longest(wanted, degrees, MIXED)
-        assert fits(wanted, length, degrees, MIXED)
-        assert not fits(wanted, int(1.02 * length) + K, degrees, MIXED)
-
-
-def test_more_of_anything_is_never_shorter() -> None:
-    lengths = [longest_of_all(Wanted(B8, on)) for on in (machine(gpus=1), machine(gpus=4), machine(), machine(nodes=4))]
-    reached = [found[0] for found in lengths if found]
-    assert len(reached) == 4
-    assert reached == sorted(set(reached))
-    hosts = [longest_of_all(Wanted(B8, machine(gpus=1, host=host))) for host in (20, 100, 400)]
-    assert [found[0] if found else 0 for found in hosts] == sorted(found[0] if found else 0 for found in hosts)
 
 
 def test_what_fits_nowhere() -> None:

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.errors import UnsupportedError
+from ithaca.planning.config_names import DEFAULTS, text_of
 from ithaca.planning.sizes import ModelSizes
 from tests.planning.models import B1, B8, LLAMA_8B
 
@@ -63,6 +64,25 @@ def test_counts_are_those_of_the_modules(kind: str, more: dict[str, Any]) -> Non
     assert [layer.parameters for layer in sizes.layers] == layers
     assert sizes.total == sum(p.numel() for p in model.parameters())
     assert sizes.heads == 8
+
+
+GPT_2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": 128}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("gpt2", {}), ("gpt2", {"n_inner": 48}), ("gpt_bigcode", {}), ("gpt_bigcode", {"multi_query": False})],
+)
+def test_counts_of_families_with_other_names(kind: str, more: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(kind, **GPT_2, **more)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # As it lies on the hub: null where the width is the usual one.
+    sizes = ModelSizes.from_config({"model_type": kind, "n_inner": None, **GPT_2, **config.to_diff_dict()})
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.transformer.h]
+    assert [layer.parameters for layer in sizes.layers] == layers
+    assert sizes.total == sum(p.numel() for p in model.parameters())
+    assert (sizes.heads, sizes.tied, sizes.layers[0].gated) == (8, True, False)
 
 
 PUBLISHED: list[tuple[dict[str, Any], int]] = [
@@ -171,6 +191,27 @@ def test_lora_trains_the_adapters_alone() -> None:
 
 def test_a_text_model_inside_another() -> None:
     assert ModelSizes.from_config({"model_type": "gemma3", "text_config": LLAMA_8B}) == B8
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_defaults_are_those_of_transformers(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    ours = ModelSizes.from_config({"model_type": "some_vl", "text_config": {"model_type": kind}})
+    assert ours == ModelSizes.from_config(config.to_dict())
+    assert text_of({"text_config": {"model_type": kind}})["max_position_embeddings"] == config.max_position_embeddings
+
+
+def test_a_text_model_inside_another_leaves_out_what_is_usual() -> None:
+    """gemma-3-4b-it as it lies on the hub."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    sizes = ModelSizes.from_config(
+        {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    )
+    assert (sizes.name, sizes.heads, sizes.kv_heads, sizes.vocabulary) == ("gemma3_text", 8, 4, 262_208)
+    assert sizes.total == 3_880_263_168
+    # At the top of a config nothing is left out, and nothing is made up.
+    with pytest.raises(UnsupportedError, match="no num_attention_heads, vocab_size"):
+        ModelSizes.from_config({"model_type": "gemma3_text", **text})
 
 
 def test_what_is_no_config_is_refused() -> None:

@@ -1,0 +1,92 @@
+"""A config.json under the names and with the defaults that sizes are read from.
+
+Older families have names of their own, and what stands inside another config (the text model of one that also sees
+images) is written without what transformers fills in by itself. Nothing is imported to know that: a test holds the
+table to transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+# GPT-2's names, and those of families after it.
+NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+}
+# Families whose positions are a table of weights: no length beyond it, whatever the rotation.
+LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
+# What attention dropout is called; it is not exact over ranks.
+ATTENTION_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+    "attention_dropout_prob",
+)
+_TOWERS = ("vision_config", "audio_config", "speech_config")
+# The text model inside, where its config does not say.
+_TEXT_TYPES = {"gemma3": "gemma3_text", "llava": "llama", "mistral3": "mistral"}
+_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "sliding_window",
+    "tie_word_embeddings",
+)
+# transformers' defaults of those keys, for the text models that stand inside others.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    kind: {key: value for key, value in zip(_KEYS, values, strict=True) if value is not None}
+    for kind, values in {
+        "llama": (4096, 32, 32, None, None, 11008, 32000, 2048, None, False),
+        "mistral": (4096, 32, 32, 8, None, 14336, 32000, 131072, 4096, False),
+        "qwen2": (4096, 32, 32, 32, None, 22016, 151936, 32768, None, False),
+        "qwen3": (4096, 32, 32, 32, 128, 22016, 151936, 32768, None, False),
+        "gemma": (3072, 28, 16, 16, 256, 24576, 256000, 8192, None, True),
+        "gemma2": (2304, 26, 8, 4, 256, 9216, 256000, 8192, 4096, True),
+        "gemma3_text": (2304, 26, 8, 4, 256, 9216, 262208, 131072, 4096, True),
+    }.items()
+}
+
+
+def text_of(config: Config) -> dict[str, Any]:
+    """The text model's part of `config` under the usual names; what it leaves to transformers is filled in."""
+    inner = config.get("text_config")
+    named = dict(config) if inner is None else dict(inner)
+    if inner is not None:
+        outer = str(config.get("model_type", ""))
+        named.setdefault("model_type", _TEXT_TYPES.get(outer, outer))
+        named = DEFAULTS.get(str(named["model_type"]), {}) | named
+    for old, usual in NAMES.items():
+        if old in named and named.get(usual) is None:
+            named[usual] = named[old]
+    if "n_embd" in named and not named.get("intermediate_size"):
+        named["intermediate_size"] = 4 * int(named["n_embd"])
+    if named.get("multi_query") and not named.get("num_key_value_heads"):
+        named["num_key_value_heads"] = 1
+    return named
+
+
+def cautions_of(config: Config) -> dict[str, str]:
+    """What a plan for this config does not cover, or a run of it will refuse."""
+    found, kind = {}, str(config.get("model_type", "")) or "this model"
+    if config.get("text_config") is not None or any(config.get(tower) for tower in _TOWERS):
+        found["text only"] = f"the text model inside {kind} is planned, and nothing else that it has"
+    text = text_of(config)
+    for key in ATTENTION_DROPOUTS:
+        value = text.get(key) or 0
+        if isinstance(value, int | float) and value > 0:
+            found["dropout"] = (
+                f"{key} is {value:g}: attention dropout is not exact over ranks, set it to 0 in config.json"
+            )
+    return found
