@@ -15,10 +15,11 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
+from math import inf
 from typing import NamedTuple
 
 from ithaca.planning.cost import attention_flops, run_again
-from ithaca.planning.memory import Frame
+from ithaca.planning.memory import End, Frame
 from ithaca.planning.plan import MODES, LayerMode
 
 Modes = tuple[LayerMode, ...]
@@ -40,10 +41,12 @@ Prices = dict[LayerMode, list[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Candidates of interest save no more bytes than `room` and cost less than `limit`."""
+    """Candidates of interest cost less than `limit` and save no more bytes than `room`, nor than `at_end` says of how
+    their last layer is kept."""
 
     room: float
     limit: float
+    at_end: Callable[[End], float] = lambda end: inf
 
 
 def given(frame: Frame, layers: Modes) -> Iterator[Candidate]:
@@ -60,7 +63,7 @@ def keeping(frame: Frame, bounds: Bounds) -> Iterator[Candidate]:
     for kept in range(count + 1):
         if kept:
             tally.change(count - kept, "save", "keep")
-        if tally.wanted:
+        if tally.wanted(_ending(0, "keep" if kept else "save")):
             yield tally.candidate(partial(_kept, count, kept))
 
 
@@ -104,8 +107,10 @@ class _Tally:
     """Cost and bytes of a candidate that is changed layer by layer, from all layers "save"."""
 
     def __init__(self, prices: Prices, bounds: Bounds) -> None:
-        self.prices, self.room, self.limit = prices, bounds.room, bounds.limit
+        self.prices, self.room, self.limit, self.at_end = prices, bounds.room, bounds.limit, bounds.at_end
         self.cost, self.saved = _sum(iter(prices["save"]))
+        # The most that one layer frees by recomputing its attention.
+        self.most_freed = max(a[1] - b[1] for a, b in zip(prices["save"], prices["recompute"], strict=True))
 
     def change(self, index: int, before: LayerMode, after: LayerMode) -> None:
         cost, size = self.prices[before][index]
@@ -113,12 +118,16 @@ class _Tally:
         cost, size = self.prices[after][index]
         self.cost, self.saved = self.cost + cost, self.saved + size
 
-    @property
-    def wanted(self) -> bool:
-        return self.cost < self.limit and self.saved <= self.room
+    def wanted(self, end: End) -> bool:
+        return self.cost < self.limit and self.saved <= self.room and self.saved <= self.at_end(end)
 
     def candidate(self, modes: Callable[[], Modes]) -> Candidate:
         return Candidate(self.cost, self.saved, modes)
+
+
+def _ending(place: int, root: LayerMode) -> End:
+    """The last layer `place` behind the root of its chain."""
+    return End("rebuild" if place else root, place, root)
 
 
 def _kept(count: int, kept: int) -> Modes:
@@ -133,7 +142,7 @@ def _chains(prices: Prices, bounds: Bounds) -> Iterator[Candidate]:
         for chained in range(k, count + 1, k):
             for index in range(chained - k + 1, chained):
                 tally.change(index, "save", "rebuild")
-            if tally.wanted:
+            if tally.wanted(_ending((count - 1) % k if chained == count else 0, "save")):
                 yield tally.candidate(partial(_chained, count, k, chained))
 
 
@@ -163,12 +172,18 @@ def _turning_chains(prices: Prices, bounds: Bounds) -> Iterator[Candidate]:
 def _recomputed_roots(base: _Tally, count: int, short: int, long: int, turn: int) -> Iterator[Candidate]:
     """Chains that turn from short to long at a layer: one of their roots recomputed, then one more, ..."""
     roots = [i for i in range(count) if not i % (short if i < turn else long)]
+    place = count - 1 - roots[-1]
+    some, every = _ending(place, "save"), _ending(place, "recompute")
     tally = copy(base)
+    # Most families are too much whatever is recomputed; that is seen before they are gone through.
+    most = min(tally.room, max(tally.at_end(some), tally.at_end(every)))
+    if tally.saved - len(roots) * tally.most_freed > most:
+        return
     for again, root in enumerate(roots, 1):
         tally.change(root, "save", "recompute")
         if tally.cost >= tally.limit:
             return
-        if tally.saved <= tally.room:
+        if tally.wanted(every if again == len(roots) else some):
             yield tally.candidate(partial(_turned, count, roots, again))
 
 
@@ -181,10 +196,11 @@ def _recomputing(frame: Frame, prices: Prices, bounds: Bounds) -> Iterator[Candi
     """Some layers recomputed. Attention over a window costs little to run again: such layers come first."""
     sizes, job, count = frame.sizes, frame.job, len(prices["save"])
     order = sorted(range(count), key=lambda index: attention_flops(sizes, sizes.layers[index], job))
-    tally = _Tally(prices, bounds)
+    tally, last = _Tally(prices, bounds), False
     for again, index in enumerate(order, 1):
         tally.change(index, "save", "recompute")
-        if tally.wanted:
+        last = last or index == count - 1
+        if tally.wanted(_ending(0, "recompute" if last else "save")):
             yield tally.candidate(partial(_recomputed, count, order, again))
 
 

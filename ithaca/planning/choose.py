@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
@@ -127,7 +127,8 @@ def _in_order(
     found = []
     for frame in frames:
         summing = tile_cost(frame.sizes, frame.job, frame.mlp_tile)
-        bounds = Bounds(frame.most_saved(device, host), limit - summing)
+        at_end = cache(partial(frame.most_saved_at, device=device, host=host))
+        bounds = Bounds(frame.most_saved(device, host), limit - summing, at_end)
         decided = fixed.layers is not None and given(frame, fixed.layers)
         found += [(summing + c.cost, frame, c) for c in decided or (find or keeping)(frame, bounds)]
     return sorted(found, key=lambda each: each[0])
@@ -222,10 +223,11 @@ def _furthest(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) 
 
 def _most_offloaded(frame: Frame, modes: Modes, room: int) -> int:
     """How many of the first layers the host can take; -1 where it is full without them."""
-    for index, (mode, (_, pages)) in enumerate(zip(modes, frame.all_saves(modes), strict=True)):
+    for index, (_, pages) in enumerate(frame.all_saves(modes)):
         if room < 0:
             return index - 1
-        room -= 0 if mode == "keep" else pages
+        if modes[index] != "keep":
+            room -= pages
     return len(modes) if room >= 0 else len(modes) - 1
 
 

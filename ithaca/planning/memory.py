@@ -116,6 +116,14 @@ class Work(NamedTuple):
         return _total(self.pieces) - self.gone
 
 
+class End(NamedTuple):
+    """How the last layer is kept: its mode, how many layers it is behind the one it is rebuilt from, and that one's."""
+
+    mode: LayerMode
+    place: int
+    root: LayerMode
+
+
 class Frame:
     """One step of a job with given tiles and head groups; how layers are kept and where is asked of it."""
 
@@ -169,8 +177,31 @@ class Frame:
         return self._saved[key]
 
     def most_saved(self, device: int, host: int) -> float:
-        """No plan saves more than this: what the host takes, and what the device has room for at the loss."""
-        return host - self.host_beside + self._most_resident(device)
+        """No plan saves more than this: what the host takes away, and what the device has room for at the loss."""
+        return self._most_away(host) + self._most_resident(device)
+
+    def _most_away(self, host: int) -> int:
+        """Bytes that the host takes off the device: the last layers to set out are in both places."""
+        return max(0, host - self.host_beside - STAGED * self._least_saved)
+
+    @cached_property
+    def _least_saved(self) -> int:
+        return min(self.saves(self.kinds.index(kind), mode)[0] for kind in set(self.kinds) for mode in MODES)
+
+    def most_saved_at(self, end: End, device: int, host: int) -> float:
+        """No plan that ends so saves more than this: in backward the last layer comes first, and then the one it is
+        rebuilt from, when nearly all saved tensors are still there."""
+        free = device - self.standing_bytes[end.mode == "rebuild"]
+        last, place, again = len(self.kinds) - 1, end.place, self.flow.anchor if end.root == "recompute" else 0
+        most = self._room_at(last, end.mode, free) - place * self.flow.x - again
+        if place:
+            gone = sum(self.saves(last - behind, "rebuild")[0] for behind in range(place))
+            most = min(most, self._room_at(last - place, end.root, free) - again + gone)
+        return most + self._most_away(host)
+
+    def _room_at(self, index: int, mode: LayerMode, free: int) -> float:
+        """What saved tensors may take while a layer runs backward."""
+        return (free - self.beside[index] + 1) / (1 + SLACK) - self.positions - self._layer_more(index, mode)
 
     def _most_resident(self, device: int) -> float:
         free = device - self.standing_bytes[False] - self._gradient_bytes(0)

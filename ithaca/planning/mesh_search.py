@@ -124,4 +124,4 @@ def compare(wanted: Wanted, chosen: Option) -> list[Compared]:
 
 def longest_so_cut(wanted: Wanted, recipe: Recipe, degrees: Degrees, known: int) -> int:
     """The longest of a mesh that is known to fit `known` tokens, which may lie between two steps of the search."""
-    return max(known, longest(wanted, degrees, recipe))
+    return max(known, longest(wanted, degrees, recipe, beyond=known))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
 
 from ithaca.errors import MemoryPlanError
 from ithaca.planning.candidates import Bounds, Candidate, keeping, running_again
-from ithaca.planning.choose import choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
+from ithaca.planning.choose import Fixed, _fit, choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.cost import copy_cost, recompute_cost, tile_cost
 from ithaca.planning.memory import GIB, Frame, memory_of
 from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan
@@ -137,3 +138,22 @@ def test_what_is_hopeless_has_no_plan(seed: int) -> None:
     for share in (0.5, 0.7, 0.9, 0.97, 0.995):
         if frame.hopeless(int(share * device), host):
             assert not any(frame.fits(modes, (False,) * len(modes), int(share * device)) for modes in plans)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_last_layer_leaves_out_does_not_fit(seed: int) -> None:
+    """Bounds that are told from the last layer alone, on devices and hosts on which some plans fit and some do not."""
+    draw = random.Random(seed)
+    sizes = draw.choice([SIX, WINDOWED, SIX.with_lora(8)])
+    job = Job(draw.choice([64, 256]) * K, sp=draw.choice([1, 8]), accumulate=draw.random() < 0.5)
+    frame = Frame(sizes, job, draw.choice([2048, job.tokens]), 256, 1)
+    every = list(all_candidates(frame))
+    sums = sorted(frame.memory(c.modes(), (False,) * len(sizes.layers)).device_bytes for c in every)
+    for share in (0.0, 0.2, 0.5):
+        device, host = sums[int(share * len(sums))], frame.host_beside + draw.choice([0, 1, 3]) * GIB
+        at_end = partial(frame.most_saved_at, device=device, host=host)
+        inside = {c.modes() for c in all_candidates(frame, Bounds(frame.most_saved(device, host), inf, at_end))}
+        fitting = {c.modes() for c in every if _fit(frame, c.modes(), device, host, Fixed()) is not None}
+        assert fitting
+        assert fitting <= inside
+        assert len(inside) < len(every)
