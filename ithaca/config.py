@@ -37,13 +37,19 @@ class Model(Section):
     kernel: str = "auto"
 
 
+Targets = Annotated[
+    Literal["all-linear"] | list[str],
+    BeforeValidator(lambda value: value if value == "all-linear" else one_or_more(value)),
+]
+
+
 class Lora(Section):
     """Adapters instead of full fine-tuning; saved by themselves, merged on export."""
 
     rank: Positive = 16
     alpha: float = 32.0
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    targets: Literal["all-linear"] | list[str] = "all-linear"
+    targets: Targets = "all-linear"
 
 
 class Source(Section):
@@ -333,13 +339,20 @@ def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> 
         return value
     key, rest = keys[0], keys[1:]
     node = ({} if default is None else default) if node is None else node
+    # One source may be written as no list, and any as its path alone.
+    if isinstance(default, list) and not isinstance(node, list) and path.split(".")[1] == "sources":
+        node = [node]
+    elif isinstance(node, str) and default is None and path.split(".")[1] == "sources":
+        node = {"path": node}
     if isinstance(node, list):
         if not key.isdigit() or int(key) > len(node):
             raise ConfigError(f"{path}: {key!r} is no place in a list of {len(node)}: use 0 to {len(node)}")
         at = int(key)
         return [*node[:at], _put(node[at] if at < len(node) else {}, rest, value, path, None), *node[at + 1 :]]
     if not isinstance(node, dict):
-        raise ConfigError(f"{path}: there is nothing under {key!r}, the value before it is {node!r}")
+        raise ConfigError(
+            f"{path}: there is nothing under {key!r}, the value before it is {node!r}: write {path.partition('.' + key)[0]}=..."
+        )
     below = default.get(key) if isinstance(default, dict) else None
     return {**node, key: _put(node.get(key), rest, value, path, below)}
 
@@ -369,9 +382,21 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
+def _section(name: str) -> type[BaseModel]:
+    return next(section for section in Section.__subclasses__() if section.__name__ == name)
+
+
 def _sentence(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "constrained-")))
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("value_error", "missing"):
         return f"{where}: {message}" if where else message
+    if problem["type"] == "model_type":
+        key, field = next(iter(_section(problem["ctx"]["class_name"]).model_fields.items()))
+        example = (
+            problem["input"] if isinstance(problem["input"], str) else "..." if field.is_required() else field.default
+        )
+        return f"{where}: got {problem['input']!r}: it is a section, write its keys, such as {where}.{key}={example}"
+    if problem["type"] == "list_type":
+        return f"{where}: got {problem['input']!r}: a list is needed, such as {where}=[...]"
     return f"{where}: got {problem['input']!r}: {message[0].lower()}{message[1:]}"

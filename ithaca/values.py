@@ -39,7 +39,9 @@ def no_truth(value: object) -> object:
 
 
 def one_or_more(value: object) -> object:
-    """A list, or the one thing that would be in it."""
+    """A list, or the one thing that would be in it; nothing is an empty one."""
+    if value is None:
+        return []
     return value if isinstance(value, list) else [value]
 
 

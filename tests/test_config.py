@@ -67,6 +67,10 @@ def test_sources_may_be_plain_paths() -> None:
     run = load_run(None, ["data.sources=books/"])
     assert [source.path for source in run.data.sources] == ["books/"]
     assert load_run(None, ["validation.sources=held.jsonl"]).validation.sources[0].path == "held.jsonl"
+    assert load_run(None, ["data.sources="]).data.sources == []
+    for given in ("chats.jsonl", "[chats.jsonl]", "{path: chats.jsonl}", "[{path: chats.jsonl}]"):
+        (source,) = load_run(None, [f"data.sources={given}", "data.sources.0.kind=chat"]).data.sources
+        assert (source.path, source.kind) == ("chats.jsonl", "chat")
     two = read_run({"data": {"sources": ["a.jsonl", {"path": "b", "kind": "chat"}]}})
     assert [(source.path, source.kind) for source in two.data.sources] == [("a.jsonl", "auto"), ("b", "chat")]
 
@@ -85,7 +89,7 @@ WRONG = [
     (["stages.0.steps=0"], "stages.0.steps: got 0"),
     (["memory.budget=lots"], "60GiB or 80GB"),
     (["model.kernel"], "write key.sub=value"),
-    (["seed.x=1"], "nothing under 'x'"),
+    (["seed.x=1"], "nothing under 'x', the value before it is 0: write seed=..."),
     (["stages.0.rope={kind: yarn}"], "needs factor"),
     (["stages.0.rope={kind: theta}"], "needs theta"),
     (["optimizer.name=bf16_sr", "precision=fp32"], "use 'bf16'"),
@@ -98,6 +102,10 @@ WRONG = [
     (["stages.0.warmup=.nan"], "finite"),
     (["optimizer.betas=[1.5, 2.0]"], "optimizer.betas.0: got 1.5: input should be less than 1"),
     (["seed=99999999999999999999999"], "seed: got"),
+    (["model=llama"], "model: got 'llama': it is a section, write its keys, such as model.name=llama"),
+    (["lora=true"], "lora: got True: it is a section, write its keys, such as lora.rank=16"),
+    (["data.sources=3"], "write its keys, such as data.sources.0.path=..."),
+    (["stages=3"], "stages: got 3: a list is needed, such as stages=[...]"),
 ]
 
 

@@ -7,6 +7,7 @@ import logging
 
 def quiet() -> None:
     logging.basicConfig(level=logging.WARNING, format="ithaca: %(message)s")
-    # torchao, which transformers imports where it is installed, makes torch warn of torchao's own habits.
-    for noisy in ("torch.utils._pytree", "torchao"):
+    # torchao, which transformers imports where it is installed, makes torch warn of torchao's own habits. The hub's
+    # client tells of every try, and we of how they ended.
+    for noisy in ("torch.utils._pytree", "torchao", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

@@ -6,7 +6,9 @@ This file reads the run, starts the ranks (or finds itself to be one) and says a
 from __future__ import annotations
 
 import os
+import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -97,12 +99,14 @@ def ending(outcome: Outcome, seconds: float) -> str:
         ("settings", folder.settings),
     ]
     told = "\n".join(f"  {name:<12}{where}" for name, where in lines)
-    place = outcome.place
+    place, settings = outcome.place, shlex.quote(str(folder.settings))
+    # Another folder than this one, which would refuse another model.
+    mine = "runs/mine" if folder.root.resolve() != Path("runs/mine").resolve() else "runs/mine-2"
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step had a loss"
     for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):
         course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
     return (
         f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; {course}\n{told}\n"
         f"next: your own documents and model\n"
-        f"  ithaca train {folder.settings} output=runs/mine model.name=MODEL_FOLDER data.sources=DOCUMENTS_FOLDER"
+        f"  ithaca train {settings} output={mine} model.name=MODEL_FOLDER data.sources=DOCUMENTS_FOLDER"
     )

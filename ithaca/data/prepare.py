@@ -64,6 +64,16 @@ class Prepared:
         sources = zip(self.streamed.listings, self.streamed.located, saved, strict=True)
         return tuple(note for one, located, was in sources if (note := one.compare(was, located.name)))
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A line for every stored source some of whose rows are no documents."""
+        abouts = [store.about for store in (*self.stores, *self.others) if store.about["bad"]]
+        return tuple(
+            f"{about['bad']:,} of {about['rows']:,} rows of {about['name']} are no documents and are left out, the first: "
+            f"{about['named'][0]}"
+            for about in abouts
+        )
+
     def check_vocabulary(self, size: int) -> None:
         """DataError where a document holds an id that a model with so many does not have; a stream's are seen as they
         come."""

@@ -30,6 +30,7 @@ _FORMATS = {
     "parquet": (".parquet",),
     "text": (".txt", ".md", ".rst", ".text"),
 }
+_TABLES = (".csv", ".tsv")
 _SUFFIXES = {suffix: kind for kind, suffixes in _FORMATS.items() for suffix in suffixes}
 _PACKAGES = ("node_modules", "bower_components", "vendor", "vendored", "third_party", "site-packages", "dist-packages")
 _BUILT = ("__pycache__", "venv", "env", "build", "dist", "target", "out", "coverage", "htmlcov")
@@ -94,7 +95,7 @@ def locate(source: Source) -> Located:
 def _may_be_hub(path: str) -> bool:
     """`owner/name` or `name`, without a suffix that only files have."""
     plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
-    return plain and _suffix(path) not in (*_SUFFIXES, ".csv", ".py", ".zip", ".tar")
+    return plain and _suffix(path) not in (*_SUFFIXES, *_TABLES, ".py", ".zip", ".tar")
 
 
 def _suffix(file: str) -> str:
@@ -105,6 +106,11 @@ def _suffix(file: str) -> str:
 def _file_format(file: str, source: Source) -> str:
     if source.format not in ("auto", "hub"):
         return source.format
+    if _suffix(file) in _TABLES:
+        raise DataError(
+            f"{file} is a table of a kind that is not read: write it as jsonl or parquet, or set the source's format to "
+            "text to train on it as one document"
+        )
     return _SUFFIXES.get(_suffix(file), "text")
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ithaca.config import Data
@@ -76,8 +77,8 @@ class Count:
         """DataError where no token is left that a loss could be of."""
         if not self.targets:
             raise DataError(
-                f"nothing in {name} is to be learned, no token after a document's first has a label other than -100: "
-                "mend its labels, or set data.sources.labels to the column that has them"
+                f"nothing in {name} is to be learned: its documents are of one token, or no token after their first has "
+                "a label other than -100; mend them, or set data.sources.labels to the column that has the labels"
             )
 
 
@@ -235,7 +236,9 @@ def _bar(located: Located, shown: bool) -> Iterator[Callable[[Raw], None]]:
         TaskProgressColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, disable=not shown, transient=True) as progress:
+    # On a terminal only: a log would get an empty line instead.
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         known = located.format in ("text", "code") or all(file.endswith((".jsonl", ".json")) for file in located.files)
         total = sum(os.path.getsize(file) for file in located.files) if known and located.files else None
         task = progress.add_task(f"tokenizing {located.name}", total=total)

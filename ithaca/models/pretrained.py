@@ -9,6 +9,7 @@ and so are adapters, alike on every rank.
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
 from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
@@ -137,13 +139,28 @@ def _put_adapters(model: PreTrainedModel, lora: Lora) -> tuple[nn.Module, dict[s
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
         task_type="CAUSAL_LM",
     )
+    layers_before = dict(model.named_modules())
     try:
         adapted: Any = get_peft_model(model, settings)
     except ValueError as error:
+        _check_names(layers_before, lora)
         raise ConfigError(f"lora.targets {lora.targets!r}: {error}") from None
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     _check_targets(model, layers, lora)
+    _check_names(layers_before, lora)
     return adapted, layers
+
+
+def _check_names(layers: dict[str, nn.Module], lora: Lora) -> None:
+    """Refuse a target that no layer is called: beside one that is there peft passes it by without a word."""
+    if isinstance(lora.targets, str):
+        return
+    there = sorted({name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)})
+    for target in lora.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            near = difflib.get_close_matches(target, there, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(there)}"
+            raise ConfigError(f"lora.targets: no layer of this model is called {target!r}: {hint}")
 
 
 def _check_targets(model: PreTrainedModel, layers: dict[str, Any], lora: Lora) -> None:

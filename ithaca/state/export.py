@@ -189,7 +189,8 @@ def _adapted(
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
-    settings = LoraConfig(**description["adapter"])
+    # peft warns where the adapter and the model it is put on call the folder by two names.
+    settings = LoraConfig(**description["adapter"] | {"base_model_name_or_path": description["folder"]})
     adapted: Any = get_peft_model(_twin(description, dtype), settings)
     for name, parameter in list(adapted.named_parameters()):
         if f"model.{name}" in saved.tensors:

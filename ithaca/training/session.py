@@ -60,9 +60,10 @@ def choose_sp(run: Run, number: int, world: int, config: Any) -> int:
     if dp and stage.batch % dp:
         # Fewer, larger sequence groups: the smallest degree above this one by which the batch goes round.
         larger = [n for n in range(sp + 1, world + 1) if world % n == 0 and stage.batch % (world // n) == 0]
+        degree = f"stages.{number}.sp" if stage.sp else "mesh.sp"
         raise MeshError(
             f"stage {number + 1} has batch {stage.batch} over dp={dp} sequence groups: a multiple is needed; use "
-            f"batch {-(-stage.batch // dp) * dp}, or mesh.sp={larger[0]}"
+            f"stages.{number}.batch={-(-stage.batch // dp) * dp}, or {degree}={larger[0]}"
         )
     return sp
 

@@ -92,6 +92,8 @@ class _Trainer:
         with self.watch.patient(24 * 3600.0, "preparing data"):
             prepared = self._prepare()
             self.documents = prepared.fingerprint
+        for note in prepared.left_out:
+            self.display.say(f"warning: {note}")
         place, path = self._find_start()
         _together(self.mesh, lambda: self._take_over(path))
         if path is not None and place.stage and not place.step:

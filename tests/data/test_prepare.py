@@ -229,7 +229,9 @@ def test_data_in_which_nothing_is_learned_is_refused(tmp_path: Path, record: dic
     silent = write_lines(tmp_path / "silent.jsonl", [record] * 3)
     spoken = write_lines(tmp_path / "spoken.jsonl", [record, {"input_ids": [4, 5]}])
     assert prepared(tmp_path, spoken).stores[0].about["targets"] == 1
-    match = r"nothing in .*silent\.jsonl is to be learned.*-100: mend its labels, or set data\.sources\.labels"
+    match = (
+        r"nothing in .*silent\.jsonl is to be learned: .*of one token, .*-100; mend them, or set data\.sources\.labels"
+    )
     # The second time it is in the cache.
     for _ in range(2):
         with pytest.raises(DataError, match=match):
@@ -333,3 +335,10 @@ def test_the_cache_of_the_run_file_wins(tmp_path: Path) -> None:
     store = prepared(tmp_path, file, cache=str(tmp_path / "mine")).stores[0]
     assert store.folder.parent == tmp_path / "mine"
     assert json.loads((store.folder / "about.json").read_text())["documents"] == 5
+
+
+def test_a_log_gets_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor the empty line that a bar leaves behind which was never drawn."""
+    data = Data(sources=[Source(path=str(write_documents(tmp_path / "docs.jsonl", 5)))])
+    prepare(data, TOKENIZER, validation=Validation(), seed=0, folder=tmp_path / "cache", progress=True)
+    assert capfd.readouterr() == ("", "")

@@ -101,6 +101,14 @@ def test_folders_of_data_may_be_called_as_built_ones_are(tmp_path: Path, format:
     ]
 
 
+@pytest.mark.parametrize("path", ["rows.csv", "rows.tsv.gz", "*.csv"])
+def test_a_table_that_is_not_read_is_no_text(tmp_path: Path, path: str) -> None:
+    touch(tmp_path, "rows.csv", "rows.tsv.gz")
+    with pytest.raises(DataError, match="a table of a kind that is not read: write it as jsonl or parquet"):
+        locate(Source(path=str(tmp_path / path)))
+    assert locate(Source(path=str(tmp_path / path), format="text")).format == "text"
+
+
 def test_what_is_built_says_nothing_of_a_folder_of_sources(tmp_path: Path) -> None:
     touch(tmp_path, "a.py", "b.py", "README.md", "build/c.jsonl", "build/d.parquet", "dist/e.txt")
     located = locate(Source(path=str(tmp_path)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from ithaca.config import Lora
-from ithaca.errors import UnsupportedError
+from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.models.pretrained import add_adapters, check_adapters, empty_model
 from ithaca.proof.small import small_model
+from ithaca.state.export import export_checkpoint
 from tests.ranks import RankError
 from tests.training.runs import run_train, small_run
 
@@ -41,6 +44,24 @@ def test_targets_that_would_be_passed_by_are_refused(kind: str, targets: Any, na
     check_adapters(config, Lora(targets=right))
 
 
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["q_prj"], "no layer of this model is called 'q_prj': did you mean 'q_proj'?"),
+        (["q_proj", "v_prj"], "no layer of this model is called 'v_prj': did you mean 'v_proj'?"),
+        (["wqkv"], "'wqkv': there are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
+    ],
+)
+def test_a_target_that_is_not_there_is_refused_beside_one_that_is(targets: list[str], said: str) -> None:
+    config: Any = small_model("llama", dtype=torch.float32).config
+    with pytest.raises(ConfigError) as raised:
+        check_adapters(config, Lora(targets=targets))
+    assert said in str(raised.value)
+    # A target may be a path, and one target no list.
+    check_adapters(config, Lora(targets=["self_attn.q_proj"]))
+    check_adapters(config, Lora.model_validate({"targets": "q_proj"}))
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "deepseek_v3"])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
 def test_every_adapter_of_an_empty_model_has_values(kind: str) -> None:
@@ -62,3 +83,18 @@ def test_a_run_with_such_a_target_ends_before_its_first_step(tmp_path: Path) -> 
     with pytest.raises(RankError, match=r"lm_head is the head.*use lora\.targets=\[q_proj\]"):
         run_train(1, run)
     assert not list((tmp_path / "head" / "checkpoints").glob("step-*"))
+
+
+def test_an_adapter_on_a_folder_named_from_elsewhere_is_exported_without_a_warning(tmp_path: Path) -> None:
+    """A run started with model.name=model: its adapter says "model", the export finds the whole path."""
+    stages = [{"length": 64, "steps": 1, "batch": 2}]
+    assert run_train(1, small_run(tmp_path, "run", lora={"rank": 2}, stages=stages))["finished"]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    facts = json.loads((checkpoint / "facts.json").read_text())
+    facts["model"]["adapter"]["base_model_name_or_path"] = "model"
+    (checkpoint / "facts.json").write_text(json.dumps(facts))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_checkpoint(checkpoint, tmp_path / "again")
+    settings = json.loads((tmp_path / "again" / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str((tmp_path / "model").resolve())

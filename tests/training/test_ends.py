@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,19 @@ def test_llama3_frequencies_in_the_wrong_order_are_refused() -> None:
     for low, high in ((4, 1), (2, 2), (0, 4)):
         with pytest.raises(ValueError, match="below high_freq_factor"):
             Rope(kind="llama3", factor=8, low_freq_factor=low, high_freq_factor=high)
+
+
+def test_what_to_type_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [{"length": 64, "steps": 1, "batch": 2}]
+    assert run_train(1, small_run(tmp_path, "my ship's run", stages=stages))["finished"]
+    folder = RunFolder(tmp_path / "my ship's run")
+    last = ending(Outcome(folder.root, Place(1, 0), True), 1.0).splitlines()[-1]
+    assert shlex.split(last)[:4] == ["ithaca", "train", str(folder.settings), "output=runs/mine"]
+    # From a run that was called so itself another folder is proposed: this one would refuse another model.
+    (tmp_path / "runs").mkdir()
+    folder.root.rename(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert " output=runs/mine-2 " in ending(Outcome(Path("runs/mine"), Place(1, 0), True), 1.0)
 
 
 def test_a_folder_in_the_way_of_export_is_left_alone(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_a_stage_beyond_the_positions_ends_before_anything_is_built(place: Path)
 
 def test_a_batch_that_the_groups_do_not_divide_is_refused(place: Path) -> None:
     stages = [{"length": 64, "steps": 2, "batch": 3}]
-    with pytest.raises(RankError, match=r"batch 3 over dp=2 sequence groups.*use batch 4"):
+    with pytest.raises(RankError, match=r"batch 3 over dp=2 sequence groups.*use stages\.0\.batch=4, or mesh\.sp=2$"):
         run_train(2, small_run(place, "uneven", stages=stages, mesh={"sp": 1}))
 
 
@@ -418,3 +418,12 @@ def test_precisions_and_optimizers(
     again = run_train(2, small_run(place, name + " twice", **more, mesh={"sp": 2}, stages=stages))
     assert losses(again) == losses(whole)
     assert again["sum"] == whole["sum"]
+
+
+def test_rows_that_are_no_documents_are_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "a ship on the sea"}\n' * 20 + "no json\n" + '{"text": ""}\n')
+    stages = [{"length": 64, "steps": 1, "batch": 2}]
+    data = {"sources": [str(file)], "bad_share": 0.5, "cache": str(tmp_path / "cache")}
+    told = run_train(1, small_run(tmp_path, "run", data=data, stages=stages))["said"]
+    assert [line for line in told if "2 of 22 rows of" in line and "some.jsonl:21: not JSON" in line]
