@@ -87,6 +87,12 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {},
         r"config.output_attentions=True: .* set it to False",
     ),
+    "return_dict": (lambda: llama(return_dict=False), {}, r"config.return_dict=False: .* set it to True"),
+    "both directions": (
+        lambda: small_model("bert", dtype=torch.float32, attention_probs_dropout_prob=0.0, hidden_size=64),
+        {},
+        r"bert\.encoder\.layer\.0\.attention\.self attends in both directions, .* set is_decoder=True",
+    ),
     "heads": (
         lambda: llama(num_attention_heads=1, num_key_value_heads=1),
         {},

@@ -82,12 +82,12 @@ def _check_report(file: Path) -> None:
 
 
 def _degree_of(run: Run | None) -> int:
-    """The run's own degree, its first stage's before the mesh's; what the run could not do is refused as there."""
+    """The largest degree that a stage of the run names; what the run could not do is refused as there."""
     if run is None:
         return 2
     run.mesh.refuse_ring()
-    asked = run.stages[0].sp or run.mesh.sp
-    return asked if isinstance(asked, int) else 2
+    named = [stage.sp or run.mesh.sp for stage in run.stages]
+    return max((degree for degree in named if isinstance(degree, int)), default=2)
 
 
 def _count_gpus(*, required: bool) -> int:

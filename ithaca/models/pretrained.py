@@ -81,11 +81,14 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         # transformers checks what it reads, and says what is wrong in the last line of several.
         reason = str(error).strip().splitlines()[-1].strip()
         raise CheckpointError(f"{file} is no config of a {kind} ({reason}): mend it, or copy the model anew") from error
+    # A folder may name an attention whose package is not here. Ours takes its place, so none has to be.
+    config._attn_implementation = None
+    return config
 
 
 def empty_model(source: str | Path | PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:

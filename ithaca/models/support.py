@@ -140,6 +140,13 @@ def _check_settings(base: PreTrainedModel) -> None:
         raise UnsupportedError(
             "config.output_attentions=True: attention weights are never materialised here, set it to False"
         )
+    if not getattr(config, "return_dict", True):
+        raise UnsupportedError("config.return_dict=False: transformers' own models cannot do without, set it to True")
+    both = next((key for key, module in base.named_modules() if getattr(module, "is_causal", True) is False), None)
+    if both is not None:
+        raise UnsupportedError(
+            f"{both} attends in both directions, to the tokens that are to be learned: set is_decoder=True in its config"
+        )
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "absolute") == "alibi":
         raise UnsupportedError("ALiBi biases do not reach the attention function, so they would be dropped")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):

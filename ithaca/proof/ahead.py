@@ -20,7 +20,7 @@ from ithaca.errors import CheckpointError, UnsupportedError
 from ithaca.models.support import check_model
 from ithaca.parallelize import head_counts
 from ithaca.proof.subject import Subject, empty_of
-from ithaca.state.load import different_copies
+from ithaca.state.load import different_copies, read_generation
 from ithaca.state.sources import INDEX, Group, Headers, plan_groups, read_headers
 
 
@@ -40,7 +40,8 @@ def empty(config: PreTrainedConfig) -> Any:
     """The model on the meta device; a config that none can be built of is named."""
     try:
         return empty_of(config)
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except Exception as error:
+        # Whatever a config can be wrong in, down to an assertion of torch's on the padding's id.
         raise UnsupportedError(
             f"{config.model_type}: no model can be built of this config ({type(error).__name__}: {error}): mend its "
             "config.json"
@@ -57,6 +58,7 @@ def check_weights(config: PreTrainedConfig, folder: Path, subject: Subject) -> N
     headers = read_headers(folder)
     twin = empty(config)
     groups = plan_groups(twin, headers, folder)
+    read_generation(twin, folder)
     if subject.folder is not None:
         kept = empty(subject.config).state_dict().keys()
         _check_numbers([group for group in groups if kept & group.targets.keys()], headers, twin.all_tied_weights_keys)
@@ -67,7 +69,8 @@ def _check_numbers(groups: Iterable[Group], headers: Headers, tied: dict[str, st
     whose: dict[str, str] = {}
     for group in groups:
         for key in group.keys:
-            if not bool(_read(headers, key).isfinite().all()):
+            # In fp32, because torch does not ask it of 8 bits.
+            if not bool(_read(headers, key).float().isfinite().all()):
                 raise CheckpointError(
                     f"{headers[key].file}: {key} holds NaN or infinity, which no training mends: copy the weights anew, or "
                     "start from a checkpoint before they went wrong"

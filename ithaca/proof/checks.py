@@ -100,7 +100,9 @@ def documents(bench: Bench) -> Iterator[Line]:
     changed = max(bench.pair.gathered(_largest(before - after, inside)))
     leaked = max(bench.pair.gathered(_largest(before - after, outside)))
     if not changed:
-        leaked = float("inf")
+        detail = "nothing is shown: no logit moves where a token changes, so these weights look at no token"
+        yield Line("isolation", float("inf"), bench.limits.isolation, detail)
+        return
     kind = "bit for bit" if not bench.limits.isolation else "but for the order of experts' sums"
     detail = f"others unchanged {kind} where a token of one changes (its own logits move by {changed:.1e})"
     yield Line("isolation", leaked, bench.limits.isolation, detail)

@@ -142,11 +142,13 @@ class Pair:
             with self.mode():
                 expected = reference(plain.train(not evaluate), [[self.placed(batch) for batch in batches]])
             plain.train()
-            if not isfinite(expected.loss):
+            largest = max(map(_largest, expected.gradients.values()), default=0.0)
+            if not isfinite(expected.loss) or not isfinite(largest):
                 # No answer is right beside it, and the sharded model is not to blame.
                 raise CheckpointError(
-                    f"one process of plain transformers has a loss of {expected.loss:g} with these weights: there is "
-                    "nothing to compare with; start from weights whose loss is finite"
+                    f"one process of plain transformers has a loss of {expected.loss:g} and gradients of up to "
+                    f"{largest:g} with these weights: there is nothing to compare with; start from weights where both are "
+                    "finite"
                 )
             return expected.loss, [logits.cpu() for logits in expected.logits[0]]
 

@@ -53,11 +53,24 @@ def load_weights(model: nn.Module, folder: str | PathLike[str]) -> None:
 
 
 def read_generation(base: Any, folder: Path) -> None:
-    """How the folder says text is to be generated, to be saved again with the model."""
+    """How the folder says text is to be generated, to be saved again with the model.
+
+    transformers reads settings that it refuses to write: better told here than when the training is over.
+    """
     from transformers import GenerationConfig
 
-    if base.can_generate() and (folder / "generation_config.json").is_file():
+    file = folder / "generation_config.json"
+    if not base.can_generate() or not file.is_file():
+        return
+    try:
         base.generation_config = GenerationConfig.from_pretrained(str(folder))
+        base.generation_config.validate(strict=True)
+    except (OSError, ValueError) as error:
+        lines = [line.removeprefix("- ") for line in str(error).splitlines() if line.strip()]
+        reason = lines[min(1, len(lines) - 1)] if lines else type(error).__name__
+        raise CheckpointError(
+            f"{file}: transformers could not save a model with it ({reason}): mend it, or delete it"
+        ) from None
 
 
 def init_weights(model: nn.Module, seed: int) -> None:

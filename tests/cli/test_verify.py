@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ithaca.cli import app
 from ithaca.cli.verify_page import Page
-from ithaca.errors import ConfigError
+from ithaca.errors import ConfigError, MeshError
 from ithaca.proof.checks import Line
 from tests.training.runs import small_run, tiny_model
 
@@ -37,7 +37,8 @@ def typed(*words: str, folder: Path) -> tuple[int, str]:
     [
         (["no.yaml"], r"no\.yaml does not exist"),
         (["mesh.ring=2"], "ring attention is not there yet"),
-        (["stages.0.sp=1"], "--sp 1 leaves one process"),
+        (["mesh.sp=1"], "--sp 1 leaves one process"),
+        (["stages.0.sp=1", "stages.1.sp=9"], "8 heads over sp=9"),
         (["--model", "llama", "--sp", "1"], "--sp 1 leaves one process"),
         (["--model", "llama", "--sp", "0"], "--sp 0 leaves one process .*: use --sp 2 or more"),
         (["--model", "llama", "--length", "7"], "--length 7: use 24 tokens at least"),
@@ -49,7 +50,7 @@ def typed(*words: str, folder: Path) -> tuple[int, str]:
     ],
 )
 def test_mistakes_are_told_before_a_rank_starts(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, MeshError), match=said):
         CliRunner().invoke(app, ["verify", *words], catch_exceptions=False)
 
 

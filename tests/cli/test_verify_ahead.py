@@ -122,6 +122,28 @@ def test_two_copies_of_a_tied_weight_must_be_one(tmp_path: Path) -> None:
     )
 
 
+def test_weights_of_8_bits_are_looked_at_too(tmp_path: Path) -> None:
+    rewritten(tiny_model(tmp_path), lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].to(torch.float8_e4m3fn)}))
+    typed("--model", str(tmp_path))
+    rewritten(tmp_path, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float().fill_(float("nan"))}))
+    refused(CheckpointError, f"{WEIGHT} holds NaN", "--model", str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ['{"temperature": 0.1, "do_sample": false}', "{"], ids=["refused", "no JSON"])
+def test_how_to_generate_is_read_before_it_cannot_be_saved(tmp_path: Path, text: str) -> None:
+    (tiny_model(tmp_path) / "generation_config.json").write_text(text)
+    refused(
+        CheckpointError, r"generation_config\.json: transformers could not save .* delete it", "--model", str(tmp_path)
+    )
+
+
+def test_a_folder_may_name_an_attention_that_is_not_here(tmp_path: Path, launched: list[Material]) -> None:
+    file = tiny_model(tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "_attn_implementation": "flash_attention_2"}))
+    typed("--model", str(tmp_path))
+    assert launched[0].subject.build() is not None
+
+
 def test_experts_that_transformers_stacks_are_looked_at_one_by_one(tmp_path: Path) -> None:
     small_model("mixtral", dtype=torch.float32).save_pretrained(tmp_path)
     typed("--model", str(tmp_path))

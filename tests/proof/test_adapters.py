@@ -12,6 +12,7 @@ from ithaca.config import Lora
 from ithaca.mesh import init_mesh
 from ithaca.proof.adapters import adapted
 from ithaca.proof.checks import Line
+from ithaca.proof.devices import verify_devices
 from ithaca.proof.sample import made_up
 from ithaca.proof.small import VOCABULARY, small_model
 from ithaca.proof.verify import verify
@@ -21,8 +22,8 @@ from tests.ranks import run_ranks
 LENGTH = 47
 
 
-def built(kind: str, targets: Any) -> Any:
-    return adapted(small_model(kind), Lora(rank=3, dropout=0.3, targets=targets), seed=5)
+def built(kind: str, targets: Any, dtype: torch.dtype = torch.float64) -> Any:
+    return adapted(small_model(kind, dtype=dtype), Lora(rank=3, dropout=0.3, targets=targets), seed=5)
 
 
 def on_rank(kind: str, targets: Any, fault: str | None) -> list[Line]:
@@ -76,3 +77,17 @@ def test_a_run_with_adapters_is_right(kind: str, targets: Any) -> None:
 )
 def test_faults_are_seen_through_adapters(fault: str, wanted: set[str]) -> None:
     assert wanted <= {name for name, line in lines_of("llama", fault=fault).items() if not line.ok}
+
+
+def on_rank_as_on_gpus() -> list[Line]:
+    """The list for GPUs, on CPU ranks."""
+    return verify_devices(
+        lambda: built("llama", "all-linear", torch.float32), made_up(VOCABULARY, LENGTH), init_mesh(sp=2)
+    )
+
+
+@pytest.mark.slow
+def test_the_list_for_gpus_takes_adapters() -> None:
+    lines = run_ranks(2, on_rank_as_on_gpus)[0]
+    assert {"bf16 loss", "bf16 gradients", "save", "resume"} <= {line.name for line in lines}
+    assert not [line for line in lines if not line.ok]

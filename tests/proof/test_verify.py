@@ -111,20 +111,38 @@ def test_the_smallest_vocabulary_will_do() -> None:
     assert not [line for line in lines if not line.ok]
 
 
-def on_rank_with_nan() -> list[Line]:
+def on_rank_with_head(number: float, gradient: float) -> list[Line]:
+    """A llama whose head is multiplied by `number`, and its gradient by `gradient`."""
+
     def build() -> Any:
         model = small_model("llama")
         with torch.no_grad():
-            model.lm_head.weight[0] = float("nan")
+            model.lm_head.weight.mul_(number)
+        model.lm_head.weight.register_hook(lambda g: g * gradient)
         return model
 
-    return verify(build, made_up(VOCABULARY, LENGTH), init_mesh(sp=2))
+    checks = [check for check in CHECKS if check.__name__ in ("first_step", "documents")]
+    return verify(build, made_up(VOCABULARY, LENGTH), init_mesh(sp=2), checks=checks)
 
 
-def test_a_loss_that_one_process_has_not_either_is_not_blamed_on_the_ranks() -> None:
-    with pytest.raises(RankError, match="one process of plain transformers has a loss of nan") as caught:
-        run_ranks(2, on_rank_with_nan)
+@pytest.mark.parametrize(
+    ("number", "gradient", "said"),
+    [
+        (float("nan"), 1.0, "a loss of nan"),
+        (1.0, float("inf"), r"a loss of \S+ and gradients of up to (nan|inf)"),
+    ],
+)
+def test_what_one_process_cannot_compute_either_is_not_blamed_on_ranks(
+    number: float, gradient: float, said: str
+) -> None:
+    with pytest.raises(RankError, match=f"one process of plain transformers has {said}") as caught:
+        run_ranks(2, on_rank_with_head, number, gradient)
     assert len(caught.value.exceptions) == 2, "all ranks say so"
+
+
+def test_weights_that_look_at_no_token_show_nothing() -> None:
+    (line,) = [line for line in run_ranks(2, on_rank_with_head, 0.0, 1.0)[0] if not line.ok]
+    assert (line.name, line.detail.partition(":")[0]) == ("isolation", "nothing is shown")
 
 
 def test_every_fault_has_lines() -> None:
