@@ -9,16 +9,16 @@ Invariant: no torch here, and nothing is looked up on disk but the file itself: 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ithaca.errors import ConfigError
-from ithaca.values import Bytes, Decay, Length, Positive, Share, Tokens, Where, no_truth, one_or_more
+from ithaca.mistakes import check_keys, sentence
+from ithaca.values import Bytes, Decay, Length, Number, Positive, Share, Tokens, Where, no_truth, one_or_more
 
 
 class Section(BaseModel):
@@ -47,8 +47,8 @@ class Lora(Section):
     """Adapters instead of full fine-tuning; saved by themselves, merged on export."""
 
     rank: Positive = 16
-    alpha: float = 32.0
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    alpha: Number = 32.0
+    dropout: Annotated[Number, Field(ge=0.0, lt=1.0)] = 0.0
     targets: Targets = "all-linear"
 
 
@@ -99,11 +99,11 @@ class Rope(Section):
     """How positions are stretched for a stage: another `theta`, or a scaling by `factor` over `original` positions."""
 
     kind: Literal["theta", "linear", "ntk", "yarn", "llama3"]
-    theta: Annotated[float, Field(gt=0)] | None = None
-    factor: Annotated[float, Field(ge=1)] | None = None
+    theta: Annotated[Number, Field(gt=0)] | None = None
+    factor: Annotated[Number, Field(ge=1)] | None = None
     original: Length | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: Number = 1.0
+    high_freq_factor: Number = 4.0
 
     @model_validator(mode="after")
     def _complete(self) -> Rope:
@@ -130,9 +130,9 @@ class Stage(Section):
     steps: Positive | None = None
     tokens: Tokens | None = None
     batch: Positive = 1
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr: Annotated[Number, Field(gt=0)] = 1e-5
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: Annotated[float, Field(ge=0)] = 0.05
+    warmup: Annotated[Number, Field(ge=0)] = 0.05
     final: Share = 0.1
     rope: Rope | None = None
     sp: Positive | None = None
@@ -179,9 +179,9 @@ class Optimizer(Section):
 
     name: Literal["adamw", "adamw8bit", "bf16_sr"] = "adamw"
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip: Annotated[float, Field(ge=0)] = 1.0
+    eps: Annotated[Number, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    clip: Annotated[Number, Field(ge=0)] = 1.0
     in_backward: bool = False
 
 
@@ -208,8 +208,8 @@ class Metrics(Section):
 class Limits(Section):
     """Seconds to save in when told to stop, seconds without progress before a hang is named, bad steps in a row."""
 
-    grace: Annotated[float, Field(gt=0)] = 60.0
-    hang: Annotated[float, Field(gt=0)] = 600.0
+    grace: Annotated[Number, Field(gt=0)] = 60.0
+    hang: Annotated[Number, Field(gt=0)] = 600.0
     bad_steps: Positive = 5
 
 
@@ -274,11 +274,11 @@ def load_run(file: str | Path | None, overrides: Iterable[str] = ()) -> Run:
 def read_run(given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Run:
     """The same of what a file would have held."""
     merged = _lay_over(dict(given), overrides)
-    _check_keys(Run, merged, "")
+    check_keys(Run, merged)
     try:
         return Run.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(problem) for problem in error.errors()[:3])) from None
+        raise ConfigError("; ".join(sentence(problem, Run) for problem in error.errors()[:3])) from None
 
 
 def dump_run(run: Run) -> str:
@@ -355,48 +355,3 @@ def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> 
         )
     below = default.get(key) if isinstance(default, dict) else None
     return {**node, key: _put(node.get(key), rest, value, path, below)}
-
-
-def _check_keys(section: type[BaseModel], given: object, path: str) -> None:
-    """Unknown keys first, each with the nearest right one: pydantic's own message does not have it."""
-    if not isinstance(given, Mapping):
-        return
-    for key, value in given.items():
-        field = section.model_fields.get(key)
-        if field is None:
-            near = difflib.get_close_matches(str(key), section.model_fields, 1, 0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(section.model_fields)}"
-            where = f" in {path.rstrip('.')}" if path else ""
-            raise ConfigError(f"unknown key {key!r}{where}: {hint}")
-        for inner in _sections(field.annotation):
-            for place, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                _check_keys(inner, item, f"{path}{key}." + ("" if place is None else f"{place}."))
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold, through lists and unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (list, Union, Annotated) or hasattr(annotation, "__args__"):
-        return [found for inner in get_args(annotation) for found in _sections(inner)]
-    return []
-
-
-def _section(name: str) -> type[BaseModel]:
-    return next(section for section in Section.__subclasses__() if section.__name__ == name)
-
-
-def _sentence(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "constrained-")))
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] in ("value_error", "missing"):
-        return f"{where}: {message}" if where else message
-    if problem["type"] == "model_type":
-        key, field = next(iter(_section(problem["ctx"]["class_name"]).model_fields.items()))
-        example = (
-            problem["input"] if isinstance(problem["input"], str) else "..." if field.is_required() else field.default
-        )
-        return f"{where}: got {problem['input']!r}: it is a section, write its keys, such as {where}.{key}={example}"
-    if problem["type"] == "list_type":
-        return f"{where}: got {problem['input']!r}: a list is needed, such as {where}=[...]"
-    return f"{where}: got {problem['input']!r}: {message[0].lower()}{message[1:]}"

@@ -97,6 +97,7 @@ WRONG = [
     (["optimizer.in_backward=true", "optimizer.clip=0"], "stages of batch 1"),
     (["model={"], "not YAML"),
     (["stages.0.steps=true"], "stages.0.steps: true is no number"),
+    (["stages.0.lr=true"], "stages.0.lr: true is no number"),
     (["stages.0.length=1"], "greater than or equal to 2"),
     (["stages.0.lr=.inf"], "finite"),
     (["stages.0.warmup=.nan"], "finite"),

@@ -1,0 +1,57 @@
+"""What is wrong with the settings of a run, in a sentence that says what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from ithaca.errors import ConfigError
+
+
+def check_keys(section: type[BaseModel], given: object, path: str = "") -> None:
+    """Unknown keys first, each with the nearest right one: pydantic's own message does not have it."""
+    if not isinstance(given, Mapping):
+        return
+    for key, value in given.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), section.model_fields, 1, 0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(section.model_fields)}"
+            where = f" in {path.rstrip('.')}" if path else ""
+            raise ConfigError(f"unknown key {key!r}{where}: {hint}")
+        for inner in _sections(field.annotation):
+            for place, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                check_keys(inner, item, f"{path}{key}." + ("" if place is None else f"{place}."))
+
+
+def sentence(problem: Any, whole: type[BaseModel]) -> str:
+    """One of pydantic's problems with `whole`, in our words."""
+    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("function-", "constrained-")))
+    message, got = problem["msg"].removeprefix("Value error, "), problem.get("input")
+    if problem["type"] in ("value_error", "missing"):
+        return f"{where}: {message}" if where else message
+    if problem["type"] == "model_type":
+        section = next(one for one in _all_below(whole) if one.__name__ == problem["ctx"]["class_name"])
+        key, field = next(iter(section.model_fields.items()))
+        example = got if isinstance(got, str) else "..." if field.is_required() else field.default
+        return f"{where}: got {got!r}: it is a section, write its keys, such as {where}.{key}={example}"
+    if problem["type"] == "list_type":
+        return f"{where}: got {got!r}: a list is needed, such as {where}=[...]"
+    return f"{where}: got {got!r}: {message[0].lower()}{message[1:]}"
+
+
+def _all_below(section: type[BaseModel]) -> list[type[BaseModel]]:
+    direct = [one for field in section.model_fields.values() for one in _sections(field.annotation)]
+    return [section, *(below for one in direct for below in _all_below(one))]
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold, through lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (list, Union, Annotated) or hasattr(annotation, "__args__"):
+        return [found for inner in get_args(annotation) for found in _sections(inner)]
+    return []
