@@ -1,5 +1,0 @@
-"""`python -m ithaca` is `ithaca`."""
-
-from ithaca.cli import main
-
-main()
