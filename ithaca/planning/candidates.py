@@ -179,17 +179,22 @@ def _recomputed_roots(base: _Tally, count: int, short: int, long: int, turn: int
     most = min(tally.room, max(tally.at_end(some), tally.at_end(every)))
     if tally.saved - len(roots) * tally.most_freed > most:
         return
+    first, rest = (tuple(_rooted(count, set(roots), mode)) for mode in ("recompute", "save"))
     for again, root in enumerate(roots, 1):
         tally.change(root, "save", "recompute")
         if tally.cost >= tally.limit:
             return
         if tally.wanted(every if again == len(roots) else some):
-            yield tally.candidate(partial(_turned, count, roots, again))
+            yield tally.candidate(partial(_turned, first, rest, root + 1))
 
 
-def _turned(count: int, roots: Sequence[int], again: int) -> Modes:
-    first, kept = set(roots[:again]), set(roots[again:])
-    return tuple("recompute" if i in first else "save" if i in kept else "rebuild" for i in range(count))
+def _rooted(count: int, roots: set[int], mode: LayerMode) -> Iterator[LayerMode]:
+    return (mode if i in roots else "rebuild" for i in range(count))
+
+
+def _turned(first: Modes, rest: Modes, until: int) -> Modes:
+    """Thousands of these are written out, so they are put together from two."""
+    return first[:until] + rest[until:]
 
 
 def _recomputing(frame: Frame, prices: Prices, bounds: Bounds) -> Iterator[Candidate]:

@@ -6,11 +6,13 @@ the first layers on, whose tensors are needed last. Of the candidates that fit, 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from ithaca.planning.activations import Flow, group_bytes, most_groups, rank_heads
@@ -223,12 +225,10 @@ def _furthest(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) 
 
 def _most_offloaded(frame: Frame, modes: Modes, room: int) -> int:
     """How many of the first layers the host can take; -1 where it is full without them."""
-    for index, (_, pages) in enumerate(frame.all_saves(modes)):
-        if room < 0:
-            return index - 1
-        if modes[index] != "keep":
-            room -= pages
-    return len(modes) if room >= 0 else len(modes) - 1
+    pages = list(map(itemgetter(1), frame.all_saves(modes)))
+    if "keep" in modes:
+        pages = [0 if mode == "keep" else size for mode, size in zip(modes, pages, strict=True)]
+    return bisect_right([0, *accumulate(pages)], room) - 1
 
 
 def _first(modes: Modes, number: int) -> tuple[bool, ...]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from operator import itemgetter, mul, sub
 from typing import NamedTuple
 
 from ithaca.errors import MemoryPlanError
@@ -26,7 +28,7 @@ from ithaca.planning.activations import (
     mlp_work,
     saved,
 )
-from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan, chain_of
+from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan, behind_root
 from ithaca.planning.sizes import ModelSizes
 
 GIB = 2**30
@@ -143,6 +145,7 @@ class Frame:
         gradients = self.trainable * job.gradient_bytes // self.shards if job.gradients_on_host else 0
         self.host_beside = sum(term.host_bytes for term in self.standing[False]) + gradients
         self._saved: dict[tuple[int, LayerMode], tuple[int, int]] = {}
+        self._asked: tuple[tuple[LayerMode, ...], list[tuple[int, int]]] = (), []
         self._more: dict[tuple[int, LayerMode], int] = {}
 
     @cached_property
@@ -162,11 +165,15 @@ class Frame:
         return [made * each // shards + waiting for made, waiting in zip(self.made, self.unreduced, strict=True)]
 
     def all_saves(self, modes: Sequence[LayerMode]) -> list[tuple[int, int]]:
-        """`saves` of every layer."""
-        try:
-            return [self._saved[each] for each in zip(self.kinds, modes, strict=True)]
-        except KeyError:
-            return [self.saves(index, mode) for index, mode in enumerate(modes)]
+        """`saves` of every layer; what was asked last is asked again soon."""
+        modes = tuple(modes)
+        if modes is not self._asked[0]:
+            try:
+                saves = list(map(self._saved.__getitem__, zip(self.kinds, modes, strict=True)))
+            except KeyError:
+                saves = [self.saves(index, mode) for index, mode in enumerate(modes)]
+            self._asked = modes, saves
+        return self._asked[1]
 
     def saves(self, index: int, mode: LayerMode) -> tuple[int, int]:
         """What layer `index` saves under `mode`: its bytes, and the same in pinned pages."""
@@ -220,9 +227,8 @@ class Frame:
         held = min(self._alone_in_backward(mode) for mode in MODES if mode != "rebuild") + self.positions
         if first + held + int(SLACK * held) > room:
             return True
-        kinds = self.kinds
-        least = ((kind, min(self.saves(kinds.index(kind), mode)[0] for mode in MODES)) for kind in set(kinds))
-        return sum(kinds.count(kind) * size for kind, size in least) > self.most_saved(device, host)
+        least = ((k, min(self.saves(self.kinds.index(k), mode)[0] for mode in MODES)) for k in set(self.kinds))
+        return sum(self.kinds.count(kind) * size for kind, size in least) > self.most_saved(device, host)
 
     def _alone_in_backward(self, mode: LayerMode) -> int:
         """Activations of the first layer's backward with no other layer's beside them."""
@@ -281,18 +287,20 @@ class Frame:
 
     def _split(self, modes: Sequence[LayerMode], offload: Sequence[bool]) -> tuple[list[int], list[int]]:
         """Of each layer what it leaves on the device, and what it sends to the host."""
-        pairs = [(size, away) for (size, _), away in zip(self.all_saves(modes), offload, strict=True)]
-        return [0 if away else size for size, away in pairs], [size if away else 0 for size, away in pairs]
+        sizes = list(map(itemgetter(0), self.all_saves(modes)))
+        away = list(map(mul, sizes, offload))
+        return list(map(sub, sizes, away)), away
 
     def _backward(
         self, modes: Sequence[LayerMode], resident: list[int], away: list[int]
     ) -> Iterator[tuple[int, int, int, int]]:
         """Layer by layer from the last: its index, what is saved on the device up to it, what is staged for the host,
         and all activations that its backward finds or makes."""
-        places, late, here = chain_of(modes), _late(away), sum(resident)
+        late, here = _late(away), sum(resident)
         x, anchor, more, kinds, positions = self.flow.x, self.flow.anchor, self._more, self.kinds, self.positions
         for index in range(len(modes) - 1, -1, -1):
-            mode, place = modes[index], places[index]
+            # Not of all layers beforehand: what does not fit is seen at the first few.
+            mode, place = modes[index], behind_root(modes, index)
             # A chain's tensors all came back for its rebuilding; the layer before it is being prefetched.
             first = index + 1 if mode == "keep" else max(index - place - 1, 0)
             staged = sum(away[first : index + 1])
@@ -354,7 +362,7 @@ class Frame:
         ]
 
     def _at_layer(self, modes: Sequence[LayerMode], index: int, here: int, staged: int) -> list[Piece]:
-        place = chain_of(modes[: index + 1])[-1]
+        place = behind_root(modes, index)
         again = self.flow.anchor if modes[index - place] == "recompute" else 0
         return [
             Piece("saved on the device", here, "layers not offloaded, those still to come in backward"),
@@ -381,7 +389,7 @@ class Frame:
 
 def _late(away: list[int]) -> list[int]:
     """The last ones to set out never leave: they are still here when backward wants them."""
-    return [index for index, size in enumerate(away) if size][-STAGED:]
+    return list(islice((index for index in range(len(away) - 1, -1, -1) if away[index]), STAGED))
 
 
 def _placed(name: str, size: int, formula: str, on_host: bool) -> Term:

@@ -90,12 +90,12 @@ class Job:
         return self.tokens * self.sp
 
 
-def chain_of(modes: Sequence[LayerMode]) -> list[int]:
-    """How many layers each is behind the one its input is rebuilt from; 0 where the input itself is saved."""
-    places: list[int] = []
-    for mode in modes:
-        places.append(places[-1] + 1 if mode == "rebuild" else 0)
-    return places
+def behind_root(modes: Sequence[LayerMode], index: int) -> int:
+    """How many layers this one is behind the one its input is rebuilt from; 0 where the input itself is saved."""
+    place = 0
+    while modes[index - place] == "rebuild":
+        place += 1
+    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class MemoryPlan:
     @property
     def chain(self) -> tuple[int, ...]:
         """How many layers each is behind the one its input is rebuilt from; 0 where the input itself is saved."""
-        return tuple(chain_of(self.layers))
+        return tuple(behind_root(self.layers, index) for index in range(len(self.layers)))
 
     def summary(self) -> str:
         """One line: '12 save, 20 recompute; 20 offloaded; MLP tile 2048, loss tile 2048, 1 head group'."""
