@@ -35,6 +35,10 @@ class Feed(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What to tell of documents that are not as they were when the feed's state was taken."""
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What to tell of rows that turned out to be no documents while the feed read them."""
+
     def row(self, index: int) -> dict[str, Tensor]:
         """`input_ids`, `labels` and `document_ids`, int64, [1, length] each."""
 

@@ -22,7 +22,7 @@ from ithaca.data.hashes import Ints, held_back
 from ithaca.data.listing import Listing
 from ithaca.data.sources import locate
 from ithaca.data.store import Store
-from ithaca.data.tokenize import read_template, source_encoder, tokenize_source
+from ithaca.data.tokenize import Count, read_template, source_encoder, tokenize_source
 from ithaca.data.turns import Streamed
 from ithaca.errors import DataError
 
@@ -67,12 +67,9 @@ class Prepared:
     @property
     def left_out(self) -> tuple[str, ...]:
         """A line for every stored source some of whose rows are no documents."""
-        abouts = [store.about for store in (*self.stores, *self.others) if store.about["bad"]]
-        return tuple(
-            f"{about['bad']:,} of {about['rows']:,} rows of {about['name']} are no documents and are left out, the first: "
-            f"{about['named'][0]}"
-            for about in abouts
-        )
+        abouts = [store.about for store in (*self.stores, *self.others)]
+        lines = (Count(one["rows"], one["bad"], tuple(one["named"])).left_out(one["name"]) for one in abouts)
+        return tuple(line for line in lines if line)
 
     def check_vocabulary(self, size: int) -> None:
         """DataError where a document holds an id that a model with so many does not have; a stream's are seen as they

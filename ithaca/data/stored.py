@@ -72,6 +72,11 @@ class StoredFeed:
         # Stored documents cannot change; their fingerprint is compared before a feed is opened.
         return ()
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        # Told of when they were tokenized.
+        return ()
+
     def row(self, index: int) -> dict[str, Tensor]:
         slices = []
         for piece in self.plan.pieces(index):

@@ -87,6 +87,10 @@ class StreamFeed:
             self._check_text(streamed)
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        return self._turns.left_out
+
+    @property
     def rows_per_epoch(self) -> int | None:
         return None
 

@@ -73,6 +73,13 @@ class Count:
                 "the column and kind, or raise data.bad_share"
             )
 
+    def left_out(self, name: str) -> str:
+        """A line about the rows that are no documents; nothing where all are."""
+        if not self.bad:
+            return ""
+        first = f", the first: {self.named[0]}" if self.named else ""
+        return f"{self.bad:,} of {self.rows:,} rows of {name} are no documents and are left out{first}"
+
     def check_learned(self, name: str) -> None:
         """DataError where no token is left that a loss could be of."""
         if not self.targets:

@@ -123,6 +123,7 @@ class Turns:
     def __init__(self, streamed: Streamed, *, validation: bool) -> None:
         self._streamed, self._validation = streamed, validation
         self._epoch = self._turn = self._taken = 0
+        self._left_out: tuple[str, ...] = ()
         self._sources = self._fresh()
 
     def _fresh(self) -> list[_Source]:
@@ -153,6 +154,13 @@ class Turns:
         )
         return tuple(note for note in notes if note)
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A line for every source some of whose rows, of the last whole epoch or as far as they were read, are no
+        documents."""
+        lines = (source.count.left_out(source.located.name) for source in self._sources)
+        return self._left_out or tuple(line for line in lines if line)
+
     def batch(self) -> tuple[list[Document], bool]:
         """Some documents of this split (or none), and whether the epoch ends with them."""
         place = self._turn % len(self._sources)
@@ -179,5 +187,6 @@ class Turns:
                 f"no document of the stream is left for {split} at validation.share={self._streamed.share:g}: set "
                 "another share, or validation.sources"
             )
+        self._left_out = self.left_out
         self._epoch, self._turn, self._taken = self._epoch + 1, 0, 0
         self._sources = self._fresh()

@@ -204,6 +204,8 @@ class _Trainer:
             place = self.loop.go(place)
         finally:
             take_off()
+        for note in session.feed.left_out:
+            self.display.say(f"warning: {note}")
         return self._end_stage(session, place)
 
     def _load(self, path: Path, facts: dict[str, Any], session: Session) -> None:

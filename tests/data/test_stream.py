@@ -153,7 +153,10 @@ def test_bad_rows_in_a_stream(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"of 20 rows .*data.bad_share"):
         feed.row(0)
     patient = open_feed(prepared(tmp_path, file, streaming=True, bad_share=0.5), length=32, rows="packed", seed=0)
+    assert patient.left_out == ()
     assert texts_of([patient.row(0)])[0] == whole("good")
+    (told,) = patient.left_out
+    assert told.startswith(f"10 of 20 rows of {file} are no documents and are left out, the first: {file}:11: ")
 
 
 @pytest.mark.parametrize(("silent", "ending"), [(20, []), (1100, [{"input_ids": [1, 2]}] * 100)])

@@ -420,10 +420,11 @@ def test_precisions_and_optimizers(
     assert again["sum"] == whole["sum"]
 
 
-def test_rows_that_are_no_documents_are_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_are_no_documents_are_told_of(tmp_path: Path, streaming: bool) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "a ship on the sea"}\n' * 20 + "no json\n" + '{"text": ""}\n')
     stages = [{"length": 64, "steps": 1, "batch": 2}]
-    data = {"sources": [str(file)], "bad_share": 0.5, "cache": str(tmp_path / "cache")}
+    data = {"sources": [str(file)], "bad_share": 0.5, "cache": str(tmp_path / "cache"), "streaming": streaming}
     told = run_train(1, small_run(tmp_path, "run", data=data, stages=stages))["said"]
     assert [line for line in told if "2 of 22 rows of" in line and "some.jsonl:21: not JSON" in line]
