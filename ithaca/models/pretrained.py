@@ -36,6 +36,8 @@ def find_folder(name: str, revision: str | None = None, *, typed: str = "model.n
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if revision:
+            raise ConfigError(f"model.revision is for a name on the hub, and {name!r} is a folder here: leave it out")
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{typed} {name!r} is no folder: name a folder with config.json, or a hub name")

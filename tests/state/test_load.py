@@ -170,6 +170,8 @@ def test_weights_that_are_not_the_configs_are_named(kind: str, tmp_path: Path) -
 def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         find_folder(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"model.revision is for a name on the hub.*leave it out"):
+        find_folder(str(tmp_path), "main")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         empty_model(tmp_path, dtype=torch.float32)
     config = tmp_path / "config.json"
