@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ithaca.mesh import init_mesh
 from ithaca.models import fuse
@@ -30,17 +31,18 @@ KINDS = ("llama", "qwen3", "gemma3_text", "olmo2", "deepseek_v3")
 CASES = [(kind, mode) for kind in KINDS for mode in MODES if (kind, mode) != ("deepseek_v3", "save")]
 
 
-def step(kind: str, mode: str, fused: bool) -> dict[str, Tensor]:
-    """The loss and every gradient of one step in fp32."""
+def step(kind: str, mode: str, fused: bool, weights: str = "none") -> dict[str, Tensor]:
+    """The loss and every gradient, or this rank's shard of it, of one step in fp32."""
     mesh = init_mesh(sp=2)
     model = small_model(kind, dtype=torch.float32)
     layers = model.config.get_text_config().num_hidden_layers
     modes = (MODES[mode][0], *[MODES[mode][1]] * (layers - 1))
     plan = MemoryPlan(modes, (False,) * layers, TILE, 16)  # type: ignore[arg-type]
-    model = parallelize(model, mesh, memory=plan, fuse=fused, weights="none")
+    model = parallelize(model, mesh, memory=plan, fuse=fused, weights=weights)
     loss = causal_loss(model, BATCH, mesh)
     loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
 def farthest(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -53,6 +55,15 @@ def farthest(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def test_a_compiled_step_is_the_uncompiled_one(kind: str, mode: str) -> None:
     expected = run_ranks(2, step, kind, mode, False)
     for got, wanted in zip(run_ranks(2, step, kind, mode, True, timeout=600), expected, strict=True):
+        assert farthest(got, wanted) < COMPILED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_step_over_sharded_weights_is_the_same(mode: str) -> None:
+    """FSDP2 gathers and frees the weights that compiled work, the way back among it, was given."""
+    expected = run_ranks(2, step, "llama", mode, False, "shard")
+    for got, wanted in zip(run_ranks(2, step, "llama", mode, True, "shard", timeout=600), expected, strict=True):
         assert farthest(got, wanted) < COMPILED
 
 
