@@ -33,6 +33,8 @@ START = 120.0
 GRACE = 3.0
 # A test's own subgroups live as long as the default group; joining anew now and then bounds sockets and threads.
 REUSE = 16
+# Files open in a worker above which it is replaced by a new one.
+WORN = 300
 
 
 class RankError(Exception):
@@ -133,6 +135,8 @@ class Pool:
     def run(self, world: int, payload: bytes, timeout: float) -> list[Any]:
         if not 1 <= world <= MOST:
             raise ValueError(f"world={world}: the pool has between 1 and {MOST} ranks")
+        if self._worn():
+            self.stop()
         try:
             self._grow(world)
             call = Call(self._generation(world, timeout), world, timeout, payload)
@@ -160,6 +164,12 @@ class Pool:
         self.workers.clear()
         self.joined = None
         self.store = None
+
+    def _worn(self) -> bool:
+        """Whether groups that tests joined are still open somewhere, compiled code among it, in large numbers: each has
+        a thread that looks about a hundred times a second, and hundreds of them leave no core for the tests."""
+        files = Path(f"/proc/{self.workers[0].process.pid}/fd") if self.workers else None
+        return files is not None and files.is_dir() and len(os.listdir(files)) > WORN
 
     def _grow(self, world: int) -> None:
         if self.store is None:
