@@ -24,7 +24,6 @@ TABLE: dict[str, Any] = json.loads(VERDICTS.read_text())
 ROWS: dict[str, dict[str, Any]] = TABLE["architectures"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # some of transformers' modules use torch.jit.script
 def test_the_table_has_every_causal_type_of_this_transformers() -> None:
     if TABLE["transformers"] != transformers.__version__:
         pytest.skip(f"surveyed with transformers {TABLE['transformers']}, here is {transformers.__version__}")
