@@ -19,7 +19,7 @@ from math import inf
 from typing import NamedTuple
 
 from ithaca.planning.cost import attention_flops, run_again
-from ithaca.planning.memory import End, Frame
+from ithaca.planning.memory import Frame
 from ithaca.planning.plan import MODES, LayerMode
 
 Modes = tuple[LayerMode, ...]
@@ -42,11 +42,11 @@ Prices = dict[LayerMode, list[tuple[int, int]]]
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Candidates of interest cost less than `limit` and save no more bytes than `room`, nor than `at_end` says of how
-    their last layer is kept."""
+    their last layer is kept: so many layers behind the root of its chain, and that one's mode."""
 
     room: float
     limit: float
-    at_end: Callable[[End], float] = lambda end: inf
+    at_end: Callable[[int, LayerMode], float] = lambda place, root: inf
 
 
 def given(frame: Frame, layers: Modes) -> Iterator[Candidate]:
@@ -63,7 +63,7 @@ def keeping(frame: Frame, bounds: Bounds) -> Iterator[Candidate]:
     for kept in range(count + 1):
         if kept:
             tally.change(count - kept, "save", "keep")
-        if tally.wanted(_ending(0, "keep" if kept else "save")):
+        if tally.wanted(0, "keep" if kept else "save"):
             yield tally.candidate(partial(_kept, count, kept))
 
 
@@ -118,16 +118,11 @@ class _Tally:
         cost, size = self.prices[after][index]
         self.cost, self.saved = self.cost + cost, self.saved + size
 
-    def wanted(self, end: End) -> bool:
-        return self.cost < self.limit and self.saved <= self.room and self.saved <= self.at_end(end)
+    def wanted(self, place: int, root: LayerMode) -> bool:
+        return self.cost < self.limit and self.saved <= self.room and self.saved <= self.at_end(place, root)
 
     def candidate(self, modes: Callable[[], Modes]) -> Candidate:
         return Candidate(self.cost, self.saved, modes)
-
-
-def _ending(place: int, root: LayerMode) -> End:
-    """The last layer `place` behind the root of its chain."""
-    return End("rebuild" if place else root, place, root)
 
 
 def _kept(count: int, kept: int) -> Modes:
@@ -142,7 +137,7 @@ def _chains(prices: Prices, bounds: Bounds) -> Iterator[Candidate]:
         for chained in range(k, count + 1, k):
             for index in range(chained - k + 1, chained):
                 tally.change(index, "save", "rebuild")
-            if tally.wanted(_ending((count - 1) % k if chained == count else 0, "save")):
+            if tally.wanted((count - 1) % k if chained == count else 0, "save"):
                 yield tally.candidate(partial(_chained, count, k, chained))
 
 
@@ -173,10 +168,9 @@ def _recomputed_roots(base: _Tally, count: int, short: int, long: int, turn: int
     """Chains that turn from short to long at a layer: one of their roots recomputed, then one more, ..."""
     roots = [i for i in range(count) if not i % (short if i < turn else long)]
     place = count - 1 - roots[-1]
-    some, every = _ending(place, "save"), _ending(place, "recompute")
     tally = copy(base)
     # Most families are too much whatever is recomputed; that is seen before they are gone through.
-    most = min(tally.room, max(tally.at_end(some), tally.at_end(every)))
+    most = min(tally.room, max(tally.at_end(place, "save"), tally.at_end(place, "recompute")))
     if tally.saved - len(roots) * tally.most_freed > most:
         return
     first, rest = (tuple(_rooted(count, set(roots), mode)) for mode in ("recompute", "save"))
@@ -184,7 +178,7 @@ def _recomputed_roots(base: _Tally, count: int, short: int, long: int, turn: int
         tally.change(root, "save", "recompute")
         if tally.cost >= tally.limit:
             return
-        if tally.wanted(every if again == len(roots) else some):
+        if tally.wanted(place, "recompute" if again == len(roots) else "save"):
             yield tally.candidate(partial(_turned, first, rest, root + 1))
 
 
@@ -205,7 +199,7 @@ def _recomputing(frame: Frame, prices: Prices, bounds: Bounds) -> Iterator[Candi
     for again, index in enumerate(order, 1):
         tally.change(index, "save", "recompute")
         last = last or index == count - 1
-        if tally.wanted(_ending(0, "recompute" if last else "save")):
+        if tally.wanted(0, "recompute" if last else "save"):
             yield tally.candidate(partial(_recomputed, count, order, again))
 
 

@@ -29,6 +29,7 @@ from ithaca.planning.candidates import (
     uniform,
 )
 from ithaca.planning.cost import copy_cost, tile_cost
+from ithaca.planning.limits import Limits
 from ithaca.planning.memory import Frame, Memory
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
@@ -129,8 +130,8 @@ def _in_order(
     found = []
     for frame in frames:
         summing = tile_cost(frame.sizes, frame.job, frame.mlp_tile)
-        at_end = cache(partial(frame.most_saved_at, device=device, host=host))
-        bounds = Bounds(frame.most_saved(device, host), limit - summing, at_end)
+        limits = Limits(frame, device, host)
+        bounds = Bounds(limits.saved, limit - summing, cache(limits.saved_at))
         decided = fixed.layers is not None and given(frame, fixed.layers)
         found += [(summing + c.cost, frame, c) for c in decided or (find or keeping)(frame, bounds)]
     return sorted(found, key=lambda each: each[0])
@@ -202,7 +203,7 @@ def _fit(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) -> tu
     if most is None or fixed.offload is not None:
         return most
     # More layers away, fewer bytes here: the first count that fits is found by halving.
-    least = frame.least_offloaded(modes, device)
+    least = Limits(frame, device, host).least_offloaded(modes)
     counts = range(least, max((index for index, away in enumerate(most) if away), default=-1) + 1)
     number = bisect_left(counts, True, key=lambda count: frame.fits(modes, _first(modes, count), device))
     return _first(modes, least + number)
@@ -253,7 +254,7 @@ def _smallest(frame: Frame, fixed: Fixed) -> Iterator[Modes]:
 def feasible(sizes: ModelSizes, fixed: Fixed, job: Job, device: int, host: int) -> bool:
     """Whether any plan fits, without looking for the best."""
     frame = Frame(sizes, job, *_small(sizes, job, fixed))
-    if frame.hopeless(device, host):
+    if Limits(frame, device, host).hopeless:
         return False
     return any(_furthest(frame, modes, device, host, fixed) is not None for modes in _smallest(frame, fixed))
 

@@ -28,7 +28,7 @@ from ithaca.planning.activations import (
     mlp_work,
     saved,
 )
-from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan, behind_root
+from ithaca.planning.plan import Job, LayerMode, MemoryPlan, behind_root
 from ithaca.planning.sizes import ModelSizes
 
 GIB = 2**30
@@ -115,15 +115,7 @@ class Work(NamedTuple):
 
     @property
     def more(self) -> int:
-        return _total(self.pieces) - self.gone
-
-
-class End(NamedTuple):
-    """How the last layer is kept: its mode, how many layers it is behind the one it is rebuilt from, and that one's."""
-
-    mode: LayerMode
-    place: int
-    root: LayerMode
+        return total(self.pieces) - self.gone
 
 
 class Frame:
@@ -152,14 +144,14 @@ class Frame:
     def unreduced(self) -> list[int]:
         trained = self._trained
         pairs = list(zip(trained, [*trained[1:], 0], strict=True))
-        known = {pair: self._unreduced_bytes(*pair) for pair in set(pairs)}
+        known = {pair: self.unreduced_bytes(*pair) for pair in set(pairs)}
         return [known[pair] for pair in pairs]
 
     @cached_property
     def beside(self) -> list[int]:
         """Of each layer, what the device holds beside activations while it runs backward."""
         if self.job.accumulate or self.job.gradients_on_host:
-            every = self._gradient_bytes(0)
+            every = self.gradient_bytes(0)
             return [every + waiting for waiting in self.unreduced]
         each, shards = self.job.gradient_bytes, self.shards
         return [made * each // shards + waiting for made, waiting in zip(self.made, self.unreduced, strict=True)]
@@ -183,75 +175,12 @@ class Frame:
             self._saved[key] = sum(parts), sum(-(-part // PAGE) * PAGE for part in parts)
         return self._saved[key]
 
-    def most_saved(self, device: int, host: int) -> float:
-        """No plan saves more than this: what the host takes away, and what the device has room for at the loss."""
-        return self._most_away(host) + self._most_resident(device)
-
-    def _most_away(self, host: int) -> int:
-        """Bytes that the host takes off the device: the last layers to set out are in both places."""
-        return max(0, host - self.host_beside - STAGED * self._least_saved)
-
-    @cached_property
-    def _least_saved(self) -> int:
-        return min(self.saves(self.kinds.index(kind), mode)[0] for kind in set(self.kinds) for mode in MODES)
-
-    def most_saved_at(self, end: End, device: int, host: int) -> float:
-        """No plan that ends so saves more than this: in backward the last layer comes first, and then the one it is
-        rebuilt from, when nearly all saved tensors are still there."""
-        free = device - self.standing_bytes[end.mode == "rebuild"]
-        last, place, again = len(self.kinds) - 1, end.place, self.flow.anchor if end.root == "recompute" else 0
-        most = self._room_at(last, end.mode, free) - place * self.flow.x - again
-        if place:
-            gone = sum(self.saves(last - behind, "rebuild")[0] for behind in range(place))
-            most = min(most, self._room_at(last - place, end.root, free) - again + gone)
-        return most + self._most_away(host)
-
-    def _room_at(self, index: int, mode: LayerMode, free: int) -> float:
-        """What saved tensors may take while a layer runs backward."""
-        return (free - self.beside[index] + 1) / (1 + SLACK) - self.positions - self._layer_more(index, mode)
-
-    def _most_resident(self, device: int) -> float:
-        free = device - self.standing_bytes[False] - self._gradient_bytes(0)
-        return (free + 1) / (1 + SLACK) - _total(self.loss) - self.positions
-
-    def hopeless(self, device: int, host: int) -> bool:
-        """Whether no plan can fit, as far as can be told without looking at one: the least that all layers save, and the
-        first layer's backward with nothing saved beside it, when every other layer's gradients are there."""
-        room = device - self.standing_bytes[False]
-        if self.host_beside > host or self._gradient_bytes(self.trainable) > room:
-            return True
-        own, more = (self.sizes.layer_trainable(index) for index in (0, min(1, len(self.kinds) - 1)))
-        rest = self.sizes.layer_parameters - own + (self.sizes.head or self.sizes.embedding)
-        rest = own * (len(self.kinds) - 1) if self.sizes.adapters else rest
-        first = self._gradient_bytes(rest) + self._unreduced_bytes(own, more if len(self.kinds) > 1 else 0)
-        held = min(self._alone_in_backward(mode) for mode in MODES if mode != "rebuild") + self.positions
-        if first + held + int(SLACK * held) > room:
-            return True
-        least = ((k, min(self.saves(self.kinds.index(k), mode)[0] for mode in MODES)) for k in set(self.kinds))
-        return sum(self.kinds.count(kind) * size for kind, size in least) > self.most_saved(device, host)
-
-    def _alone_in_backward(self, mode: LayerMode) -> int:
-        """Activations of the first layer's backward with no other layer's beside them."""
-        again = self.flow.anchor if mode == "recompute" else 0
-        return self.saves(0, mode)[0] + self._layer_more(0, mode) + again
-
-    def least_offloaded(self, modes: Sequence[LayerMode], device: int) -> int:
-        """With fewer of the first layers away than this, the loss has no room."""
-        sizes = self.all_saves(modes)
-        resident = sum(size for size, _ in sizes)
-        room = self._most_resident(device)
-        for index, mode in enumerate(modes):
-            if resident <= room:
-                return index
-            resident -= 0 if mode == "keep" else sizes[index][0]
-        return len(modes)
-
     def fits(self, modes: Sequence[LayerMode], offload: Sequence[bool], device: int) -> bool:
         """Whether no moment takes more than `device` bytes of the device."""
         room = device - self.standing_bytes["rebuild" in modes]
         resident, away = self._split(modes, offload)
-        loss = sum(resident) + sum(away[i] for i in _late(away)) + _total(self.loss) + self.positions
-        if self._gradient_bytes(self.trainable) > room or self._gradient_bytes(0) + loss + int(SLACK * loss) > room:
+        loss = sum(resident) + sum(away[i] for i in _late(away)) + total(self.loss) + self.positions
+        if self.gradient_bytes(self.trainable) > room or self.gradient_bytes(0) + loss + int(SLACK * loss) > room:
             return False
         # From the last layer on, where most is saved: what does not fit is seen soon.
         backward = self._backward(modes, resident, away)
@@ -279,8 +208,8 @@ class Frame:
                 [*self._at_layer(modes, index, here - work.gone, staged), *work.pieces],
             ),
         ]
-        moment, gradients, pieces = max(moments, key=lambda m: _total(m[1]) + (1 + SLACK) * _total(m[2]))
-        slack = Piece(GAPS, int(SLACK * _total(pieces)), f"{SLACK:.0%} of activations")
+        moment, gradients, pieces = max(moments, key=lambda m: total(m[1]) + (1 + SLACK) * total(m[2]))
+        slack = Piece(GAPS, int(SLACK * total(pieces)), f"{SLACK:.0%} of activations")
         device = [Term(p.name, p.bytes, 0, p.formula) for p in (*gradients, *pieces, slack) if p.bytes]
         host = self._host_terms(modes, offload)
         return Memory(moment, (*self.standing["rebuild" in modes], *device, *host))
@@ -308,7 +237,7 @@ class Frame:
                 if i < first and i <= index:
                     staged += away[i]
             key = (kinds[index], mode)
-            own = more[key] if key in more else self._layer_more(index, mode)
+            own = more[key] if key in more else self.layer_more(index, mode)
             again = anchor if modes[index - place] == "recompute" else 0
             yield index, here, staged, here + staged + place * x + again + positions + own
             here -= resident[index]
@@ -337,16 +266,16 @@ class Frame:
         each = {kind: self.sizes.layer_trainable(self.kinds.index(kind)) for kind in set(self.kinds)}
         return [each[kind] for kind in self.kinds]
 
-    def _gradient_bytes(self, made: int) -> int:
+    def gradient_bytes(self, made: int) -> int:
         """Gradients of the parameters behind us; all of them where earlier micro-batches left theirs."""
         count = self.trainable if self.job.accumulate else made
         return 0 if self.job.gradients_on_host else count * self.job.gradient_bytes // self.shards
 
     def _gradients(self, made: int) -> list[Piece]:
         formula = "every" if self.job.accumulate else f"{made:,} made so far"
-        return [Piece("gradients", self._gradient_bytes(made), f"{formula} * {self.job.gradient_bytes}")]
+        return [Piece("gradients", self.gradient_bytes(made), f"{formula} * {self.job.gradient_bytes}")]
 
-    def _unreduced_bytes(self, own: int, after: int) -> int:
+    def unreduced_bytes(self, own: int, after: int) -> int:
         """FSDP2's: a layer's own, the fp32 copy of the next one's on its way, and the root's until the end."""
         if not self.gathers:
             return 0
@@ -372,7 +301,7 @@ class Frame:
             Piece("positions and ids", self.positions, POSITIONS),
         ]
 
-    def _layer_more(self, index: int, mode: LayerMode) -> int:
+    def layer_more(self, index: int, mode: LayerMode) -> int:
         """What a layer's backward takes beside all saved tensors."""
         more = self._layer_work(index, mode).more
         self._more[self.kinds[index], mode] = more
@@ -396,5 +325,5 @@ def _placed(name: str, size: int, formula: str, on_host: bool) -> Term:
     return Term(name, 0 if on_host else size, size if on_host else 0, formula)
 
 
-def _total(pieces: list[Piece]) -> int:
+def total(pieces: list[Piece]) -> int:
     return sum(piece.bytes for piece in pieces)

@@ -357,7 +357,11 @@ def test_calibrating_without_a_gpu_is_refused(run: Any, monkeypatch: pytest.Monk
 SLOWEST = ("--model", "llama-3.1-405b", "--length", "128k", "--gpus", "8xH200", "--nodes", "16")
 
 
-@pytest.mark.parametrize("words", [BASE, SLOWEST, (*SLOWEST, "--length", "max")], ids=["usual", "large", "longest"])
+@pytest.mark.parametrize(
+    "words",
+    [BASE, SLOWEST, (*SLOWEST, "--length", "1M", "--gpus", "8xH100"), (*SLOWEST, "--length", "max")],
+    ids=["usual", "large", "long", "longest"],
+)
 def test_an_answer_takes_less_than_a_second_and_no_torch(words: tuple[str, ...]) -> None:
     code = (
         "import sys; from ithaca.cli import app; app(sys.argv[1:], standalone_mode=False); "

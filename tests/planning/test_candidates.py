@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 import pytest
@@ -14,6 +13,7 @@ from ithaca.errors import MemoryPlanError
 from ithaca.planning.candidates import Bounds, Candidate, keeping, running_again
 from ithaca.planning.choose import Fixed, _fit, choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.cost import copy_cost, recompute_cost, tile_cost
+from ithaca.planning.limits import Limits
 from ithaca.planning.memory import GIB, Frame, memory_of
 from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
@@ -133,10 +133,10 @@ def test_what_is_hopeless_has_no_plan(seed: int) -> None:
     device = min(frame.memory(modes, (False,) * len(modes)).device_bytes for modes in plans)
     # Room for nothing but what is on the host anyway.
     host = frame.host_beside
-    assert not frame.hopeless(device, host)
-    assert frame.hopeless(device // 4, host)
+    assert not Limits(frame, device, host).hopeless
+    assert Limits(frame, device // 4, host).hopeless
     for share in (0.5, 0.7, 0.9, 0.97, 0.995):
-        if frame.hopeless(int(share * device), host):
+        if Limits(frame, int(share * device), host).hopeless:
             assert not any(frame.fits(modes, (False,) * len(modes), int(share * device)) for modes in plans)
 
 
@@ -151,8 +151,8 @@ def test_what_a_last_layer_leaves_out_does_not_fit(seed: int) -> None:
     sums = sorted(frame.memory(c.modes(), (False,) * len(sizes.layers)).device_bytes for c in every)
     for share in (0.0, 0.2, 0.5):
         device, host = sums[int(share * len(sums))], frame.host_beside + draw.choice([0, 1, 3]) * GIB
-        at_end = partial(frame.most_saved_at, device=device, host=host)
-        inside = {c.modes() for c in all_candidates(frame, Bounds(frame.most_saved(device, host), inf, at_end))}
+        limits = Limits(frame, device, host)
+        inside = {c.modes() for c in all_candidates(frame, Bounds(limits.saved, inf, limits.saved_at))}
         fitting = {c.modes() for c in every if _fit(frame, c.modes(), device, host, Fixed()) is not None}
         assert fitting
         assert fitting <= inside
