@@ -16,9 +16,11 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -78,14 +80,23 @@ class Agent(LocalElasticAgent):
         try:
             # Inherited: until it has left the terminal's group, Ctrl-C is not for a rank to hear.
             with _ignoring(signal.SIGINT):
-                return super()._start_workers(worker_group)
+                started = super()._start_workers(worker_group)
         finally:
             self.starting = False
+        context: Any = getattr(self._pcontext, "_pc", None)
+        context.join = partial(self._join, context.join)
+        return started
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(process.exitcode for process in self._processes()):
+    def _join(self, join: Callable[..., bool], timeout: float | None = None, *args: Any) -> bool:
+        """torch's, which ends every other rank as soon as it sees one fail; here that rank is seen before torch looks."""
+        processes = self._processes()
+        if len(self.alive()) == len(processes):
+            wait([process.sentinel for process in processes], timeout)
+            if len(self.alive()) == len(processes):
+                return False
+        if any(process.exitcode for process in processes):
             self._end_soon()
-        return super()._monitor_workers(worker_group)
+        return join(timeout, *args)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._end_soon()
