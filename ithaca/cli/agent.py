@@ -91,9 +91,13 @@ class Agent(LocalElasticAgent):
         """torch's, which ends every other rank as soon as it sees one fail; here that rank is seen before torch looks."""
         processes = self._processes()
         if len(self.alive()) == len(processes):
-            wait([process.sentinel for process in processes], timeout)
-            if len(self.alive()) == len(processes):
+            ended = wait([process.sentinel for process in processes], timeout)
+            if not ended:
                 return False
+            for process in processes:
+                # Its pipe is closed a moment before it has an exit code.
+                if process.sentinel in ended:
+                    process.join()
         if any(process.exitcode for process in processes):
             self._end_soon()
         return join(timeout, *args)
