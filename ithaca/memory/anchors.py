@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ithaca.errors import UnsupportedError
 from ithaca.memory.offload import HostStore, Ticket
+from ithaca.memory.rng import Rng
 
 Mode = Literal["keep", "save", "rebuild", "recompute"]
 
@@ -46,6 +47,9 @@ class Runner(Protocol):
 
     def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> Outcome:
         """Run it from the anchors, or attend if there are none. `value`: somebody looks at the output."""
+
+    def writes(self, kwargs: Any) -> bool:
+        """Whether this call adds to something it is given: a second run would add to it again."""
 
     def say_aside(self, tensors: list[Tensor]) -> None:
         """Hand on what the layer says on the side."""
@@ -84,7 +88,7 @@ class Layer:
             raise self.runner.out_of_memory(error) from error
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self.mode == "keep" or not torch.is_grad_enabled():
+        if self.mode == "keep" or not torch.is_grad_enabled() or self.runner.writes(kwargs):
             outcome = self.runner.run(args, kwargs, None, value=True)
             self.runner.say_aside(outcome.aside)
             return outcome.output
@@ -131,7 +135,7 @@ class Kept:
     call: _Call
     inputs: list[Tensor]
     anchors: list[Tensor] | None
-    rng: _Rng | None
+    rng: Rng | None
     before: Kept | None
     hidden: bool
     ticket: Ticket | None = None
@@ -139,7 +143,7 @@ class Kept:
     used: bool = False
 
     @classmethod
-    def of(cls, call: _Call, inputs: list[Tensor], anchors: list[Tensor], rng: _Rng | None) -> Kept:
+    def of(cls, call: _Call, inputs: list[Tensor], anchors: list[Tensor], rng: Rng | None) -> Kept:
         layer = call.layer
         kept = cls(
             call, inputs, None if layer.mode == "recompute" else anchors, rng, layer.chain.last, layer.mode != "rebuild"
@@ -201,41 +205,25 @@ class Kept:
         return nullcontext() if self.rng is None else self.rng.again()
 
 
-class _Rng:
-    """The random state a layer with dropout started from."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.host = torch.get_rng_state()
-        self.state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Random numbers come as they did then; afterwards they go on as if nothing had been."""
-        with torch.random.fork_rng(devices=[self.device] if self.state is not None else []):
-            torch.set_rng_state(self.host)
-            if self.state is not None:
-                torch.cuda.set_rng_state(self.state, self.device)
-            yield
-
-
-def _draws(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training for m in module.modules())
-
-
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tether: Tensor, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
-        rng = _Rng(inputs[0].device) if _draws(call.layer.module) else None
+        rng = Rng(inputs[0].device)
         outcome = call.run(list(inputs), None, value=True)
         outputs, call.structure = tree_flatten(outcome.output)
-        ctx.kept = Kept.of(call, list(inputs), outcome.anchors, rng)
+        ctx.kept = Kept.of(call, list(inputs), outcome.anchors, rng if rng.moved() else None)
         return (*outputs, *outcome.aside)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         kept: Kept = ctx.kept
+        if not torch.autograd._is_checkpoint_valid():
+            # Weights' gradients are added up as the layer is run again: that cannot be kept to some of them.
+            raise UnsupportedError(
+                "torch.autograd.grad and backward(inputs=...) cannot go through layers that are run again: call "
+                "loss.backward(), or use parallelize(..., memory=None)"
+            )
         if kept.used:
             raise UnsupportedError(
                 "backward ran a second time through a layer that had let go of what it kept: retain_graph=True needs "

@@ -11,6 +11,7 @@ keep their structure, a tensor or a tuple, of `[B, L, ...]` or `[B * L, ...]`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ithaca.memory.rng import Rng
+
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """`run` on at most `tile` tokens at a time. `parameters` is asked at every call: FSDP2 swaps them.
+    """`run` on at most `tile` tokens at a time. `parameters` is asked at every call: FSDP2 swaps them. `draws`: `run`
+    may draw random numbers, and draws the same ones when a tile is run again.
 
     `gradients(x_BtC, dout_BtC)`, where there is one, gives a tile's gradients, its input's first if `x_BtC` wants one,
     then those of the parameters that do.
@@ -30,6 +34,7 @@ class Unit:
     run: Callable[[Tensor], Any]
     parameters: Callable[[], list[nn.Parameter]]
     tile: int
+    draws: bool = False
     gradients: Callable[[Tensor, Tensor], list[Tensor | None]] | None = None
     tails: list[tuple[torch.Size, torch.dtype]] | None = None
 
@@ -59,7 +64,8 @@ class Unit:
 
     def pieces(self, x_BtC: Tensor) -> list[Tensor]:
         """One tile's outputs, each as `[B, t, ...]`."""
-        given = self.run(x_BtC)
+        # Noise may be laid onto the very input.
+        given = self.run(x_BtC.clone() if self.draws else x_BtC)
         outputs = list(given) if isinstance(given, tuple) else [given]
         tokens = x_BtC.shape[:2]
         pieces = [out if out.shape[:2] == tokens else out.unflatten(0, tuple(tokens)) for out in outputs]
@@ -74,7 +80,7 @@ class Unit:
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BLC: Tensor, unit: Unit, value: bool, *wanted: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.unit = unit
+        ctx.unit, ctx.rng = unit, Rng(x_BLC.device) if unit.draws else None
         ctx.save_for_backward(x_BLC, *wanted)
         if value or unit.tails is None:
             return unit.forward(x_BLC)
@@ -87,15 +93,16 @@ class _Tiled(torch.autograd.Function):
         dx_BLC = torch.empty_like(x_BLC) if ctx.needs_input_grad[0] else None
         sums: list[Tensor | None] = [None] * len(wanted)
         spans = ctx.unit.spans(x_BLC)
-        for span in spans:
-            grads = _tile_gradients(ctx.unit, x_BLC, span, dout, wanted, inward=dx_BLC is not None)
-            if dx_BLC is not None:
-                dx_BtC = grads.pop(0)
-                dx_BLC[:, span] = 0 if dx_BtC is None else dx_BtC
-                del dx_BtC
-            _add(sums, grads, only=len(spans) == 1)
-            # Gone before the next tile's come.
-            del grads
+        with nullcontext() if ctx.rng is None else ctx.rng.again():
+            for span in spans:
+                grads = _tile_gradients(ctx.unit, x_BLC, span, dout, wanted, inward=dx_BLC is not None)
+                if dx_BLC is not None:
+                    dx_BtC = grads.pop(0)
+                    dx_BLC[:, span] = 0 if dx_BtC is None else dx_BtC
+                    del dx_BtC
+                _add(sums, grads, only=len(spans) == 1)
+                # Gone before the next tile's come.
+                del grads
         totals = [None if total is None else total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)]
         return (dx_BLC, None, None, *totals)
 

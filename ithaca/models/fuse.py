@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -128,17 +129,19 @@ def norms_within(attention: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def fused_norm(norm: nn.Module, chain: Chain) -> Callable[[Tensor], Tensor]:
-    """The norm of `[..., C]`, compiled; heads before tokens, as a transposed view has them, are not copied."""
+@dataclass(frozen=True, slots=True)
+class FusedNorm:
+    """A norm of `[..., C]`, compiled; heads before tokens, as a transposed view has them, are not copied."""
 
-    def forward(x: Tensor) -> Tensor:
+    norm: nn.Module
+    chain: Chain
+
+    def __call__(self, x: Tensor) -> Tensor:
         if x.ndim == 4 and not x.is_contiguous():
-            turned: Tensor = chain(weights_of([norm]), x.transpose(1, 2)).transpose(1, 2)
+            turned: Tensor = self.chain(weights_of([self.norm]), x.transpose(1, 2)).transpose(1, 2)
             return turned
-        normed: Tensor = chain(weights_of([norm]), x)
+        normed: Tensor = self.chain(weights_of([self.norm]), x)
         return normed
-
-    return forward
 
 
 def fused_rotary(attention: nn.Module, compiled: dict[Any, Any]) -> MethodType | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ithaca.attention.anchored import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
@@ -21,7 +21,7 @@ from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
-from ithaca.models.fuse import can_fuse, compiled_chain, fused_norm, fused_rotary, norms_within
+from ithaca.models.fuse import FusedNorm, can_fuse, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.units import Fused, UnitBackward, UnitForward, router_of
@@ -58,6 +58,10 @@ class LayerRunner:
             raise UnsupportedError(f"a layer attends {len(left)} times: only 'keep' is exact for this architecture")
         aside, self.aside = self.aside, []
         return Outcome(output, aside, [t for anchor in left for t in anchor.tensors])
+
+    def writes(self, kwargs: Any) -> bool:
+        """Keys and values for generation, which transformers keeps unless told not to."""
+        return any(isinstance(value, Cache) for value in kwargs.values())
 
     def say_aside(self, tensors: list[Tensor]) -> None:
         self.binding.router_logits += tensors
@@ -196,7 +200,7 @@ def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
 def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused | None:
     """The unit's compiled code, shared by all layers of the same shape."""
     children = role.children(layer)
-    if not can_fuse(children) or any("forward" in child.__dict__ for child in children):
+    if role.draws or not can_fuse(children) or any("forward" in child.__dict__ for child in children):
         return None
     key = (signature(layer), role.names)
     if key not in compiled:
@@ -217,7 +221,7 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
                 key = (signature(layer), name, inner)
                 if key not in compiled:
                     compiled[key] = compiled_chain([norm])
-                installed.put(norm, fused_norm(norm, compiled[key]))
+                installed.put(norm, FusedNorm(norm, compiled[key]))
 
 
 def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:
@@ -244,7 +248,7 @@ def roles_of(binding: Binding, layers: list[nn.Module]) -> dict[tuple[Any, ...],
 
 def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, kwargs: Any) -> UnitRole:
     """Whether zeroing the unit's value leaves every gradient as it is, bit by bit."""
-    if not role.wide:
+    if not role.wide or role.draws:
         return role
     trial = Installed(binding)
     runner = LayerRunner(binding, layer.forward)
@@ -273,13 +277,9 @@ def _install_unit(
     router, index = router_of(installed.binding.model, main)
     fused = None if router else fused
     forward = UnitForward(children, [c.forward for c in children], router, index, fused)
-
-    def parameters() -> list[nn.Parameter]:
-        return [p for child in children for p in child.parameters()]
-
     split = None if fused is None else fused.split
     backward = None if split is None else UnitBackward(role.until_main(layer), split)
-    unit = Unit(forward, parameters, tile=2, gradients=backward)
+    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward)
     installed.units.append(unit)
     child = TiledChild(runner, unit, role.silent, router is not None)
     for other in children:

@@ -10,7 +10,7 @@ output is that of a module inside it, its last matrix as a rule, backward can do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
+from ithaca.memory.rng import Rng
+
 TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRole:
     """Children, by name and in the order they run, that are one token-wise unit; `main` is where it is called, `end`
-    the module inside `main`, if any, whose output is the unit's."""
+    the module inside `main`, if any, whose output is the unit's. `draws`: random numbers, in training."""
 
     names: tuple[str, ...]
     main: str
     wide: bool
+    draws: bool = False
     silent: bool = False
     end: str | None = None
 
@@ -107,7 +110,7 @@ def norms_around(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[
         model(input_ids=ids, use_cache=False)
     names = [call.name for call in calls]
     once = [c for c in calls if names.count(c.name) == 1 and not _has_matrices(c.module)]
-    return [(stack, UnitRole((c.name,), c.name, wide=False)) for c in once if _is_tokenwise(c)]
+    return [(stack, UnitRole((c.name,), c.name, wide=False)) for c in once if _is_tokenwise(c) and not _draws(c)]
 
 
 def _lists(module: nn.Module) -> list[nn.ModuleList]:
@@ -132,11 +135,12 @@ def find_units(layer: nn.Module, args: Any, kwargs: Any) -> list[UnitRole]:
             before = None
         if after is not None and (readers[id(call.first)] != [after.name] or isinstance(call.output, tuple)):
             after = None
-        names = tuple(c.name for c in (before, call, after) if c is not None)
-        end = None if after is not None and not _hands_through(after) else _end(call)
-        units.append(UnitRole(names, call.name, wide=True, end=end))
+        parts = [c for c in (before, call, after) if c is not None]
+        names, drawn = tuple(c.name for c in parts), any(_draws(c) for c in parts)
+        end = None if drawn or (after is not None and not _hands_through(after)) else _end(call)
+        units.append(UnitRole(names, call.name, wide=True, draws=drawn, end=end))
         taken |= set(names)
-    units += [UnitRole((c.name,), c.name, wide=False) for c in tokenwise if c.name not in taken]
+    units += [UnitRole((c.name,), c.name, wide=False) for c in tokenwise if c.name not in taken and not _draws(c)]
     return units
 
 
@@ -205,14 +209,36 @@ def _is_tokenwise(call: _Seen) -> bool:
         return False
     if call.first.shape != x.shape:
         return False
-    half = x.shape[1] // 2
-    with torch.no_grad():
+    half, whole = x.shape[1] // 2, call.output
+    # What draws is compared as it is when it does not.
+    drawn = _draws(call)
+    with torch.no_grad(), _switched(call.module, training=False) if drawn else nullcontext():
+        whole = call.module(x) if drawn else whole
         given = call.module(x[:, :half].contiguous())
-    parts, wholes = (list(out) if isinstance(out, tuple) else [out] for out in (given, call.output))
+    parts, wholes = (list(out) if isinstance(out, tuple) else [out] for out in (given, whole))
     return len(parts) == len(wholes) and all(
         isinstance(part, Tensor) and _is_half(part, whole, x.shape[0], half)
         for part, whole in zip(parts, wholes, strict=True)
     )
+
+
+def _draws(call: _Seen) -> bool:
+    """Whether random numbers are drawn in training, by a dropout or by anything else."""
+    rng = Rng(call.args[0].device)
+    with torch.no_grad(), _switched(call.module, training=True), rng.again():
+        call.module(*call.args)
+        return rng.moved()
+
+
+@contextmanager
+def _switched(module: nn.Module, *, training: bool) -> Iterator[None]:
+    before = {inner: inner.training for inner in module.modules()}
+    module.train(training)
+    try:
+        yield
+    finally:
+        for inner, mode in before.items():
+            inner.training = mode
 
 
 def _is_half(part: Tensor, whole: Tensor, rows: int, half: int) -> bool:

@@ -69,6 +69,10 @@ class UnitForward:
                 handle.remove()
         return (*(given if isinstance(given, tuple) else (given,)), *logits)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """A method and no closure: a copy of the model has its own."""
+        return [p for child in self.children for p in child.parameters()]
+
 
 @dataclass(eq=False)
 class UnitBackward:

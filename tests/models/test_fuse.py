@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.mesh import init_mesh
 from ithaca.models import fuse
 from ithaca.models.binding import unbind
-from ithaca.models.fuse import compiled_chain, fused_norm, norms_within
+from ithaca.models.fuse import FusedNorm, compiled_chain, norms_within
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.small import small_batch, small_model
@@ -87,7 +87,7 @@ def _scaled_step(kind: str, planted: bool) -> dict[str, Tensor]:
     with patch(f"{__name__}.small_model", scaled):
         if not planted:
             return step(kind, "keep", True)
-        with patch("ithaca.models.layers.fused_norm", bare):
+        with patch("ithaca.models.layers.FusedNorm", bare):
             return step(kind, "keep", True)
 
 
@@ -132,7 +132,7 @@ def kept(transposed: bool) -> tuple[float, float, bool]:
     x = torch.randn(1, 512, 4, norm.weight.numel(), generator=torch.Generator().manual_seed(0)).bfloat16()
     x = x.transpose(1, 2) if transposed else x
     x.requires_grad_()
-    fused = fused_norm(norm, compiled_chain([norm]))
+    fused = FusedNorm(norm, compiled_chain([norm]))
     return kept_bytes(norm, x) / x.nbytes, kept_bytes(fused, x) / x.nbytes, fused(x).stride() == x.stride()
 
 

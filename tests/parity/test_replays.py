@@ -1,0 +1,152 @@
+"""What a second run of a layer could get wrong: numbers drawn anew, a cache written twice, weights of another model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ithaca.mesh import init_mesh
+from ithaca.models.binding import unsharded
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import MODES, LayerMode, MemoryPlan
+from ithaca.proof.parity import gradient_errors
+from ithaca.proof.promote import promoted
+from ithaca.proof.small import small_batch, small_model
+from ithaca.training.step import causal_loss
+from tests.ranks import expect_refusal, run_ranks
+from tests.tolerances import FP64
+
+BATCH = small_batch(2, 16)
+# A dropout that is a call and no module, noise laid onto the input of experts whose loss is wanted, dropouts everywhere.
+DRAWING: dict[str, dict[str, Any]] = {
+    "starcoder2": {"residual_dropout": 0.3, "embedding_dropout": 0.1},
+    "mixtral": {"router_jitter_noise": 0.001, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.1, "attn_pdrop": 0.0},
+}
+# Of a central difference over steps of 1e-5, in fp64.
+DIFFERENCE = 1e-6
+
+
+def plan(mode: LayerMode, tile: int) -> MemoryPlan:
+    # The first layer always keeps its input.
+    return MemoryPlan(("save" if mode == "rebuild" else mode, mode), (False,) * 2, tile, 100)
+
+
+def drawn(kind: str, memory: MemoryPlan | None, *, training: bool) -> tuple[nn.Module, float]:
+    """A model with gradients, its random numbers those of one seed, and its loss."""
+    model = small_model(kind, **DRAWING[kind]).train(training)
+    with promoted():
+        model = parallelize(model, init_mesh(sp=1), memory=memory).train()
+        loss = seeded_loss(model)
+        torch.manual_seed(99)
+        loss.backward()
+    return model, float(loss)
+
+
+def seeded_loss(model: nn.Module) -> Tensor:
+    torch.manual_seed(7)
+    return causal_loss(model, BATCH, init_mesh(sp=1))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def _same_as_unplanned(kind: str, mode: LayerMode, training: bool) -> tuple[float, float]:
+    whole, loss = drawn(kind, None, training=training)
+    planned, same = drawn(kind, plan(mode, 100), training=training)
+    return max(gradient_errors(planned, gradients(whole)).values()), abs(loss - same)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["trained", "evaluated before"])
+@pytest.mark.parametrize(
+    # Inputs are not rebuilt through experts.
+    ("kind", "mode"),
+    [(kind, mode) for kind in DRAWING for mode in MODES if (kind, mode) != ("mixtral", "rebuild")],
+)
+def test_what_is_drawn_is_drawn_again(kind: str, mode: LayerMode, training: bool) -> None:
+    [(errors, loss)] = run_ranks(1, _same_as_unplanned, kind, mode, training)
+    assert errors < FP64
+    assert loss < FP64
+
+
+def _along_a_line(kind: str, mode: LayerMode) -> tuple[float, float]:
+    """The derivative along a direction, by gradients and by a difference; tiles of four tokens each draw their own."""
+    model, _ = drawn(kind, plan(mode, 4), training=True)
+    generator = torch.Generator().manual_seed(3)
+    line = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
+    slope = sum(
+        float((p.grad * way).sum()) for p, way in zip(model.parameters(), line, strict=True) if p.grad is not None
+    )
+    losses = []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad(), promoted():
+            for p, way in zip(model.parameters(), line, strict=True):
+                p.add_(way, alpha=step)
+            losses.append(float(seeded_loss(model)))
+    return slope, (losses[0] - losses[1]) / 2e-5
+
+
+@pytest.mark.parametrize("mode", ["keep", "save"])
+@pytest.mark.parametrize("kind", ["starcoder2", "gpt2"])
+def test_tiles_draw_their_numbers_again(kind: str, mode: LayerMode) -> None:
+    [(slope, difference)] = run_ranks(1, _along_a_line, kind, mode)
+    assert abs(slope) > 0.1
+    assert slope == pytest.approx(difference, rel=DIFFERENCE)
+
+
+def plain(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    model = small_model("llama")
+    with promoted():
+        model(**batch).loss.backward()
+    return gradients(model)
+
+
+def _with_a_cache(mode: LayerMode) -> float:
+    """Outside sequence parallelism transformers hands every layer a cache, and says so to nobody."""
+    model = parallelize(small_model("llama"), init_mesh(sp=1), memory=plan(mode, 5))
+    with unsharded(model), promoted():
+        given = model(**BATCH)
+        assert given.past_key_values is not None
+        given.loss.backward()
+    return max(gradient_errors(model, plain(BATCH)).values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_is_written_once(mode: LayerMode) -> None:
+    assert max(run_ranks(1, _with_a_cache, mode)) < FP64
+
+
+def _copied(mode: LayerMode) -> tuple[float, bool]:
+    mesh = init_mesh(sp=1)
+    model = parallelize(small_model("llama"), mesh, memory=plan(mode, 5))
+    other = copy.deepcopy(model)
+    with promoted():
+        causal_loss(other, BATCH, mesh).backward()
+    return max(gradient_errors(other, plain(BATCH)).values()), bool(gradients(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_learns_by_itself(mode: LayerMode) -> None:
+    [(errors, spilled)] = run_ranks(1, _copied, mode)
+    assert errors < FP64
+    assert not spilled
+
+
+def _some_gradients(way: str) -> None:
+    mesh = init_mesh(sp=1)
+    model = parallelize(small_model("llama"), mesh, memory=plan("save", 5))
+    loss = causal_loss(model, BATCH, mesh)
+    if way == "grad":
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    else:
+        loss.backward(inputs=[model.get_input_embeddings().weight])
+
+
+@pytest.mark.parametrize("way", ["grad", "inputs"])
+def test_gradients_of_some_weights_are_refused(way: str) -> None:
+    expect_refusal(1, _some_gradients, way, error="UnsupportedError", match="call loss.backward\\(\\), or use")
