@@ -3,7 +3,8 @@
 `"shard"`: each decoder layer is one FSDP2 group, the rest another; gradients are summed (divide factor 1: the loss
 has already been divided by the global token count), in fp32 where the weights are of lower precision. With
 `replicas` > 1 (HSDP) neighbouring ranks shard one copy, so that gathers stay inside a node; gradients are summed over
-the copies too. `"replicate"` is the same machinery on a mesh of world x 1: every rank keeps whole weights.
+the copies too. `"replicate"` is the same machinery on a mesh of world x 1: every rank keeps whole weights. Either way
+ranks that come with different weights are given rank 0's first.
 `"none"`: weights are the caller's, whose wrapper is expected to average gradients over all ranks.
 
 `on_host="everything"` keeps sharded weights, their gradients and so the optimizer's state in pinned host memory; a
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
+from ithaca.state.alike import make_alike
 
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
@@ -83,6 +85,7 @@ def place_weights(
         if mesh.world == 1 and compute_dtype is None:
             # Nothing to shard and nothing to sum; FSDP2 would still copy every layer's weights to use them.
             return
+    make_alike(model, mesh)
     # Weights bound for the host pass through the device layer by layer: FSDP2 takes there what it shards.
     offload = _to_host() if away else OffloadPolicy()
     box = _box(mesh, mesh.world if weights == "replicate" else replicas)
