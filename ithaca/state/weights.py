@@ -47,7 +47,7 @@ def check_placement(mesh: Mesh, weights: Weights, replicas: int, on_host: OnHost
             f"replicas={replicas} with weights={weights!r}: copies of sharded weights need weights='shard'"
         )
     if on_host not in get_args(OnHost):
-        instead = _REFUSED.get(on_host, f"choose one of {', '.join(get_args(OnHost))}")
+        instead = _REFUSED.get(str(on_host), f"choose one of {', '.join(get_args(OnHost))}")
         raise UnsupportedError(f"on_host={on_host!r}: {instead}")
     if on_host == "everything" and weights == "none":
         raise UnsupportedError("on_host='everything' with weights='none': weights are yours to place; use 'shard'")
