@@ -302,6 +302,28 @@ def test_attention_that_is_never_reached_raises(what: str, weights: str) -> None
         )
 
 
+def adapters_too_late(weights: str) -> tuple[str, str]:
+    """Beside it the right order, which is taken."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model: Any) -> Any:
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    model, mesh = bound(weights)
+    late = adapted(model)
+    early = parallelize(adapted(llama()), mesh, weights=weights, allow_untested=True)  # type: ignore[arg-type]
+    return said(lambda: causal_loss(late, GOOD, mesh)), said(lambda: causal_loss(early, GOOD, mesh))
+
+
+@pytest.mark.parametrize("weights", ["shard", "replicate"])
+def test_adapters_that_come_after_parallelize_are_refused(weights: str) -> None:
+    for late, early in run_ranks(2, adapters_too_late, weights):
+        assert late == (
+            "UnsupportedError: PeftModel got 4 parameters after parallelize: add adapters and the like before it"
+        )
+        assert early == "no refusal"
+
+
 def unbound_again() -> bool:
     model, _ = bound("none")
     expected = llama()(GOOD["input_ids"]).logits

@@ -27,6 +27,7 @@ from ithaca.state.alike import make_alike
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
 _SUMS = "_ithaca_sums_gradients"
+_PLACED = "_ithaca_parameters_placed"
 _HOME = "_ithaca_home"
 _REFUSED = {
     # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
@@ -78,6 +79,7 @@ def place_weights(
     if weights == "none":
         return
     model.__dict__[_SUMS] = True
+    model.__dict__[_PLACED] = len(list(model.parameters()))
     away = leaves_device(mesh, on_host)
     model.__dict__[_HOME] = torch.device("cpu") if away else mesh.device
     if not away:
@@ -105,6 +107,16 @@ def move(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         model.to(device)
+
+
+def refuse_added(model: nn.Module) -> None:
+    """Parameters that came after the others were placed are whole where those are sharded, and nobody sums their
+    gradients."""
+    placed = next((module.__dict__[_PLACED] for module in model.modules() if _PLACED in module.__dict__), None)
+    if placed is not None and (added := len(list(model.parameters())) - placed) > 0:
+        raise UnsupportedError(
+            f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
+        )
 
 
 def home_of(model: nn.Module) -> torch.device | None:

@@ -24,7 +24,7 @@ from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.agree import agree, try_shard
 from ithaca.sequence.batch import count_targets
-from ithaca.state.weights import averages_gradients
+from ithaca.state.weights import averages_gradients, refuse_added
 from ithaca.training.positions import LossByPosition
 from ithaca.values import as_number
 
@@ -49,6 +49,7 @@ def causal_loss(
     """
     binding = binding_of(model)
     refuse_compiled(model)
+    refuse_added(model)
     _check_options(count, label_smoothing, z_loss)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
