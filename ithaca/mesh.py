@@ -127,6 +127,7 @@ def init_mesh(
     for name, degree in (("sp", sp), ("dp", dp), ("ring", ring)):
         if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
             raise MeshError(f"{name}={degree!r}: a degree is a whole number of at least 1")
+    _check_device(device)
     world = dist.get_world_size() if dist.is_initialized() else _launched_world()
     degrees = fit_degrees(world, sp=sp or 1, dp=dp, ring=ring)
     target = _join(device)
@@ -196,6 +197,17 @@ def _read_mesh_param(param: MeshParam) -> tuple[int | None, int]:
 
 def _launched_world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    try:
+        known = device is None or torch.device(device).type in ("cpu", "cuda")
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        raise MeshError(f"device={device!r}: use 'cuda', 'cpu', or None for what the launch has")
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise MeshError(f"device={str(device)!r}: this process sees no GPU; use 'cpu' or None")
 
 
 def _join(device: str | torch.device | None) -> torch.device:

@@ -23,8 +23,10 @@ from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers, memory_refusal
 from ithaca.planning.plan import MemoryPlan, Optimizer
 from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights
+from ithaca.values import no_truth, parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
+_COMPUTE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def parallelize(
@@ -36,7 +38,7 @@ def parallelize(
     on_host: OnHost = "nothing",
     kernel: str = "auto",
     memory: MemoryPlan | Literal["auto"] | None = "auto",
-    memory_budget: int | None = None,
+    memory_budget: float | str | None = None,
     optimizer: Optimizer = "adamw",
     fuse: bool | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -48,18 +50,16 @@ def parallelize(
     gradients over all ranks). `replicas`: how many copies of sharded weights there are, each over neighbouring ranks.
     `on_host`: "everything" keeps weights, gradients and optimizer state in host memory. `kernel`: "auto" or a name from
     `ithaca.KERNELS`. `memory`: how activations are kept, layer by layer: "auto" for the least recompute that fits
-    `memory_budget` bytes (three quarters of the device) beside the state of `optimizer` ("adamw", "adamw8bit",
-    "bf16_sr" or "none"), an `ithaca.MemoryPlan`, or None to leave it to autograd. `fuse`: torch.compile norms,
-    activations, rotary embeddings and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`: what
-    FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
+    `memory_budget`, in bytes or as "40GB" (three quarters of the device), beside the state of `optimizer` ("adamw",
+    "adamw8bit", "bf16_sr" or "none"), an `ithaca.MemoryPlan`, or None to leave it to autograd. `fuse`: torch.compile
+    norms, activations, rotary embeddings and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`:
+    what FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
     `allow_untested` lets an architecture through that no parity run has covered.
     """
     check_placement(mesh, weights, replicas, on_host)
     check_name(kernel)
-    if not (memory is None or memory == "auto" or isinstance(memory, MemoryPlan)):
-        raise UnsupportedError(f"memory={memory!r}: pass 'auto', None, or an ithaca.MemoryPlan")
-    if optimizer not in get_args(Optimizer):
-        raise UnsupportedError(f"optimizer={optimizer!r}: choose one of {', '.join(get_args(Optimizer))}")
+    check_settings(memory, optimizer, compute_dtype, fuse=fuse, allow_untested=allow_untested)
+    budget = None if memory_budget is None else read_budget(memory_budget)
     base = base_model(model)
     fuse = mesh.device.type == "cuda" if fuse is None else fuse
     away = leaves_device(mesh, on_host)
@@ -67,11 +67,13 @@ def parallelize(
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
     check_heads(*head_counts(base), mesh)
-    if isinstance(memory, MemoryPlan):
-        check_plan(base, decoder_layers(base), memory)
+    if isinstance(memory, MemoryPlan) and not decoder_layers(base):
+        raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
     refused = None if memory is None or allow_untested else memory_refusal(base)
     if refused and memory != "auto":
         raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
+    if isinstance(memory, MemoryPlan):
+        check_plan(base, decoder_layers(base), memory)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)
@@ -84,7 +86,7 @@ def parallelize(
             model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype, replicas=replicas, on_host=away
         )
         given = None if memory == "auto" else memory
-        planner = AutoMemory.of(model, base, mesh, job, memory_budget, given)
+        planner = AutoMemory.of(model, base, mesh, job, budget, given)
         with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
             install_memory(binding, decoder_layers(base), planner, fuse=fuse)
 
@@ -100,6 +102,32 @@ def parallelize(
         uneven=has_experts(base.config),
     )
     return model
+
+
+def check_settings(
+    memory: object, optimizer: object, compute_dtype: object, *, fuse: object, allow_untested: object
+) -> None:
+    """Refuse words and types that no model takes."""
+    if not (memory is None or memory == "auto" or isinstance(memory, MemoryPlan)):
+        raise UnsupportedError(f"memory={memory!r}: pass 'auto', None, or an ithaca.MemoryPlan")
+    if optimizer not in get_args(Optimizer):
+        raise UnsupportedError(f"optimizer={optimizer!r}: choose one of {', '.join(get_args(Optimizer))}")
+    if compute_dtype is not None and compute_dtype not in _COMPUTE:
+        raise UnsupportedError(f"compute_dtype={compute_dtype!r}: pass one of {', '.join(map(str, _COMPUTE))}, or None")
+    for name, flag in (("fuse", fuse), ("allow_untested", allow_untested)):
+        if not (isinstance(flag, bool) or (name == "fuse" and flag is None)):
+            raise UnsupportedError(f"{name}={flag!r}: pass True or False")
+
+
+def read_budget(given: float | str) -> int:
+    """Bytes, from a number or from a text as run files have it."""
+    try:
+        budget = int(no_truth(parse_bytes(given)))  # type: ignore[call-overload]
+    except (ValueError, TypeError, OverflowError):
+        budget = 0
+    if budget < 1:
+        raise UnsupportedError(f"memory_budget={given!r}: pass bytes above 0, such as 40e9 or '40GB', or None")
+    return budget
 
 
 def head_counts(base: nn.Module) -> tuple[int, int]:

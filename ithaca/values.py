@@ -1,10 +1,11 @@
-"""Values as a run file may write them: lengths such as `128k`, amounts such as `2B` and `80GB`, paths with `~`."""
+"""Values as a run file or a caller may write them: lengths such as `128k`, amounts such as `2B` and `80GB`, paths with `~`."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -36,6 +37,17 @@ def no_truth(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is no number")
     return value
+
+
+def as_number(value: Any) -> float:
+    """A finite number of any kind, a tensor's too; nan for all else, texts and truths included."""
+    if isinstance(value, str | bool):
+        return math.nan
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def one_or_more(value: object) -> object:

@@ -27,6 +27,7 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.models import support
 from ithaca.models.binding import unbind
 from ithaca.parallelize import parallelize
+from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.small import small_batch, small_config, small_model
 from ithaca.sequence.batch import shard_batch
 from ithaca.training.step import causal_loss
@@ -81,6 +82,38 @@ def without_head() -> Any:
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "weights": (llama, {"weights": "zero3"}, r"weights='zero3': choose one of shard, replicate, none"),
     "kernel": (llama, {"kernel": "flash4"}, r"no attention kernel is called 'flash4': use one of auto, cudnn, flash"),
+    "on_host": (llama, {"on_host": ["x"]}, r"on_host=\['x'\]: choose one of nothing, everything"),
+    "budget in words": (
+        llama,
+        {"memory_budget": "a lot"},
+        r"memory_budget='a lot': pass bytes above 0, such as 40e9 or",
+    ),
+    "budget of nothing": (llama, {"memory_budget": 0}, r"memory_budget=0: pass bytes above 0, .* or '40GB'"),
+    "budget below nothing": (llama, {"memory_budget": "-1GB"}, r"memory_budget='-1GB': pass bytes above 0"),
+    "budget that is true": (llama, {"memory_budget": True}, r"memory_budget=True: pass bytes above 0"),
+    "budget of nan": (llama, {"memory_budget": float("nan")}, r"memory_budget=nan: pass bytes above 0"),
+    "dtype by name": (
+        llama,
+        {"compute_dtype": "bf16"},
+        r"compute_dtype='bf16': pass one of torch\.bfloat16, torch\.float16, torch\.float32, torch\.float64, or None",
+    ),
+    "whole numbers": (llama, {"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8: pass one of torch\.bfloat16"),
+    "fuse": (llama, {"fuse": "no"}, r"fuse='no': pass True or False"),
+    "allow_untested": (llama, {"allow_untested": "no"}, r"allow_untested='no': pass True or False"),
+    "no names of layers": (
+        lambda: small_model("biogpt", dtype=torch.float32, attention_probs_dropout_prob=0.0),
+        {"memory": MemoryPlan(("save",) * 3, (False,) * 3, 8, 8)},
+        r"BioGptForCausalLM does not name its layers, so no plan fits it: use memory=None",
+    ),
+    "layers that are not run again": (
+        llama,
+        {
+            "memory": MemoryPlan(("save",) * 3, (False,) * 3, 8, 8),
+            "allow_untested": False,
+            "verdicts": {"llama": {"verdict": "exact", "reason": "", "classes": "LlamaForCausalLM", "memory": "off"}},
+        },
+        r"layers run again are not exact for llama: off: use memory=None or 'auto'",
+    ),
     "dropout": (lambda: llama(attention_dropout=0.1), {}, r"config.attention_dropout=0.1: .* set it to 0"),
     "output_attentions": (
         lambda: llama(output_attentions=True),
@@ -267,6 +300,28 @@ def test_attention_that_is_never_reached_raises(what: str, weights: str) -> None
         assert re.search(f"{BYPASSES[what][1]} .* reached the bound attention: .* call parallelize last", message), (
             message
         )
+
+
+def adapters_too_late(weights: str) -> tuple[str, str]:
+    """Beside it the right order, which is taken."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model: Any) -> Any:
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    model, mesh = bound(weights)
+    late = adapted(model)
+    early = parallelize(adapted(llama()), mesh, weights=weights, allow_untested=True)  # type: ignore[arg-type]
+    return said(lambda: causal_loss(late, GOOD, mesh)), said(lambda: causal_loss(early, GOOD, mesh))
+
+
+@pytest.mark.parametrize("weights", ["shard", "replicate"])
+def test_adapters_that_come_after_parallelize_are_refused(weights: str) -> None:
+    for late, early in run_ranks(2, adapters_too_late, weights):
+        assert late == (
+            "UnsupportedError: PeftModel got 4 parameters after parallelize: add adapters and the like before it"
+        )
+        assert early == "no refusal"
 
 
 def unbound_again() -> bool:

@@ -110,12 +110,21 @@ def test_largest_divisor() -> None:
         ({"mesh_param": "4"}, r"mesh_param=4: pass \(dp, sp\)"),
         ({"mesh_param": (1, 1), "sp": 1}, r"got mesh_param=\(1, 1\) beside sp=1, dp=None: pass one or the other"),
         ({"mesh_param": (1, 1), "dp": 1}, r"beside sp=None, dp=1: pass one"),
+        ({"device": "tpu"}, r"device='tpu': use 'cuda', 'cpu', or None for what the launch has"),
+        ({"device": "meta"}, r"device='meta': use 'cuda', 'cpu', or None"),
+        ({"device": 1.5}, r"device=1\.5: use 'cuda', 'cpu', or None"),
     ],
 )
 def test_wrong_settings_are_refused_before_joining(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         init_mesh(**arguments)
     assert not dist.is_initialized()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MeshError, match=r"device='cuda': this process sees no GPU; use 'cpu' or None"):
+        init_mesh(device="cuda")
 
 
 def members(**arguments: Any) -> dict[str, Any]:

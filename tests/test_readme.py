@@ -152,6 +152,24 @@ def test_the_plan_shown_is_the_plan_made(tmp_path: Path, monkeypatch: pytest.Mon
     assert {" ".join(line.split()) for line in shown.strip().splitlines()} <= lines
 
 
+def test_the_line_that_shows_the_memory_plan_shows_it(tmp_path: Path) -> None:
+    [line] = re.findall(r"^`(logging\..+?)` it says so", README, re.M)
+    step = (
+        "import logging, torch, ithaca\n"
+        "from ithaca.proof.small import small_batch, small_model\n"
+        f"{line}\n"
+        "mesh = ithaca.init_mesh(device='cpu')\n"
+        "model = ithaca.parallelize(small_model('llama', dtype=torch.float32), mesh)\n"
+        "ithaca.causal_loss(model, small_batch(1, 12), mesh)\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", step], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"^INFO:ithaca:memory: 2 keep; 0 offloaded;", done.stderr, re.M), done.stderr[-2000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", re.findall(r"^torchrun (.+?)(?:\s+#.*)?$", README, re.M))
 def test_torchrun_commands_run(command: str, tmp_path: Path) -> None:

@@ -109,15 +109,22 @@ class MemoryPlan:
     head_groups: int = 1
 
     def __post_init__(self) -> None:
+        for name, example in (("layers", "('save', 'recompute')"), ("offload", "(True, False)")):
+            if not isinstance(value := getattr(self, name), tuple | list):
+                raise MemoryPlanError(f"{name}={value!r}: one entry a layer is needed, such as {example}")
         if len(self.layers) != len(self.offload):
             raise MemoryPlanError(
                 f"{len(self.layers)} layer modes, {len(self.offload)} offload flags: one each is needed"
             )
-        if unknown := set(self.layers) - set(MODES):
-            raise MemoryPlanError(f"layer mode {sorted(unknown)[0]!r}: choose among {', '.join(MODES)}")
+        for mode in self.layers:
+            if mode not in MODES:
+                raise MemoryPlanError(f"layer mode {mode!r}: choose among {', '.join(MODES)}")
+        for flag in self.offload:
+            if not isinstance(flag, bool):
+                raise MemoryPlanError(f"offload flag {flag!r}: True or False is needed")
         for name in ("mlp_tile", "loss_tile", "head_groups"):
-            if getattr(self, name) < 1:
-                raise MemoryPlanError(f"{name}={getattr(self, name)}: at least 1 is needed")
+            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 1:
+                raise MemoryPlanError(f"{name}={value!r}: a whole number of at least 1 is needed")
         for before, mode in pairwise(("keep", *self.layers)):
             if mode == "rebuild" and before == "keep":
                 raise MemoryPlanError('a "rebuild" layer must follow a layer that is "save", "recompute" or "rebuild"')

@@ -64,7 +64,9 @@ def cut_batch(
     layout = SequenceLayout.packed(documents_BS, shards, int(positions_BS.max()))
     cut = _Cut(layout, rank, device)
     name = next(key for key in _TOKENS if batch.get(key) is not None)
-    inputs = {name: cut(batch[name], None), "position_ids": cut(positions_BS, 0), "sequence_layout": layout}
+    # torch's embedding takes int32 and int64 alone.
+    whole = tokens if name == "inputs_embeds" else tokens.long()
+    inputs = {name: cut(whole, None), "position_ids": cut(positions_BS, 0), "sequence_layout": layout}
     inputs |= {key: batch[key] for key in _FLAGS if batch.get(key) is not None}
     count = int((targets_BS != IGNORE).sum())
     return Shard(inputs, cut(targets_BS, IGNORE), cut(documents_BS, -1) >= 0, layout, count)
@@ -254,9 +256,9 @@ def _check_vocabulary(batch: Mapping[str, Any], vocab_size: int | None) -> None:
     if vocab_size is None:
         return
     for key in ("input_ids", *_LABELS):
-        ids = batch.get(key)
-        if ids is None:
+        if batch.get(key) is None:
             continue
+        ids = batch[key].long()
         low, high = (int(x) for x in torch.aminmax(ids if key == "input_ids" else ids.masked_fill(ids == IGNORE, 0)))
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high

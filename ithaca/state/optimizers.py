@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.errors import UnsupportedError
 from ithaca.planning.plan import Optimizer as Name
 from ithaca.state.weights import averages_gradients
+from ithaca.values import as_number
 
 NAMES = tuple(name for name in get_args(Name) if name != "none")
 _DTYPES = {
@@ -64,8 +65,9 @@ def build_optimizer(
     the step. `clips`, `accumulates` and `skips_bad_steps` say what the caller's loop does, to be refused beside it.
     `seed` is that of `"bf16_sr"`'s rounding.
     """
-    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    _check_settings(model, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas)
     _check_name(name, betas)
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     _check_parameters(name, trained)
     if in_backward:
         _check_in_backward(model, trained, clips=clips, accumulates=accumulates, skips_bad_steps=skips_bad_steps)
@@ -108,6 +110,18 @@ def _groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[
         {"params": [p for key, p in trained.items() if key in vectors], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _check_settings(model: object, numbers: dict[str, float], betas: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"build_optimizer was given a {type(model).__name__}: pass the model itself")
+    for key, value in numbers.items():
+        if not as_number(value) >= 0:
+            raise UnsupportedError(f"{key}={value!r}: a number of at least 0 is needed, such as {key}=1e-5")
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= as_number(beta) < 1 for beta in betas):
+        raise UnsupportedError(
+            f"betas={betas!r}: two numbers of at least 0 and below 1 are needed, such as (0.9, 0.95)"
+        )
 
 
 def _check_name(name: Name, betas: tuple[float, float]) -> None:

@@ -3,7 +3,8 @@
 `"shard"`: each decoder layer is one FSDP2 group, the rest another; gradients are summed (divide factor 1: the loss
 has already been divided by the global token count), in fp32 where the weights are of lower precision. With
 `replicas` > 1 (HSDP) neighbouring ranks shard one copy, so that gathers stay inside a node; gradients are summed over
-the copies too. `"replicate"` is the same machinery on a mesh of world x 1: every rank keeps whole weights.
+the copies too. `"replicate"` is the same machinery on a mesh of world x 1: every rank keeps whole weights. Either way
+ranks that come with different weights are given rank 0's first.
 `"none"`: weights are the caller's, whose wrapper is expected to average gradients over all ranks.
 
 `on_host="everything"` keeps sharded weights, their gradients and so the optimizer's state in pinned host memory; a
@@ -21,10 +22,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
+from ithaca.state.alike import make_alike
 
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
 _SUMS = "_ithaca_sums_gradients"
+_PLACED = "_ithaca_parameters_placed"
 _HOME = "_ithaca_home"
 _REFUSED = {
     # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
@@ -45,7 +48,7 @@ def check_placement(mesh: Mesh, weights: Weights, replicas: int, on_host: OnHost
             f"replicas={replicas} with weights={weights!r}: copies of sharded weights need weights='shard'"
         )
     if on_host not in get_args(OnHost):
-        instead = _REFUSED.get(on_host, f"choose one of {', '.join(get_args(OnHost))}")
+        instead = _REFUSED.get(str(on_host), f"choose one of {', '.join(get_args(OnHost))}")
         raise UnsupportedError(f"on_host={on_host!r}: {instead}")
     if on_host == "everything" and weights == "none":
         raise UnsupportedError("on_host='everything' with weights='none': weights are yours to place; use 'shard'")
@@ -76,6 +79,7 @@ def place_weights(
     if weights == "none":
         return
     model.__dict__[_SUMS] = True
+    model.__dict__[_PLACED] = len(list(model.parameters()))
     away = leaves_device(mesh, on_host)
     model.__dict__[_HOME] = torch.device("cpu") if away else mesh.device
     if not away:
@@ -83,6 +87,7 @@ def place_weights(
         if mesh.world == 1 and compute_dtype is None:
             # Nothing to shard and nothing to sum; FSDP2 would still copy every layer's weights to use them.
             return
+    make_alike(model, mesh)
     # Weights bound for the host pass through the device layer by layer: FSDP2 takes there what it shards.
     offload = _to_host() if away else OffloadPolicy()
     box = _box(mesh, mesh.world if weights == "replicate" else replicas)
@@ -102,6 +107,16 @@ def move(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         model.to(device)
+
+
+def refuse_added(model: nn.Module) -> None:
+    """Parameters that came after the others were placed are whole where those are sharded, and nobody sums their
+    gradients."""
+    placed = next((module.__dict__[_PLACED] for module in model.modules() if _PLACED in module.__dict__), None)
+    if placed is not None and (added := len(list(model.parameters())) - placed) > 0:
+        raise UnsupportedError(
+            f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
+        )
 
 
 def home_of(model: nn.Module) -> torch.device | None:

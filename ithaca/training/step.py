@@ -24,8 +24,9 @@ from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.agree import agree, try_shard
 from ithaca.sequence.batch import count_targets
-from ithaca.state.weights import averages_gradients
+from ithaca.state.weights import averages_gradients, refuse_added
 from ithaca.training.positions import LossByPosition
+from ithaca.values import as_number
 
 
 def causal_loss(
@@ -48,12 +49,8 @@ def causal_loss(
     """
     binding = binding_of(model)
     refuse_compiled(model)
-    if count is not None and count < 0:
-        raise BatchError(f"count={count}: pass what ithaca.count_tokens(batches, mesh) gives")
-    if not 0 <= label_smoothing < 1 or z_loss < 0:
-        raise BatchError(
-            f"label_smoothing={label_smoothing}, z_loss={z_loss}: use 0 <= label_smoothing < 1 and z_loss >= 0"
-        )
+    refuse_added(model)
+    _check_options(count, label_smoothing, z_loss)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
     assert shard is not None
@@ -65,6 +62,16 @@ def causal_loss(
         total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * own
     scale = mesh.world if averages_gradients(model) else 1
     return _accounted(shown_sum(total, mesh.world_group, binding, scale) / divisor, binding)
+
+
+def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
+    """Refuse what is no number, or none that a loss has; nan fails every comparison."""
+    if count is not None and not as_number(count) >= 0:
+        raise BatchError(f"count={count!r}: pass what ithaca.count_tokens(batches, mesh) gives")
+    if not (0 <= as_number(label_smoothing) < 1 and as_number(z_loss) >= 0):
+        raise BatchError(
+            f"label_smoothing={label_smoothing!r}, z_loss={z_loss!r}: use 0 <= label_smoothing < 1 and z_loss >= 0"
+        )
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:

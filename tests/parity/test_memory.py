@@ -311,7 +311,7 @@ def test_unbinding_takes_it_all_off() -> None:
     assert run_ranks(1, _taken_off) == [0.0]
 
 
-def _auto(budget: int | None) -> tuple[float, str]:
+def _auto(budget: int | str | None) -> tuple[float, str]:
     """Under a budget in bytes: the error, and the modes that were chosen."""
     mesh = init_mesh(sp=2)
     model = small_model("llama", num_hidden_layers=LAYERS)
@@ -335,9 +335,10 @@ def test_auto_keeps_everything_where_there_is_room() -> None:
 
 
 def test_auto_recomputes_where_there_is_not() -> None:
-    for error, modes in run_ranks(2, _auto, 1_140_000):
-        assert error < FP64
-        assert modes == "recompute,save"
+    for budget in (1_140_000, "1.14MB"):
+        for error, modes in run_ranks(2, _auto, budget):
+            assert error < FP64
+            assert modes == "recompute,save"
 
 
 def test_auto_says_what_would_fit() -> None:

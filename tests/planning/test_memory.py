@@ -5,6 +5,7 @@ lse 131072 * 32 * 4 bytes, 1/64 GiB.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -322,3 +323,31 @@ def test_what_is_wrong_is_refused() -> None:
         Job(1, sp=8, replicas=3)
     with pytest.raises(MeshError, match="use sp=32"):
         memory_of(B8, Job(K, sp=64), plan())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mlp_tile": 2.5}, "mlp_tile=2.5: a whole number of at least 1 is needed"),
+        ({"mlp_tile": "4"}, "mlp_tile='4': a whole number of at least 1 is needed"),
+        ({"mlp_tile": True}, "mlp_tile=True: a whole number of at least 1 is needed"),
+        ({"loss_tile": None}, "loss_tile=None: a whole number of at least 1 is needed"),
+        ({"loss_tile": 2.5}, "loss_tile=2.5: a whole number of at least 1 is needed"),
+        ({"head_groups": 1.5}, "head_groups=1.5: a whole number of at least 1 is needed"),
+        ({"offload": None}, "offload=None: one entry a layer is needed, such as (True, False)"),
+        ({"offload": True}, "offload=True: one entry a layer is needed, such as (True, False)"),
+        ({"offload": ("no", "no")}, "offload flag 'no': True or False is needed"),
+        ({"offload": (True, 1)}, "offload flag 1: True or False is needed"),
+        ({"layers": "save"}, "layers='save': one entry a layer is needed, such as ('save', 'recompute')"),
+        ({"layers": None}, "layers=None: one entry a layer is needed, such as ('save', 'recompute')"),
+        ({"layers": ("swap", 3)}, "layer mode 'swap': choose among keep, save, rebuild, recompute"),
+        ({"layers": ("save", ["keep"])}, "layer mode ['keep']: choose among keep, save, rebuild, recompute"),
+    ],
+    ids=str,
+)
+def test_a_plan_of_other_types_is_refused_when_it_is_made(change: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"layers": ("save", "keep"), "offload": (True, False), "mlp_tile": 4, "loss_tile": 4}
+    MemoryPlan(**given)
+    with pytest.raises(MemoryPlanError) as raised:
+        MemoryPlan(**given | change)
+    assert str(raised.value) == said

@@ -167,9 +167,11 @@ def test_labels() -> None:
     assert cut({"input_ids": ids([1, 2]), "labels": ids([N, N])}).count == 0
 
 
-def test_ids_of_any_integer_type_make_targets_that_a_loss_takes() -> None:
-    for dtype in (torch.int32, torch.int16, torch.int64):
-        shard = cut({"input_ids": ids([1, 2, 3]).to(dtype)})
+def test_ids_of_any_integer_type_make_ids_and_targets_that_a_model_takes() -> None:
+    for dtype in (torch.int32, torch.int16, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.uint32):
+        shard = cut({"input_ids": ids([1, 2, 3]).to(dtype), "labels": ids([1, 2, 3]).to(dtype)}, vocab_size=20)
+        assert shard.inputs["input_ids"].dtype == torch.int64
+        assert shard.inputs["input_ids"].tolist() == [[1, 2, 3]]
         assert shard.targets.dtype == torch.int64
         assert shard.targets.tolist() == [[2, 3, N]]
 

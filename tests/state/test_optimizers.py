@@ -102,6 +102,29 @@ def test_wrong_choices_are_refused(name: str, dtype: torch.dtype, betas: tuple[f
         build_optimizer(nn.Linear(4, 4).to(dtype), name, lr=1e-3, betas=betas)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr": None}, "lr=None: a number of at least 0 is needed, such as lr=1e-5"),
+        ({"lr": "1e-3"}, "lr='1e-3': a number of at least 0 is needed, such as lr=1e-5"),
+        ({"lr": float("nan")}, "lr=nan: a number of at least 0 is needed, such as lr=1e-5"),
+        ({"weight_decay": "a"}, "weight_decay='a': a number of at least 0 is needed, such as weight_decay=1e-5"),
+        ({"eps": -1e-8}, "eps=-1e-08: a number of at least 0 is needed, such as eps=1e-5"),
+        ({"betas": 0.9}, "betas=0.9: two numbers of at least 0 and below 1 are needed, such as (0.9, 0.95)"),
+        (
+            {"betas": (0.9, 1.0)},
+            "betas=(0.9, 1.0): two numbers of at least 0 and below 1 are needed, such as (0.9, 0.95)",
+        ),
+        ({"model": iter([])}, "build_optimizer was given a list_iterator: pass the model itself"),
+    ],
+    ids=str,
+)
+def test_settings_of_other_types_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        build_optimizer(**{"model": nn.Linear(4, 4), "lr": 1e-3, **change})
+    assert str(raised.value) == said
+
+
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no parameter of the model wants a gradient"):
         build_optimizer(nn.Linear(4, 4).requires_grad_(False), lr=1e-3)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from ithaca.errors import BatchError
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
@@ -13,7 +16,7 @@ from ithaca.proof.parity import gradient_errors
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
 from ithaca.training.step import causal_loss
-from tests.ranks import expect_refusal, run_ranks
+from tests.ranks import run_ranks
 from tests.tolerances import FP64
 
 
@@ -41,13 +44,37 @@ def test_options_of_the_loss(tiled: bool, smoothing: float, z: float) -> None:
     assert max(run_ranks(2, _step, tiled, smoothing, z)) < FP64
 
 
-def _wrong() -> None:
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"label_smoothing": 1.5}, "label_smoothing=1.5, z_loss=0.0: use 0 <= label_smoothing < 1 and z_loss >= 0"),
+    ({"label_smoothing": "0.1"}, "label_smoothing='0.1', z_loss=0.0: use"),
+    ({"label_smoothing": float("nan")}, "label_smoothing=nan, z_loss=0.0: use"),
+    ({"z_loss": None}, "label_smoothing=0.0, z_loss=None: use"),
+    ({"z_loss": float("nan")}, "label_smoothing=0.0, z_loss=nan: use"),
+    ({"count": "28"}, "count='28': pass what ithaca.count_tokens(batches, mesh) gives"),
+    ({"count": float("nan")}, "count=nan: pass what"),
+    ({"count": True}, "count=True: pass what"),
+    ({"count": -1}, "count=-1: pass what"),
+    ({"count": [28]}, "count=[28]: pass what"),
+]
+
+
+def _said() -> list[str]:
     mesh = init_mesh(sp=1)
-    causal_loss(parallelize(small_model("llama"), mesh), small_batch(1, 8), mesh, label_smoothing=1.5)
+    model, batch = parallelize(small_model("llama"), mesh), small_batch(1, 8)
+    messages = []
+    for options, _ in WRONG:
+        with pytest.raises(BatchError) as raised:
+            causal_loss(model, batch, mesh, **options)
+        messages.append(str(raised.value))
+    whole = causal_loss(model, batch, mesh, count=7)
+    assert torch.equal(causal_loss(model, batch, mesh, count=torch.tensor(7)), whole)  # type: ignore[arg-type]
+    return messages
 
 
-def test_shares_beyond_one_are_refused() -> None:
-    expect_refusal(1, _wrong, error="BatchError", match=r"label_smoothing=1\.5.*use 0 <= label_smoothing < 1")
+def test_what_is_no_number_for_a_loss_is_refused() -> None:
+    [messages] = run_ranks(1, _said)
+    for message, (_, start) in zip(messages, WRONG, strict=True):
+        assert message.startswith(start)
 
 
 def test_the_options_are_not_nothing() -> None:

@@ -1,0 +1,75 @@
+"""Every rank starts from the same weights: what differs is taken from rank 0.
+
+Ranks that built their model without a common seed would each keep, or cut their shards from, a model of its own.
+`make_alike` compares a fingerprint of every parameter and buffer, a few numbers of each row, in one small reduction; only
+tensors that differ are sent. Those on the meta device hold nothing yet and are left to `load_weights`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
+
+# Numbers looked at of each row: one line of a cache. Every row, because new tokens' embeddings are rows of their own.
+_SAMPLE = 8
+
+logger = logging.getLogger("ithaca")
+
+
+def make_alike(model: nn.Module, mesh: Mesh) -> None:
+    """Give all ranks rank 0's parameters and buffers where they differ, and say so; on all ranks."""
+    if mesh.world == 1:
+        return
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    structure = repr([(key, tuple(x.shape), x.dtype, x.is_meta) for key, x in named.items()])
+    if _differing([_digest(structure.encode())], mesh):
+        raise UnsupportedError(
+            "the ranks' models differ in their weights' names, shapes, dtypes or being on the meta device: build the "
+            "same model on every rank"
+        )
+    held = {key: x.detach() for key, x in named.items() if x.numel() and not x.is_meta}
+    differing = _differing([_fingerprint(x) for x in held.values()], mesh)
+    if not differing:
+        return
+    keys = list(held)
+    if mesh.rank == 0:
+        others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        logger.warning(
+            "ranks held different weights (%s%s): rank 0's were taken on all; seed all ranks alike before building the "
+            "model to save the copying",
+            keys[differing[0]],
+            others,
+        )
+    for index in differing:
+        _take_first(held[keys[index]], mesh)
+
+
+def _differing(numbers: list[int], mesh: Mesh) -> list[int]:
+    """Where the ranks' numbers are not all the same."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
+    most = torch.stack([own, -own])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.world_group)
+    return (most[0] != -most[1]).nonzero().flatten().tolist()
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)[:, :_SAMPLE]
+    return _digest(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
+
+
+def _take_first(tensor: Tensor, mesh: Mesh) -> None:
+    """As bytes, which every backend sends; weights that live on the host pass through the device."""
+    sent = tensor.to(mesh.device).reshape(-1).view(torch.uint8)
+    dist.broadcast(sent, src=0, group=mesh.world_group)
+    tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
