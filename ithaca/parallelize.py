@@ -22,7 +22,7 @@ from ithaca.models.layers import check_plan, install_memory
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers, memory_refusal
 from ithaca.planning.plan import MemoryPlan, Optimizer
-from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights
+from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights, reduction_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -99,6 +99,7 @@ def parallelize(
         compute_dtype=compute_dtype,
         uneven=has_experts(base.config),
     )
+    binding.reduction = reduction_of(model)
     return model
 
 
