@@ -22,6 +22,7 @@ from ithaca.models.layers import check_plan, install_memory
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers, memory_refusal
 from ithaca.planning.plan import MemoryPlan, Optimizer
+from ithaca.state.safetensors import refuse_plain_save
 from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights, reduction_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,6 +101,7 @@ def parallelize(
         uneven=has_experts(base.config),
     )
     binding.reduction = reduction_of(model)
+    refuse_plain_save(model)
     return model
 
 

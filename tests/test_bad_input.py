@@ -252,6 +252,18 @@ CALLS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], str]] = {
         lambda model, inputs: causal_loss(torch.compile(model), GOOD, init_mesh(sp=2)),  # type: ignore[arg-type]
         r"OptimizedModule was compiled after parallelize, .*: pass the model itself",
     ),
+    "another mesh": (
+        lambda model, inputs: causal_loss(model, GOOD, init_mesh(dp=2, sp=1)),
+        r"MeshError: mesh is dp=2 x ring=1 x sp=1 on cpu, the model was parallelized over dp=1 .* pass the same mesh",
+    ),
+    "no mesh": (
+        lambda model, inputs: causal_loss(model, GOOD, None),  # type: ignore[arg-type]
+        r"MeshError: mesh=None: pass the ithaca\.Mesh that was given to parallelize",
+    ),
+    "torch's mesh": (
+        lambda model, inputs: causal_loss(model, GOOD, init_mesh(sp=2).device_mesh),  # type: ignore[arg-type]
+        r"MeshError: mesh=DeviceMesh\(.*: pass the ithaca\.Mesh",
+    ),
 }
 
 

@@ -174,23 +174,6 @@ def binding_of(model: nn.Module) -> Binding:
     raise UnsupportedError(f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first")
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """torch.compile around a bound model: its hooks, collectives and replays are no part of what a graph keeps."""
-    if compiled_within(model) is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} was compiled after parallelize, which no parity run covers: pass the model itself; "
-            "parallelize compiles norms, activations and rotary embeddings already (fuse=True)"
-        )
-
-
-def compiled_within(model: nn.Module) -> str | None:
-    """The name of the first module that torch.compile was put on, "" for the model itself; None where it is on none."""
-    compiled = (
-        key for key, m in model.named_modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None
-    )
-    return next(compiled, None)
-
-
 def is_bound(model: nn.Module) -> bool:
     return any(_BINDING in module.__dict__ for module in model.modules())
 

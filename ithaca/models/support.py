@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
-from ithaca.models.binding import compiled_within, is_bound
+from ithaca.models.binding import is_bound
+from ithaca.models.compiled import compiled_within
 from ithaca.planning.config_names import ATTENTION_DROPOUTS
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
