@@ -22,7 +22,8 @@ from ithaca.models.layers import check_plan, install_memory
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers, memory_refusal
 from ithaca.planning.plan import MemoryPlan, Optimizer
-from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights
+from ithaca.state.safetensors import refuse_plain_save
+from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights, reduction_of
 from ithaca.values import no_truth, parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
@@ -101,6 +102,8 @@ def parallelize(
         compute_dtype=compute_dtype,
         uneven=has_experts(base.config),
     )
+    binding.reduction = reduction_of(model)
+    refuse_plain_save(model)
     return model
 
 

@@ -71,8 +71,26 @@ def compiled_in_place() -> Any:
     return model
 
 
-def bound_already() -> Any:
-    return parallelize(llama(), init_mesh(sp=2), weights="none", allow_untested=True)
+def compiled_layer() -> Any:
+    model = llama()
+    model.model.layers[0].compile(backend="eager")
+    return model
+
+
+def compiled_inside() -> Any:
+    model = llama()
+    model.model = torch.compile(model.model, backend="eager")
+    return model
+
+
+def bound_already(weights: str) -> Any:
+    return parallelize(llama(), init_mesh(sp=2), weights=weights, allow_untested=True)  # type: ignore[arg-type]
+
+
+def unbound_but_sharded() -> Any:
+    model = bound_already("shard")
+    unbind(model)
+    return model
 
 
 def without_head() -> Any:
@@ -135,10 +153,16 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "DTensor": (
         sharded_by_fsdp,
         {},
-        r"is sharded already \(model\.embed_tokens\.weight is a DTensor\): parallelize it first",
+        r"is sharded already \(model\.embed_tokens\.weight is a DTensor\): build or load it anew, and parallelize",
     ),
+    "unbound": (unbound_but_sharded, {}, r"is sharded already .*: build or load it anew"),
     "device_map": (dispatched, {}, r"dispatched by a device_map \(model\.layers\.0\): load it without device_map"),
-    "bound": (bound_already, {}, r"LlamaForCausalLM is parallelized already: call ithaca\.unbind\(model\) first"),
+    "bound": (lambda: bound_already("none"), {}, r"LlamaForCausalLM is parallelized already: call ithaca\.unbind"),
+    "bound and sharded": (
+        lambda: bound_already("shard"),
+        {},
+        r": LlamaForCausalLM is parallelized already: build or load it anew",
+    ),
     "DDP": (
         lambda: DistributedDataParallel(llama()),
         {},
@@ -147,9 +171,11 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "compiled": (
         lambda: torch.compile(llama()),
         {},
-        r"torch's OptimizedModule is already wrapped: pass the model inside",
+        r"torch's OptimizedModule is compiled: pass the model inside it, model\._orig_mod, parallelize itself compiles",
     ),
-    "compiled in place": (compiled_in_place, {}, r"LlamaForCausalLM is compiled: .* without model\.compile\(\)"),
+    "compiled in place": (compiled_in_place, {}, r"is compiled \(the model\): build it without torch\.compile"),
+    "a compiled layer": (compiled_layer, {}, r"is compiled \(model\.layers\.0\): build it without torch\.compile"),
+    "a compiled part": (compiled_inside, {}, r"is compiled \(model\): build it without torch\.compile"),
     "hand-written": (
         lambda: nn.Linear(3, 3),
         {},
@@ -187,6 +213,22 @@ def refuse_model(what: str) -> str:
 def test_models_that_would_not_be_exact_are_refused_by_name(what: str) -> None:
     for message in run_ranks(2, refuse_model, what):
         assert re.search(MODELS[what][2], message), message
+
+
+def heeded(what: str) -> float:
+    """A loss, after the refusal's advice was taken."""
+    mesh = init_mesh(sp=2)
+    model = bound_already("none") if what == "bound" else torch.compile(llama())
+    if what == "bound":
+        unbind(model)
+    else:
+        model = model._orig_mod
+    return float(causal_loss(parallelize(model, mesh, allow_untested=True), GOOD, mesh).detach())
+
+
+@pytest.mark.parametrize("what", ["bound", "compiled"])
+def test_what_a_refusal_advises_works(what: str) -> None:
+    assert all(loss > 0 for loss in run_ranks(2, heeded, what))
 
 
 def load_with_tensor_parallelism(folder: str) -> str:
@@ -242,6 +284,18 @@ CALLS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], str]] = {
     "compiled": (
         lambda model, inputs: causal_loss(torch.compile(model), GOOD, init_mesh(sp=2)),  # type: ignore[arg-type]
         r"OptimizedModule was compiled after parallelize, .*: pass the model itself",
+    ),
+    "another mesh": (
+        lambda model, inputs: causal_loss(model, GOOD, init_mesh(dp=2, sp=1)),
+        r"MeshError: mesh is dp=2 x ring=1 x sp=1 on cpu, the model was parallelized over dp=1 .* pass the same mesh",
+    ),
+    "no mesh": (
+        lambda model, inputs: causal_loss(model, GOOD, None),  # type: ignore[arg-type]
+        r"MeshError: mesh=None: pass the ithaca\.Mesh that was given to parallelize",
+    ),
+    "torch's mesh": (
+        lambda model, inputs: causal_loss(model, GOOD, init_mesh(sp=2).device_mesh),  # type: ignore[arg-type]
+        r"MeshError: mesh=DeviceMesh\(.*: pass the ithaca\.Mesh",
     ),
 }
 

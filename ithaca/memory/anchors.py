@@ -48,9 +48,6 @@ class Runner(Protocol):
     def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> Outcome:
         """Run it from the anchors, or attend if there are none. `value`: somebody looks at the output."""
 
-    def writes(self, kwargs: Any) -> bool:
-        """Whether this call adds to something it is given: a second run would add to it again."""
-
     def say_aside(self, tensors: list[Tensor]) -> None:
         """Hand on what the layer says on the side."""
 
@@ -88,7 +85,7 @@ class Layer:
             raise self.runner.out_of_memory(error) from error
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self.mode == "keep" or not torch.is_grad_enabled() or self.runner.writes(kwargs):
+        if self.mode == "keep" or not torch.is_grad_enabled():
             outcome = self.runner.run(args, kwargs, None, value=True)
             self.runner.say_aside(outcome.aside)
             return outcome.output

@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import OutOfMemoryError, Tensor, nn
+from torch import OutOfMemoryError, Tensor, is_grad_enabled, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -52,11 +53,20 @@ class Installed(Protocol):
     @property
     def tiles_head(self) -> bool: ...
 
+    @property
+    def layers(self) -> Sequence[Any]: ...
+
     def begin(self, layout: SequenceLayout | None = None) -> None: ...
 
     def remove(self) -> None: ...
 
     def out_of_memory(self, error: OutOfMemoryError) -> OutOfMemoryError: ...
+
+
+class Reduction(Protocol):
+    """How gradients are reduced over ranks; see state/weights.py."""
+
+    def choose(self, *, summed: bool) -> None: ...
 
 
 @dataclass(eq=False)
@@ -71,6 +81,7 @@ class Binding:
     call: AttentionCall | None = None
     groups: int = 1
     memory: Installed | None = None
+    reduction: Reduction | None = None
     router_logits: list[Tensor] = field(default_factory=list)
     calls: int = 0
 
@@ -82,6 +93,12 @@ class Binding:
     @property
     def original_attention(self) -> str:
         return self.configs[self.model]._attn_implementation or "sdpa"
+
+    @property
+    def replays(self) -> bool:
+        """Whether a pass made now runs layers again in its backward."""
+        checkpoints = self.model.training and getattr(self.model, "is_gradient_checkpointing", False)
+        return checkpoints or (self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers))
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
@@ -131,8 +148,13 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
 
 
 def unbind(model: nn.Module) -> None:
-    """Take off what `bind` put on; the model is again what it was."""
+    """Take off what `bind` put on: the model computes what it did before, on whole sequences.
+
+    Weights stay where parallelize put them; where those are FSDP2's, gradients are now the mean over ranks.
+    """
     binding = binding_of(model)
+    if binding.reduction is not None:
+        binding.reduction.choose(summed=False)
     if binding.memory is not None:
         binding.memory.remove()
     for handle in binding.handles:
@@ -152,22 +174,16 @@ def binding_of(model: nn.Module) -> Binding:
     raise UnsupportedError(f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first")
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """torch.compile around a bound model: its hooks, collectives and replays are no part of what a graph keeps."""
-    if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
-        raise UnsupportedError(
-            f"{type(model).__name__} was compiled after parallelize, which no parity run covers: pass the model itself; "
-            "parallelize compiles norms, activations and rotary embeddings already (fuse=True)"
-        )
-
-
 def is_bound(model: nn.Module) -> bool:
     return any(_BINDING in module.__dict__ for module in model.modules())
 
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs whole sequences on every rank with its original attention, as if never bound."""
+    """Inside, the model runs whole sequences on every rank with its original attention.
+
+    Gradients are then the mean over ranks. Backward may come after the `with`, unless layers are run again in it.
+    """
     binding = binding_of(model)
     before = binding.sharded
     name = binding.original_attention
@@ -197,10 +213,37 @@ class _Unsharded:
             return self.generate(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class _GoingBack:
+    """A hook on what a pass gave: its backward begins, and wants what its forward had.
+
+    Ranks sum the gradients of shards, and average those of whole sequences.
+    """
+
+    binding: Binding
+    sharded: bool
+    replays: bool
+
+    def __call__(self, gradient: Tensor) -> None:
+        binding = self.binding
+        if self.sharded and binding.model.__dict__.get(_BINDING) is not binding:
+            raise UnsupportedError(
+                "backward of a sharded pass was called after ithaca.unbind(model): call it before unbind"
+            )
+        if self.replays and self.sharded != binding.sharded:
+            where = "outside" if self.sharded else "inside"
+            raise UnsupportedError(
+                f"backward runs layers again, and their forward ran {where} `with ithaca.unsharded(model):`: call "
+                f"backward {where} the `with` too"
+            )
+        if binding.reduction is not None:
+            binding.reduction.choose(summed=self.sharded)
+
+
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     binding = binding_of(model)
     if not binding.sharded:
-        return args, kwargs
+        return args, kwargs | _without_cache(binding, kwargs)
     layout = kwargs.get(LAYOUT)
     if layout is None:
         raise UnsupportedError(
@@ -215,6 +258,18 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
     kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
     return args, kwargs | {"use_cache": False} | ({LAYOUT: binding.call} if binding.takes_kwargs else {})
+
+
+def _without_cache(binding: Binding, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """For a whole pass whose layers run again in backward: each would put its keys into a cache a second time."""
+    if not (is_grad_enabled() and binding.replays):
+        return {}
+    if kwargs.get("past_key_values") is not None:
+        raise UnsupportedError(
+            "past_key_values was passed to a model whose layers are run again in backward: call it inside "
+            "`with torch.no_grad():`, or use parallelize(..., memory=None)"
+        )
+    return {"use_cache": False}
 
 
 def _refuse_arguments(kwargs: dict[str, Any]) -> None:
@@ -251,6 +306,10 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             "on their own shard alone, so this result is wrong. Something replaced the model's attention after "
             "parallelize; call parallelize last"
         )
+    back = _GoingBack(binding, binding.sharded, binding.replays)
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(back)
 
 
 def _attention(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ithaca.attention.anchored import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
@@ -58,10 +58,6 @@ class LayerRunner:
             raise UnsupportedError(f"a layer attends {len(left)} times: only 'keep' is exact for this architecture")
         aside, self.aside = self.aside, []
         return Outcome(output, aside, [t for anchor in left for t in anchor.tensors])
-
-    def writes(self, kwargs: Any) -> bool:
-        """Keys and values for generation, which transformers keeps unless told not to."""
-        return any(isinstance(value, Cache) for value in kwargs.values())
 
     def say_aside(self, tensors: list[Tensor]) -> None:
         self.binding.router_logits += tensors

@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
 from ithaca.models.binding import is_bound
+from ithaca.models.compiled import compiled_within
 from ithaca.planning.config_names import ATTENTION_DROPOUTS
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
+_COMPILES = "parallelize itself compiles norms, activations and rotary embeddings (fuse=True)"
 
 
 class Verdict(TypedDict):
@@ -49,7 +51,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     if isinstance(inner, PreTrainedModel):
         return inner
     kind = f"{type(model).__module__.split('.')[0]}'s {type(model).__name__}"
-    if hasattr(model, "module") or hasattr(model, "_orig_mod"):
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedError(f"{kind} is compiled: pass the model inside it, model._orig_mod, {_COMPILES}")
+    if hasattr(model, "module"):
         raise UnsupportedError(
             f"{kind} is already wrapped: pass the model inside it to parallelize, and wrap afterwards with weights='none'"
         )
@@ -82,19 +86,25 @@ def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
 
 
 def _check_wrapping(model: nn.Module, base: PreTrainedModel) -> None:
-    name = type(base).__name__
+    name = type(base).__name__.removeprefix("FSDP")
+    sharded = next((key for key, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if is_bound(base):
-        raise UnsupportedError(f"{name} is parallelized already: call ithaca.unbind(model) first, or build it anew")
+        # What unbind takes off is not the sharding: weights stay where they are.
+        instead = "call ithaca.unbind(model) first" if sharded is None else "build or load it anew"
+        raise UnsupportedError(f"{name} is parallelized already: {instead}")
     if getattr(base, "_tp_size", None) or getattr(base, "tp_size", None):
         raise UnsupportedError(
             f"{name} is tensor-parallel: load it without tp_plan; sequence parallelism splits tokens instead"
         )
-    if base._compiled_call_impl is not None:
-        raise UnsupportedError(f"{name} is compiled: no parity run covers that yet, build it without model.compile()")
-    sharded = next((key for key, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    compiled = compiled_within(model)
+    if compiled is not None:
+        raise UnsupportedError(
+            f"{name} is compiled ({compiled or 'the model'}): build it without torch.compile, {_COMPILES}"
+        )
     if sharded is not None:
         raise UnsupportedError(
-            f"{name} is sharded already ({sharded} is a DTensor): parallelize it first, or pass a plain model"
+            f"{name} is sharded already ({sharded} is a DTensor): build or load it anew, and parallelize it before "
+            "anything shards it"
         )
     hooked = next((key for key, m in model.named_modules() if hasattr(m, "_hf_hook")), None)
     if hooked is not None:

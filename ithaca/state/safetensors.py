@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ithaca.errors import IthacaError
+from ithaca.errors import IthacaError, UnsupportedError
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _INDEX = "model.safetensors.index.json"
@@ -41,6 +41,28 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
         _save_adapter(base, target)
         return
     write_model(base, target, lambda _, tensor: _gather(tensor), max_shard_size=max_shard_size)
+
+
+def refuse_plain_save(model: Any) -> None:
+    """`model.save_pretrained` of weights that are spread over ranks, which transformers cannot read, says what can.
+
+    It stays on for as long as the weights are spread, so an unbound model has it too.
+    """
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        model.__dict__["save_pretrained"] = _PlainSave(model.save_pretrained)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainSave:
+    original: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None:
+            raise UnsupportedError(
+                "model.save_pretrained(folder) cannot read weights that are spread over ranks: call "
+                "ithaca.save_pretrained(model, folder) on every rank"
+            )
+        return self.original(*args, **kwargs)
 
 
 def write_model(

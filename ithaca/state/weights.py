@@ -13,6 +13,8 @@ layer's weights are on the device while it runs. Where the device is the host th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -149,6 +151,35 @@ def _sum_gradients(module: FSDPModule, uneven: bool) -> None:
     if uneven and hasattr(module, "set_reduce_scatter_unused_params"):
         # Ranks must reduce the same weights; torch 2.11 cannot be told so and ends with a size mismatch.
         module.set_reduce_scatter_unused_params(True)
+
+
+@dataclass(eq=False)
+class Reduction:
+    """How FSDP2 reduces gradients: those of shards are summed, those of whole sequences averaged as FSDP2 does."""
+
+    modules: Sequence[FSDPModule]
+    summed: bool = True
+    backward: int = -1
+
+    def choose(self, *, summed: bool) -> None:
+        """For the backward that begins, or outside of one for those to come."""
+        backward = torch._C._current_graph_task_id()
+        if summed != self.summed:
+            if backward == self.backward != -1:
+                raise UnsupportedError(
+                    "one backward goes through a sharded pass and one of ithaca.unsharded(model): call backward on each "
+                    "loss by itself"
+                )
+            for module in self.modules:
+                # None is FSDP2's own mean. Given the number, it divides twice where weights are copied and not sharded.
+                module.set_gradient_divide_factor(1.0 if summed else None)  # type: ignore[arg-type]
+        self.summed, self.backward = summed, backward
+
+
+def reduction_of(model: nn.Module) -> Reduction | None:
+    """Of a model whose weights were placed; None where gradients are not reduced, or not by us."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return Reduction(modules) if modules else None
 
 
 def recover(model: nn.Module) -> None:

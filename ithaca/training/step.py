@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ithaca.errors import BatchError, PeerError
+from ithaca.errors import BatchError, MeshError, PeerError
 from ithaca.mesh import Mesh
-from ithaca.models.binding import Binding, binding_of, refuse_compiled
+from ithaca.models.binding import Binding, binding_of
+from ithaca.models.compiled import refuse_compiled
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.agree import agree, try_shard
@@ -50,6 +51,7 @@ def causal_loss(
     binding = binding_of(model)
     refuse_compiled(model)
     refuse_added(model)
+    _check_mesh(binding.mesh, mesh)
     _check_options(count, label_smoothing, z_loss)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
@@ -62,6 +64,13 @@ def causal_loss(
         total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * own
     scale = mesh.world if averages_gradients(model) else 1
     return _accounted(shown_sum(total, mesh.world_group, binding, scale) / divisor, binding)
+
+
+def _check_mesh(bound: Mesh, mesh: object) -> None:
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh={mesh!r}: pass the ithaca.Mesh that was given to parallelize")
+    if mesh.degrees != bound.degrees:
+        raise MeshError(f"mesh is {mesh}, the model was parallelized over {bound}: pass the same mesh to both")
 
 
 def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:

@@ -110,9 +110,7 @@ def _with_a_cache(mode: LayerMode) -> float:
     """Outside sequence parallelism transformers hands every layer a cache, and says so to nobody."""
     model = parallelize(small_model("llama"), init_mesh(sp=1), memory=plan(mode, 5))
     with unsharded(model), promoted():
-        given = model(**BATCH)
-        assert given.past_key_values is not None
-        given.loss.backward()
+        model(**BATCH).loss.backward()
     return max(gradient_errors(model, plain(BATCH)).values())
 
 

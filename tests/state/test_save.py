@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from ithaca.errors import IthacaError
 from ithaca.mesh import init_mesh
+from ithaca.models.binding import unbind
 from ithaca.parallelize import parallelize
 from ithaca.proof.small import small_batch, small_model
 from ithaca.state import safetensors
@@ -281,3 +282,33 @@ def test_no_ranks_are_needed(tmp_path: Path) -> None:
     check_same_files(tmp_path)
     with pytest.raises(IthacaError, match="it is a file"):
         save_pretrained(model, tmp_path / "ours" / "config.json")
+
+
+def plain_save(folder: str, weights: str, unbound: bool) -> None:
+    model = parallelize(small_model("llama"), init_mesh(sp=2), weights=weights)  # type: ignore[arg-type]
+    if unbound:
+        unbind(model)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("weights", "unbound"), [("shard", False), ("shard", True), ("replicate", False)])
+def test_the_model_s_own_save_of_spread_weights_names_ours(tmp_path: Path, weights: str, unbound: bool) -> None:
+    match = r"call ithaca\.save_pretrained\(model, folder\) on every rank"
+    expect_refusal(2, plain_save, str(tmp_path), weights, unbound, error="UnsupportedError", match=match)
+
+
+def plain_save_that_works(folder: str) -> None:
+    """Of weights that are whole, and of a state dict that was gathered."""
+    mesh = init_mesh(sp=2)
+    whole = small_model("llama").state_dict()
+    for weights in ("none", "shard"):
+        model = parallelize(small_model("llama"), mesh, weights=weights)  # type: ignore[arg-type]
+        if mesh.rank == 0:
+            model.save_pretrained(Path(folder) / weights, **({"state_dict": whole} if weights == "shard" else {}))
+
+
+def test_the_model_s_own_save_is_left_alone_where_it_works(tmp_path: Path) -> None:
+    run_ranks(2, plain_save_that_works, str(tmp_path))
+    a, b = (load_file(tmp_path / weights / "model.safetensors") for weights in ("none", "shard"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)

@@ -1,0 +1,181 @@
+"""A parallelized model run whole, `unsharded` or unbound: its gradients are the plain model's, whenever backward comes.
+
+FSDP2 sums gradients of shards and averages those of whole sequences; every way between the two is gone here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ithaca.mesh import Mesh, init_mesh
+from ithaca.models.binding import unbind, unsharded
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import MemoryPlan
+from ithaca.proof.parity import gradient_errors, reference
+from ithaca.proof.promote import promoted
+from ithaca.proof.small import small_batch, small_model
+from ithaca.state import weights as placement
+from ithaca.training.step import causal_loss
+from tests.ranks import expect_refusal, run_ranks
+from tests.tolerances import FAULT, FP64
+
+REPLAYED = MemoryPlan(("save",) * 2, (False,) * 2, 8, 8)
+Batch = dict[str, Tensor]
+
+
+def backward_inside(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    with unsharded(model):
+        model(**batch).loss.backward()
+
+
+def backward_outside(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    with unsharded(model):
+        loss = model(**batch).loss
+    loss.backward()
+
+
+def own_loss(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    """The same loss, made of the logits by the caller."""
+    with unsharded(model):
+        logits = model(input_ids=batch["input_ids"]).logits
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+
+
+def after_a_sharded_step(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    causal_loss(model, batch, mesh).backward()
+    model.zero_grad()
+    backward_inside(model, batch, mesh)
+
+
+def unbound(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    unbind(model)
+    model(**batch).loss.backward()
+
+
+def sharded_after_whole(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    backward_inside(model, batch, mesh)
+    model.zero_grad()
+    causal_loss(model, batch, mesh).backward()
+
+
+def sharded_around_whole(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    """Its forward before, its backward after."""
+    loss = causal_loss(model, batch, mesh)
+    backward_inside(model, batch, mesh)
+    model.zero_grad()
+    loss.backward()
+
+
+WAYS: list[Callable[[nn.Module, Batch, Mesh], None]] = [
+    backward_inside, backward_outside, own_loss, after_a_sharded_step, unbound, sharded_after_whole, sharded_around_whole,
+]  # fmt: skip
+
+
+def _batch() -> Batch:
+    batch = small_batch(2, 16)
+    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+def _error(way: Callable[[nn.Module, Batch, Mesh], None], **options: Any) -> float:
+    mesh = init_mesh(sp=2)
+    model, batch = small_model("llama"), _batch()
+    with promoted():
+        expected = reference(copy.deepcopy(model), [[batch]])
+        parallel = parallelize(model, mesh, **options)
+        way(parallel, batch, mesh)
+    return max(gradient_errors(parallel, expected.gradients).values())
+
+
+@pytest.mark.parametrize("weights", ["shard", "replicate"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_gradients_are_the_plain_model_s(way: Callable[..., None], weights: str) -> None:
+    assert max(run_ranks(2, _error, way, weights=weights)) < FP64
+
+
+@pytest.mark.parametrize("way", [backward_outside, unbound], ids=lambda way: way.__name__)
+def test_so_they_are_with_copies_of_shards(way: Callable[..., None]) -> None:
+    assert max(run_ranks(4, _error, way, replicas=2)) < FP64
+
+
+@pytest.mark.parametrize("way", [backward_inside, unbound], ids=lambda way: way.__name__)
+def test_layers_run_again_are_too(way: Callable[..., None]) -> None:
+    assert max(run_ranks(2, _error, way, memory=REPLAYED)) < FP64
+
+
+def _always_summed(way: Callable[[nn.Module, Batch, Mesh], None]) -> float:
+    with patch.object(placement.Reduction, "choose", lambda self, *, summed: None):
+        return _error(way)
+
+
+@pytest.mark.parametrize("way", [backward_outside, unbound], ids=lambda way: way.__name__)
+def test_gradients_that_are_always_summed_are_seen(way: Callable[..., None]) -> None:
+    assert min(run_ranks(2, _always_summed, way)) > FAULT
+
+
+def sharded_inside(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    loss = causal_loss(model, batch, mesh)
+    with unsharded(model):
+        loss.backward()
+
+
+def sharded_after_unbind(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    loss = causal_loss(model, batch, mesh)
+    unbind(model)
+    loss.backward()
+
+
+def both_at_once(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    with unsharded(model):
+        whole = model(**batch).loss
+    (whole + causal_loss(model, batch, mesh)).backward()
+
+
+def with_a_cache(model: nn.Module, batch: Batch, mesh: Mesh) -> None:
+    with unsharded(model):
+        model(**batch, past_key_values=DynamicCache(config=model.config))
+
+
+REFUSED = [
+    (with_a_cache, {"memory": REPLAYED}, "past_key_values was passed .* torch.no_grad"),
+    (backward_outside, {"weights": "replicate", "memory": REPLAYED}, "call backward inside the `with` too"),
+    (sharded_inside, {"memory": REPLAYED}, "call backward outside the `with` too"),
+    (sharded_after_unbind, {}, "call it before unbind"),
+    (both_at_once, {}, "call backward on each loss by itself"),
+]
+
+
+@pytest.mark.parametrize(("way", "options", "match"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_backward_that_would_be_wrong_is_refused(
+    way: Callable[..., None], options: dict[str, Any], match: str
+) -> None:
+    expect_refusal(2, _error, way, error="UnsupportedError", match=match, **options)
+
+
+def test_a_sharded_backward_inside_is_exact_where_nothing_runs_again() -> None:
+    assert max(run_ranks(2, _error, sharded_inside, memory=None)) < FP64
+
+
+def _goes_on() -> tuple[float, float]:
+    """After a refused backward the next step is as if it had not been."""
+    mesh, batch = init_mesh(sp=2), _batch()
+    model = parallelize(small_model("llama", dtype=torch.float32), mesh, memory=REPLAYED)
+    before = float(causal_loss(model, batch, mesh).detach())
+    try:
+        backward_outside(model, batch, mesh)
+    except NotImplementedError:
+        loss = causal_loss(model, batch, mesh)
+        loss.backward()
+    return before, float(loss.detach())
+
+
+def test_a_refused_backward_leaves_a_model_that_goes_on() -> None:
+    for before, after in run_ranks(2, _goes_on):
+        assert before == after
