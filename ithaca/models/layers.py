@@ -111,7 +111,7 @@ class Installed:
 
     @property
     def tiles_head(self) -> bool:
-        return self.head is not None
+        return self.head is not None and self.head.reads_weight
 
     def apply(self, plan: MemoryPlan) -> None:
         """Put every layer under its mode; between two passes this may change as it likes."""
@@ -187,7 +187,8 @@ def install_memory(
 def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
     model = installed.binding.model
     if plain:
-        installed.head = HeadForward(model, model.forward, 1024, logits_spec(model), fuse, installed.out_of_memory)
+        head, spec = model.get_output_embeddings(), logits_spec(model)
+        installed.head = HeadForward(model, head, model.forward, 1024, spec, fuse, installed.out_of_memory)
         installed.put(model, installed.head)
     elif installed.binding.mesh.rank == 0:
         logger.warning("%s does something of its own to its logits: they are computed whole", type(model).__name__)

@@ -1,0 +1,45 @@
+"""Hooks on a model's modules: whether a module has any, and a run without them.
+
+A hook sees what its module is called with and may change what it gives. Work that is cut into tiles, compiled, done by
+another module or left out would show it something else, so what has hooks is run as it stands.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# transformers leaves these on a model once it has recorded outputs; they look on, and only while it records.
+_RECORDERS = "transformers.utils.output_capturing"
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of the module's forward alone would pass somebody's hook by."""
+    return any(_asks(hook) for kind in _KINDS for hook in module.__dict__[kind].values())
+
+
+def _asks(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) != _RECORDERS
+
+
+@contextmanager
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the modules have no hooks but those put on them there."""
+    kept = [(module, {kind: module.__dict__[kind] for kind in _KINDS}) for module in modules]
+    drop_hooks(module for module, _ in kept)
+    try:
+        yield
+    finally:
+        for module, hooks in kept:
+            module.__dict__.update(hooks)
+
+
+def drop_hooks(modules: Iterable[nn.Module]) -> None:
+    """Leave the modules without hooks; who else has the same hooks keeps them."""
+    for module in modules:
+        module.__dict__.update({kind: OrderedDict() for kind in _KINDS})
