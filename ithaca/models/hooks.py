@@ -29,17 +29,21 @@ def _asks(hook: Any) -> bool:
 
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the modules have no hooks but those put on them there."""
+    """Inside, the modules have no hooks but transformers' recorders, and those put on them there, which stay."""
     kept = [(module, {kind: module.__dict__[kind] for kind in _KINDS}) for module in modules]
     drop_hooks(module for module, _ in kept)
     try:
         yield
     finally:
         for module, hooks in kept:
+            for kind in _KINDS:
+                hooks[kind].update(module.__dict__[kind])
             module.__dict__.update(hooks)
 
 
 def drop_hooks(modules: Iterable[nn.Module]) -> None:
-    """Leave the modules without hooks; who else has the same hooks keeps them."""
+    """Leave the modules without hooks, transformers' recorders aside; who else has the same hooks keeps them."""
     for module in modules:
-        module.__dict__.update({kind: OrderedDict() for kind in _KINDS})
+        for kind in _KINDS:
+            hooks = module.__dict__[kind]
+            module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not _asks(hook))

@@ -18,7 +18,7 @@ from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
 from ithaca.training.step import causal_loss
 from tests.ranks import run_ranks
-from tests.tolerances import FP64
+from tests.tolerances import FAULT, FP64
 
 
 def bend(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -47,9 +47,11 @@ REGISTER: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def error(kind: str, place: str, what: str, mode: LayerMode | None, before: bool, sp: int = 1) -> float:
+def error(
+    kind: str, place: str, what: str, mode: LayerMode | None, before: bool, sp: int = 1, fuse: bool = False
+) -> float:
     """The worst error of a model with one hook, put on before parallelize or after; mode None: memory="auto"."""
-    model = small_model(kind, num_hidden_layers=3)
+    model = small_model(kind, num_hidden_layers=3, output_router_logits=kind == "qwen3_moe")
     REGISTER[what](model.get_submodule(place))
 
     def prepare(own: Any, mesh: Any, **options: Any) -> Any:
@@ -61,7 +63,7 @@ def error(kind: str, place: str, what: str, mode: LayerMode | None, before: bool
         return own
 
     memory: Any = "auto" if mode is None else MemoryPlan((mode,) * 3, (False,) * 3, 4, 5)
-    return compare(model, [[small_batch(2, 24)]], init_mesh(sp=sp), prepare=prepare, memory=memory).worst
+    return compare(model, [[small_batch(2, 24)]], init_mesh(sp=sp), prepare=prepare, memory=memory, fuse=fuse).worst
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -89,3 +91,63 @@ def _adapted_later() -> float:
 
 def test_an_adapter_put_on_the_head_later() -> None:
     assert run_ranks(1, _adapted_later)[0] < FP64
+
+
+NORM, MLP = "model.layers.1.post_attention_layernorm", "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("mode", [None, "save"])
+@pytest.mark.parametrize("what", ["mix", "enter", "weigh"])
+@pytest.mark.parametrize("place", [NORM, MLP, "model.layers.0.mlp.down_proj"])
+def test_a_hook_inside_a_unit(place: str, what: str, mode: LayerMode | None, before: bool) -> None:
+    assert run_ranks(1, error, "llama", place, what, mode, before)[0] < FP64
+
+
+@pytest.mark.parametrize("place", ["lm_head", NORM, MLP])
+def test_a_hook_over_two_ranks(place: str) -> None:
+    assert max(run_ranks(2, error, "llama", place, "bend", "save", False, 2)) < FP64
+
+
+@pytest.mark.parametrize("mode", ["keep", "save"])
+def test_router_logits_are_found_beside_a_hook(mode: LayerMode) -> None:
+    assert run_ranks(1, error, "qwen3_moe", MLP, "mix", mode, False)[0] < FP64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.layers.0.self_attn.q_norm"])
+def test_compiled_code_runs_no_hook_of_its_own(place: str) -> None:
+    """It serves all layers, of which one has a hook."""
+    assert run_ranks(1, error, "qwen3", place, "bend", "save", True, 1, True, timeout=600)[0] < FP64
+
+
+def _units_used(hook: bool) -> list[bool]:
+    """Whether each unit of a layer runs apart, in a model whose outputs transformers has recorded."""
+    model = small_model("qwen3_moe", output_router_logits=True, output_hidden_states=True)
+    model(**small_batch(1, 8))
+    parallelize(model, init_mesh(sp=1))
+    layer: Any = model.get_submodule("model.layers.1")
+    if hook:
+        REGISTER["bend"](layer.mlp)
+    return [child.forward.own.apart for child in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp)]
+
+
+@pytest.mark.parametrize(("hook", "apart"), [(False, [False, False, False]), (True, [False, True, True])])
+def test_what_has_no_hook_is_cut_as_ever(hook: bool, apart: list[bool]) -> None:
+    assert run_ranks(1, _units_used, hook) == [apart]
+
+
+def _another_forward() -> tuple[float, float]:
+    """The loss of a model whose MLP has another forward since, which looks at its input; and what it should be."""
+    mesh, batch = init_mesh(sp=1), small_batch(1, 12)
+    plain = small_model("llama")
+    own = parallelize(small_model("llama"), mesh)
+    for model in (plain, own):
+        mlp: Any = model.get_submodule(MLP)
+        mlp.forward = lambda x, forward=mlp.forward: forward(x) * x.square().mean()
+    return float(causal_loss(own, batch, mesh).detach()), float(plain(**batch).loss.detach())
+
+
+def test_another_forward_put_on_an_mlp_later() -> None:
+    [(got, expected)] = run_ranks(1, _another_forward)
+    assert abs(got - expected) < FAULT
