@@ -16,7 +16,7 @@ from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.auto import AutoMemory, job_of
-from ithaca.models.binding import bind
+from ithaca.models.binding import bind, refuse_checkpointing
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import check_plan, install_memory
 from ithaca.models.stand_ins import stand_ins
@@ -72,6 +72,8 @@ def parallelize(
     refused = None if memory is None or allow_untested else memory_refusal(base)
     if refused and memory != "auto":
         raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
+    if memory is not None and not refused:
+        refuse_checkpointing(base)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)

@@ -287,8 +287,21 @@ def _checkpointing() -> None:
     causal_loss(parallel, small_batch(1, 12), mesh)
 
 
+def _checkpointing_before(reentrant: bool) -> None:
+    model = small_model("llama").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    parallelize(model, init_mesh(sp=1))
+
+
 def test_gradient_checkpointing_beside_it_is_refused() -> None:
     expect_refusal(1, _checkpointing, error="UnsupportedError", match="gradient_checkpointing_disable")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_switched_on_before_is_refused(reentrant: bool) -> None:
+    expect_refusal(
+        1, _checkpointing_before, reentrant, error="UnsupportedError", match="gradient_checkpointing_disable"
+    )
 
 
 def _rebuilt_experts() -> None:
