@@ -16,15 +16,17 @@ from torch import nn
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # transformers leaves these on a model once it has recorded outputs; they look on, and only while it records.
 _RECORDERS = "transformers.utils.output_capturing"
+# Around a layer FSDP2 gathers its weights, and a run notes where it is: neither changes what goes in or out.
+AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether a call of the module's forward alone would pass somebody's hook by."""
-    return any(_asks(hook) for kind in _KINDS for hook in module.__dict__[kind].values())
+def hooked(module: nn.Module, besides: tuple[str, ...] = ()) -> bool:
+    """Whether a call of the module's forward alone would pass somebody's hook by. `besides`: whose hooks may be."""
+    return any(_asks(hook, besides) for kind in _KINDS for hook in module.__dict__[kind].values())
 
 
-def _asks(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) != _RECORDERS
+def _asks(hook: Any, besides: tuple[str, ...] = ()) -> bool:
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith((_RECORDERS, *besides))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import can_fuse, compiled_chain, fused_norm, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
-from ithaca.models.hooks import without_hooks
+from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.units import Fused, UnitBackward, UnitForward, router_of
 from ithaca.planning.plan import MemoryPlan
@@ -150,6 +151,17 @@ class Installed:
             plan = self.auto.plan_for(layout)
             if plan is not None:
                 self.apply(plan)
+        if layout is not None:
+            self._refuse_hooks_between()
+
+    def _refuse_hooks_between(self) -> None:
+        """A rebuilt input is the output of the layer before: hooks between the two would be passed by."""
+        for index, (before, layer) in enumerate(pairwise(self.layers)):
+            if layer.mode == "rebuild" and any(hooked(each.module, AROUND_LAYERS) for each in (before, layer)):
+                raise UnsupportedError(
+                    f"layer {index} or {index + 1} has hooks, and the plan rebuilds the input of layer {index + 1} "
+                    "without them: take them off, or pass a MemoryPlan with 'save' or 'recompute' for that layer"
+                )
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force, where there is one."""

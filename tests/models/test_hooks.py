@@ -16,8 +16,9 @@ from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import compare, gradient_errors, reference
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
+from ithaca.training.boundaries import put_boundaries
 from ithaca.training.step import causal_loss
-from tests.ranks import run_ranks
+from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FAULT, FP64
 
 
@@ -151,3 +152,24 @@ def _another_forward() -> tuple[float, float]:
 def test_another_forward_put_on_an_mlp_later() -> None:
     [(got, expected)] = run_ranks(1, _another_forward)
     assert abs(got - expected) < FAULT
+
+
+def _rebuilt(index: int, what: str) -> float:
+    """One step in which inputs are rebuilt, of a model with a hook on one of its layers, over FSDP2."""
+    mesh = init_mesh(sp=2)
+    plan = MemoryPlan(("save", "rebuild", "save", "save"), (False,) * 4, 4, 5)
+    model = parallelize(small_model("llama", num_hidden_layers=4), mesh, memory=plan)
+    put_boundaries(model.model.layers, lambda _label: None)
+    REGISTER[what](model.model.layers[index])
+    loss = causal_loss(model, small_batch(1, 24), mesh)
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize(("index", "what"), [(0, "bend"), (1, "enter")])
+def test_a_hook_before_a_rebuilt_input_is_refused(index: int, what: str) -> None:
+    expect_refusal(2, _rebuilt, index, what, error="UnsupportedError", match="layer 0 or 1 has hooks")
+
+
+def test_a_hook_elsewhere_stays_beside_rebuilt_inputs() -> None:
+    assert run_ranks(2, _rebuilt, 3, "bend")
