@@ -10,13 +10,14 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.auto import AutoMemory, job_of
-from ithaca.models.binding import bind
+from ithaca.models.binding import bind, refuse_checkpointing
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import check_plan, install_memory
 from ithaca.models.stand_ins import stand_ins
@@ -68,25 +69,19 @@ def parallelize(
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
     check_heads(*head_counts(base), mesh)
-    if isinstance(memory, MemoryPlan) and not decoder_layers(base):
-        raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
-    refused = None if memory is None or allow_untested else memory_refusal(base)
-    if refused and memory != "auto":
-        raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
-    if isinstance(memory, MemoryPlan):
-        check_plan(base, decoder_layers(base), memory)
+    manages = manages_memory(base, memory, allow_untested=allow_untested)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)
 
     # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
-    if memory is not None and not refused:
+    if manages:
         if not away:
             move(model, mesh.device)
         job = job_of(
             model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype, replicas=replicas, on_host=away
         )
-        given = None if memory == "auto" else memory
+        given = memory if isinstance(memory, MemoryPlan) else None
         planner = AutoMemory.of(model, base, mesh, job, budget, given)
         with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
             install_memory(binding, decoder_layers(base), planner, fuse=fuse)
@@ -120,6 +115,22 @@ def check_settings(
     for name, flag in (("fuse", fuse), ("allow_untested", allow_untested)):
         if not (isinstance(flag, bool) or (name == "fuse" and flag is None)):
             raise UnsupportedError(f"{name}={flag!r}: pass True or False")
+
+
+def manages_memory(base: PreTrainedModel, memory: MemoryPlan | str | None, *, allow_untested: bool) -> bool:
+    """Whether layers are put under modes; a plan that is not for this model is refused, "auto" then leaves it alone."""
+    if memory is None:
+        return False
+    if isinstance(memory, MemoryPlan) and not decoder_layers(base):
+        raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
+    refused = None if allow_untested else memory_refusal(base)
+    if refused and memory != "auto":
+        raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
+    if isinstance(memory, MemoryPlan):
+        check_plan(base, decoder_layers(base), memory)
+    if not refused:
+        refuse_checkpointing(base)
+    return not refused
 
 
 def read_budget(given: float | str) -> int:

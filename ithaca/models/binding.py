@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import OutOfMemoryError, Tensor, is_grad_enabled, nn
+from torch import OutOfMemoryError, Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -252,8 +252,9 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
             "`with ithaca.unsharded(model):`"
         )
     _refuse_arguments(kwargs)
+    _refuse_autocast(binding)
     if binding.memory is not None:
-        _refuse_checkpointing(model)
+        refuse_checkpointing(model)
         binding.memory.begin(layout)
     binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
     kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
@@ -284,7 +285,18 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
             raise UnsupportedError(f"{key} was passed to a sharded forward: {reason}")
 
 
-def _refuse_checkpointing(model: nn.Module) -> None:
+def _refuse_autocast(binding: Binding) -> None:
+    """Weights are gathered by now, in what they are computed in; autocast to that very dtype is harmless."""
+    device, own = binding.mesh.device.type, binding.model.dtype
+    if is_autocast_enabled(device) and get_autocast_dtype(device) != own:
+        raise UnsupportedError(
+            f"torch.autocast to {get_autocast_dtype(device)} is on around a model that computes in {own}, and would not "
+            "reach what backward runs again: leave it out, and pass parallelize(..., compute_dtype=torch.bfloat16)"
+        )
+
+
+def refuse_checkpointing(model: nn.Module) -> None:
+    """Two that run layers again: transformers' gradient checkpointing, and ours."""
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise UnsupportedError(
             "transformers' gradient checkpointing is on beside Ithaca's memory modes, which replace it: call "

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from ithaca.models.hooks import drop_hooks
+
 _ROTARY = "apply_rotary_pos_emb"
 
 Weights = dict[str, Tensor]
@@ -87,7 +89,8 @@ def _hand_through(x: Tensor) -> Tensor:
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
-    """The module without its weights: the real one will have another forward, and weights that FSDP2 swaps.
+    """The module without its weights and hooks: the real one will have another forward, and weights that FSDP2 swaps;
+    hooks run where it is called, and the compiled code serves other layers too.
 
     Not a deep copy: what else hangs on a module (a config, and on it the whole model) must not be copied.
     """
@@ -95,6 +98,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     bare._parameters = {n: None if p is None else nn.Parameter(p.to("meta")) for n, p in module._parameters.items()}
     bare._buffers = {n: None if b is None else b.to("meta") for n, b in module._buffers.items()}
     bare._modules = {n: None if m is None else _skeleton(m) for n, m in module._modules.items()}
+    drop_hooks([bare])
     return bare
 
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ithaca.memory.loss import LossSpec, head_loss
+from ithaca.models.hooks import hooked
 from ithaca.models.roles import few_tokens
 
 TARGETS, SMOOTHING, Z, EACH = "loss_targets", "loss_smoothing", "loss_z", "loss_each"
@@ -26,14 +28,20 @@ TARGETS, SMOOTHING, Z, EACH = "loss_targets", "loss_smoothing", "loss_z", "loss_
 
 @dataclass(eq=False)
 class HeadForward:
-    """In place of the model's forward."""
+    """In place of the model's forward. `head`: the module that was tried, see `head_is_plain`."""
 
     model: PreTrainedModel
+    head: Any
     forward: Callable[..., Any]
     tile: int
     spec: LossSpec
     fuse: bool
     account: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError]
+
+    @property
+    def reads_weight(self) -> bool:
+        """Whether the head is still its weight and no more: hooks, adapters and the like may come at any time."""
+        return self.model.get_output_embeddings() is self.head and _is_bare(self.head)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         targets_BL = kwargs.pop(TARGETS, None)
@@ -42,10 +50,9 @@ class HeadForward:
         spec = replace(self.spec, smoothing=kwargs.pop(SMOOTHING, 0.0), z=kwargs.pop(Z, 0.0))
         each = kwargs.pop(EACH, None)
         hidden_BLC = self.model.base_model(*args, **kwargs).last_hidden_state
-        head: Any = self.model.get_output_embeddings()
-        bias = getattr(head, "bias", None)
+        bias = getattr(self.head, "bias", None)
         try:
-            return head_loss(hidden_BLC, head.weight, bias, targets_BL, self.tile, spec, fuse=self.fuse, each=each)
+            return head_loss(hidden_BLC, self.head.weight, bias, targets_BL, self.tile, spec, fuse=self.fuse, each=each)
         except torch.OutOfMemoryError as error:
             raise self.account(error) from error
 
@@ -62,7 +69,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
     """Whether hidden states, head and `logits_spec` give the model's own logits, tried on a few tokens."""
     head: Any = model.get_output_embeddings()
     # A head with an adapter is more than its weight, though not yet while the adapter is new and adds nothing.
-    if head is None or getattr(head, "weight", None) is None or hasattr(head, "base_layer"):
+    if head is None or getattr(head, "weight", None) is None or hasattr(head, "base_layer") or not _is_bare(head):
         return False
     ids = few_tokens(model).to(head.weight.device)
     spec = logits_spec(model)
@@ -79,3 +86,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     room = 0.02 * float(expected.abs().max()) + 1e-6
     return logits.shape == expected.shape and bool((logits - expected).abs().max() < room)
+
+
+def _is_bare(head: nn.Module) -> bool:
+    return "forward" not in head.__dict__ and not hooked(head)

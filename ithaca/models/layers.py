@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
+from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.units import Fused, UnitBackward, UnitForward, router_of
 from ithaca.planning.plan import MemoryPlan
@@ -70,25 +72,37 @@ class LayerRunner:
 class TiledChild:
     """A unit's forward, in place of its main child's; the unit's norms hand through."""
 
+    own: UnitForward
+    main: nn.Module
     runner: LayerRunner
     unit: Unit
     silent: bool
     routers: bool
 
     def __call__(self, x_BLC: Tensor) -> Any:
-        if self.runner.keeps and not self.routers and x_BLC.shape[1] <= self.unit.tile:
+        if self.own.apart:
+            given = self.own.alone(self.main, x_BLC)
+        elif self.runner.keeps and not self.routers and x_BLC.shape[1] <= self.unit.tile:
             # One tile, and nothing of this layer is to be run again: autograd keeps what it needs.
-            return _single(self.unit.run(x_BLC))
-        given = self.unit(x_BLC, value=self.runner.value or not self.silent)
+            given = self.own(x_BLC)
+        else:
+            given = self.unit(x_BLC, value=self.runner.value or not self.silent)
         if not self.routers:
-            return given
+            return _single(given)
         *outputs, logits = given
-        self.runner.aside.append(logits.flatten(0, 1))
-        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+        self.runner.aside.append(logits.reshape(-1, logits.shape[-1]))
+        return _single(tuple(outputs))
 
 
-def _hand_through(x: Tensor) -> Tensor:
-    return x
+@dataclass(eq=False)
+class HandThrough:
+    """In place of the forward of a unit's norm: the main child does its work."""
+
+    own: UnitForward
+    norm: nn.Module
+
+    def __call__(self, x_BLC: Tensor) -> Any:
+        return _single(self.own.alone(self.norm, x_BLC)) if self.own.apart else x_BLC
 
 
 def _single(given: Any) -> Any:
@@ -111,7 +125,7 @@ class Installed:
 
     @property
     def tiles_head(self) -> bool:
-        return self.head is not None
+        return self.head is not None and self.head.reads_weight
 
     def apply(self, plan: MemoryPlan) -> None:
         """Put every layer under its mode; between two passes this may change as it likes."""
@@ -137,6 +151,17 @@ class Installed:
             plan = self.auto.plan_for(layout)
             if plan is not None:
                 self.apply(plan)
+        if layout is not None:
+            self._refuse_hooks_between()
+
+    def _refuse_hooks_between(self) -> None:
+        """A rebuilt input is the output of the layer before: hooks between the two would be passed by."""
+        for index, (before, layer) in enumerate(pairwise(self.layers)):
+            if layer.mode == "rebuild" and any(hooked(each.module, AROUND_LAYERS) for each in (before, layer)):
+                raise UnsupportedError(
+                    f"layer {index} or {index + 1} has hooks, and the plan rebuilds the input of layer {index + 1} "
+                    "without them: take them off, or pass a MemoryPlan with 'save' or 'recompute' for that layer"
+                )
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force, where there is one."""
@@ -187,7 +212,8 @@ def install_memory(
 def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
     model = installed.binding.model
     if plain:
-        installed.head = HeadForward(model, model.forward, 1024, logits_spec(model), fuse, installed.out_of_memory)
+        head, spec = model.get_output_embeddings(), logits_spec(model)
+        installed.head = HeadForward(model, head, model.forward, 1024, spec, fuse, installed.out_of_memory)
         installed.put(model, installed.head)
     elif installed.binding.mesh.rank == 0:
         logger.warning("%s does something of its own to its logits: they are computed whole", type(model).__name__)
@@ -234,11 +260,13 @@ def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan
 def roles_of(binding: Binding, layers: list[nn.Module]) -> dict[tuple[Any, ...], list[UnitRole]]:
     """The units of each kind of layer, each tried: which may stay silent in a replay."""
     found: dict[tuple[Any, ...], list[UnitRole]] = {}
-    for index, (args, kwargs) in layer_arguments(binding.model, layers).items():
-        layer = layers[index]
-        found[signature(layer)] = [
-            _try_silence(binding, layer, role, args, kwargs) for role in find_units(layer, args, kwargs)
-        ]
+    # What layers of one kind share is not to be judged by a hook that one of them has.
+    with without_hooks(module for layer in layers for module in layer.modules()):
+        for index, (args, kwargs) in layer_arguments(binding.model, layers).items():
+            layer = layers[index]
+            found[signature(layer)] = [
+                _try_silence(binding, layer, role, args, kwargs) for role in find_units(layer, args, kwargs)
+            ]
     return found
 
 
@@ -277,6 +305,6 @@ def _install_unit(
     backward = None if split is None else UnitBackward(role.until_main(layer), split)
     unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward)
     installed.units.append(unit)
-    child = TiledChild(runner, unit, role.silent, router is not None)
+    child = TiledChild(forward, main, runner, unit, role.silent, router is not None)
     for other in children:
-        installed.put(other, child if other is main else _hand_through)
+        installed.put(other, child if other is main else HandThrough(forward, other))

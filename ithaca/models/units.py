@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ithaca.models.fuse import Chain as CompiledChain
 from ithaca.models.fuse import WayBack, compiled_chain, compiled_way_back, weights_of
+from ithaca.models.hooks import hooked
 from ithaca.models.roles import UnitRole
 
 
@@ -45,7 +46,11 @@ class Fused:
 
 @dataclass(eq=False)
 class UnitForward:
-    """The unit's children one after another on a tile, with the router's logits last where there is a router."""
+    """The unit's children one after another on a tile, with the router's logits last where there is a router.
+
+    Where something hangs on one of its modules that a tile or a compiled graph would miss, the unit is no unit: each
+    child is the module it was.
+    """
 
     children: list[nn.Module]
     forwards: list[Callable[[Tensor], Any]]
@@ -56,13 +61,26 @@ class UnitForward:
     def __call__(self, x_BtC: Tensor) -> Any:
         if self.fused is not None:
             return self.fused.whole(weights_of(self.children), x_BtC)
+        return self._run(self.forwards, x_BtC)
+
+    def alone(self, child: nn.Module, x_BLC: Tensor) -> Any:
+        """One child on all tokens."""
+        return self._run([self.forwards[self.children.index(child)]], x_BLC)
+
+    @property
+    def apart(self) -> bool:
+        """Whether its modules have hooks or a child another forward, which may come at any time."""
+        ours = all(getattr(child.__dict__.get("forward"), "own", None) is self for child in self.children)
+        return not ours or any(hooked(module) for child in self.children for module in child.modules())
+
+    def _run(self, forwards: list[Callable[[Tensor], Any]], x_BtC: Tensor) -> Any:
         logits: list[Tensor] = []
         handle = None
         if self.router is not None:
             handle = self.router.register_forward_hook(lambda module, args, output: logits.append(output[self.index]))
         try:
             given: Any = x_BtC
-            for forward in self.forwards:
+            for forward in forwards:
                 given = forward(given)
         finally:
             if handle is not None:

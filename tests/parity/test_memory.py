@@ -10,6 +10,7 @@ import copy
 import gc
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -139,9 +140,13 @@ def _counted(name: str) -> dict[str, int]:
         counts[f"{phase} exchanges"] += 1
         return exchange(*args, **kwargs)
 
+    def counting_gate(forward: Callable[..., Any]) -> Callable[..., Any]:
+        # Not by a hook: what has one is never left out.
+        return lambda *args: (counts.update(["mlp forwards"]), forward(*args))[1]
+
     for layer in parallel.model.layers:
         layer.self_attn.o_proj.register_forward_hook(lambda *_: counts.update(["token-wise forwards"]))
-        layer.mlp.gate_proj.register_forward_hook(lambda *_: counts.update(["mlp forwards"]))
+        layer.mlp.gate_proj.forward = counting_gate(layer.mlp.gate_proj.forward)
     with (
         patch.object(LocalAttention, "attend", counting_attend),
         patch.object(dist, "all_to_all_single", counting_exchange),
@@ -282,8 +287,21 @@ def _checkpointing() -> None:
     causal_loss(parallel, small_batch(1, 12), mesh)
 
 
+def _checkpointing_before(reentrant: bool) -> None:
+    model = small_model("llama").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    parallelize(model, init_mesh(sp=1))
+
+
 def test_gradient_checkpointing_beside_it_is_refused() -> None:
     expect_refusal(1, _checkpointing, error="UnsupportedError", match="gradient_checkpointing_disable")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_switched_on_before_is_refused(reentrant: bool) -> None:
+    expect_refusal(
+        1, _checkpointing_before, reentrant, error="UnsupportedError", match="gradient_checkpointing_disable"
+    )
 
 
 def _rebuilt_experts() -> None:

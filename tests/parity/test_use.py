@@ -18,8 +18,8 @@ from ithaca.sequence.batch import shard_batch
 from ithaca.training.step import causal_loss
 from tests.batches import packed
 from tests.parity.cases import worst
-from tests.ranks import run_ranks
-from tests.tolerances import FP64
+from tests.ranks import expect_refusal, run_ranks
+from tests.tolerances import BF16_LOSS, FP64
 
 
 def test_evaluation_stays_sharded() -> None:
@@ -67,6 +67,28 @@ def _step_evaluate_step() -> tuple[float, float]:
 def test_evaluation_between_backward_and_step() -> None:
     for without, with_evaluation in run_ranks(2, _step_evaluate_step):
         assert without == with_evaluation
+
+
+def _under_autocast(kind: str, memory: str | None, compute_dtype: torch.dtype | None, on: bool = True) -> float:
+    mesh = init_mesh(sp=1)
+    model = small_model(kind, dtype=torch.float32, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    model = parallelize(model, mesh, memory=memory, compute_dtype=compute_dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=on):
+        loss = causal_loss(model, small_batch(1, 24), mesh)
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_autocast_is_refused(kind: str, memory: str | None) -> None:
+    match = r"leave it out, and pass parallelize\(..., compute_dtype=torch.bfloat16\)"
+    expect_refusal(1, _under_autocast, kind, memory, None, error="UnsupportedError", match=match)
+
+
+def test_autocast_to_what_is_computed_in_anyway_is_harmless() -> None:
+    [got], [expected] = (run_ranks(1, _under_autocast, "llama", "auto", torch.bfloat16, on) for on in (True, False))
+    assert got == pytest.approx(expected, rel=BF16_LOSS)
 
 
 def _generated(weights: str) -> tuple[list[list[int]], list[list[int]], float]:

@@ -31,6 +31,7 @@ from ithaca.proof.rehearse_phases import DevicePhases
 from ithaca.proof.rehearse_step import Figures, Part, build, cut, measure, only
 from ithaca.proof.small import small_config
 from ithaca.state.load import local, materialize
+from ithaca.training.boundaries import put_boundaries
 from ithaca.training.step import causal_loss
 from tests.ranks import run_ranks
 from tests.tolerances import TRACED_MEMORY
@@ -359,8 +360,7 @@ def test_a_pass_over_some_layers_leaves_the_next_one_whole(wanted: tuple[int, ..
         before = causal_loss(model, ids, mesh)
         before.backward()
         ran: list[int] = []
-        for index, layer in enumerate(decoder_layers(model)):
-            layer.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
+        put_boundaries(decoder_layers(model), lambda at: ran.append(int(at.split()[-1])) if "forward" in at else None)
         with only(model, wanted):
             causal_loss(model, ids, mesh).backward()
         assert ran == list(wanted)

@@ -1,0 +1,51 @@
+"""Hooks on a model's modules: whether a module has any, and a run without them.
+
+A hook sees what its module is called with and may change what it gives. Work that is cut into tiles, compiled, done by
+another module or left out would show it something else, so what has hooks is run as it stands.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# transformers leaves these on a model once it has recorded outputs; they look on, and only while it records.
+_RECORDERS = "transformers.utils.output_capturing"
+# Around a layer FSDP2 gathers its weights, and a run notes where it is: neither changes what goes in or out.
+AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
+
+
+def hooked(module: nn.Module, besides: tuple[str, ...] = ()) -> bool:
+    """Whether a call of the module's forward alone would pass somebody's hook by. `besides`: whose hooks may be."""
+    return any(_asks(hook, besides) for kind in _KINDS for hook in module.__dict__[kind].values())
+
+
+def _asks(hook: Any, besides: tuple[str, ...] = ()) -> bool:
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith((_RECORDERS, *besides))
+
+
+@contextmanager
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the modules have no hooks but transformers' recorders, and those put on them there, which stay."""
+    kept = [(module, {kind: module.__dict__[kind] for kind in _KINDS}) for module in modules]
+    drop_hooks(module for module, _ in kept)
+    try:
+        yield
+    finally:
+        for module, hooks in kept:
+            for kind in _KINDS:
+                hooks[kind].update(module.__dict__[kind])
+            module.__dict__.update(hooks)
+
+
+def drop_hooks(modules: Iterable[nn.Module]) -> None:
+    """Leave the modules without hooks, transformers' recorders aside; who else has the same hooks keeps them."""
+    for module in modules:
+        for kind in _KINDS:
+            hooks = module.__dict__[kind]
+            module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not _asks(hook))
