@@ -10,18 +10,17 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.auto import AutoMemory, job_of
-from ithaca.models.binding import bind, refuse_checkpointing
+from ithaca.models.binding import bind
 from ithaca.models.experts import has_experts
-from ithaca.models.layers import check_plan, install_memory
+from ithaca.models.layers import install_memory, manages_memory
 from ithaca.models.stand_ins import stand_ins
-from ithaca.models.support import base_model, check_model, decoder_layers, memory_refusal
+from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import MemoryPlan, Optimizer
 from ithaca.state.safetensors import refuse_plain_save
 from ithaca.state.weights import OnHost, Weights, check_placement, leaves_device, move, place_weights, reduction_of
@@ -115,22 +114,6 @@ def check_settings(
     for name, flag in (("fuse", fuse), ("allow_untested", allow_untested)):
         if not (isinstance(flag, bool) or (name == "fuse" and flag is None)):
             raise UnsupportedError(f"{name}={flag!r}: pass True or False")
-
-
-def manages_memory(base: PreTrainedModel, memory: MemoryPlan | str | None, *, allow_untested: bool) -> bool:
-    """Whether layers are put under modes; a plan that is not for this model is refused, "auto" then leaves it alone."""
-    if memory is None:
-        return False
-    if isinstance(memory, MemoryPlan) and not decoder_layers(base):
-        raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
-    refused = None if allow_untested else memory_refusal(base)
-    if refused and memory != "auto":
-        raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
-    if isinstance(memory, MemoryPlan):
-        check_plan(base, decoder_layers(base), memory)
-    if not refused:
-        refuse_checkpointing(base)
-    return not refused
 
 
 def read_budget(given: float | str) -> int:

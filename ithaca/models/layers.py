@@ -21,11 +21,12 @@ from ithaca.memory.anchors import Chain, Layer, Outcome
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
-from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
+from ithaca.models.binding import LAYOUT, Binding, logger, refuse_checkpointing, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
+from ithaca.models.support import decoder_layers, memory_refusal
 from ithaca.models.units import Fused, UnitBackward, UnitForward, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
@@ -244,6 +245,22 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
                 if key not in compiled:
                     compiled[key] = compiled_chain([norm])
                 installed.put(norm, FusedNorm(norm, compiled[key]))
+
+
+def manages_memory(base: PreTrainedModel, memory: MemoryPlan | str | None, *, allow_untested: bool) -> bool:
+    """Whether layers are put under modes; a plan that is not for this model is refused, "auto" then leaves it alone."""
+    if memory is None:
+        return False
+    if isinstance(memory, MemoryPlan) and not decoder_layers(base):
+        raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
+    refused = None if allow_untested else memory_refusal(base)
+    if refused and memory != "auto":
+        raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
+    if isinstance(memory, MemoryPlan):
+        check_plan(base, decoder_layers(base), memory)
+    if not refused:
+        refuse_checkpointing(base)
+    return not refused
 
 
 def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:

@@ -78,7 +78,7 @@ def _adapted_later() -> float:
     mesh = init_mesh(sp=1)
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
     batch = small_batch(2, 24)
-    plain, own = small_model("llama"), parallelize(small_model("llama"), mesh)
+    plain, own = small_model("llama"), parallelize(small_model("llama"), mesh, weights="none")
     alone, adapted = (get_peft_model(model, config, autocast_adapter_dtype=False) for model in (plain, own))
     adapted.load_state_dict(alone.state_dict())
     with promoted():
