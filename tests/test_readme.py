@@ -152,6 +152,7 @@ def test_the_plan_shown_is_the_plan_made(tmp_path: Path, monkeypatch: pytest.Mon
     assert {" ".join(line.split()) for line in shown.strip().splitlines()} <= lines
 
 
+@pytest.mark.slow
 def test_the_line_that_shows_the_memory_plan_shows_it(tmp_path: Path) -> None:
     [line] = re.findall(r"^`(logging\..+?)` it says so", README, re.M)
     step = (

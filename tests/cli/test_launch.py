@@ -168,7 +168,8 @@ def test_ranks_that_do_not_save_in_time_are_ended(tmp_path: Path) -> None:
     assert "had not saved within 1 s" in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)], ids=str)
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_of_ranks_that_save_nothing_no_saving_is_told(number: signal.Signals, tmp_path: Path) -> None:
     with launcher("deaf", tmp_path, "grace=1", "saves=no") as process:
         pids = [int(pid) for text in wait_for(tmp_path, "started-*", 2) for pid in text.split()]

@@ -97,7 +97,7 @@ def test_an_adapter_put_on_the_head_later() -> None:
 NORM, MLP = "model.layers.1.post_attention_layernorm", "model.layers.1.mlp"
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("mode", [None, "save"])
 @pytest.mark.parametrize("what", ["mix", "enter", "weigh"])
 @pytest.mark.parametrize("place", [NORM, MLP, "model.layers.0.mlp.down_proj"])

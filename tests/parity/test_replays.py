@@ -62,7 +62,9 @@ def _same_as_unplanned(kind: str, mode: LayerMode, training: bool) -> tuple[floa
     return max(gradient_errors(planned, gradients(whole)).values()), abs(loss - same)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["trained", "evaluated before"])
+@pytest.mark.parametrize(
+    "training", [pytest.param(True, marks=pytest.mark.slow), False], ids=["trained", "evaluated before"]
+)
 @pytest.mark.parametrize(
     # Inputs are not rebuilt through experts.
     ("kind", "mode"),

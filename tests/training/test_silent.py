@@ -52,7 +52,7 @@ def state(root: Path, step: int) -> dict[str, torch.Tensor]:
     return {key: saved.whole(key) for key in saved.tensors}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_without_targets_is_not_taken_and_has_no_loss(tmp_path: Path, world: int) -> None:
     run = silent_run(tmp_path, "run")
     got = run_train(world, run)

@@ -372,6 +372,7 @@ def test_a_stream_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
         run_train(1, small_run(tmp_path, "cut", data=data))
 
 
+@pytest.mark.slow
 def test_a_stream_that_changed_between_two_stages_is_told_of(tmp_path: Path) -> None:
     """The second stage begins a stream anew: there is nothing that was read, and the rows are others."""
     texts = documents(tmp_path / "stream", 60)

@@ -70,7 +70,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_boundary(label: str, memory: Memo
     assert outcomes[0][2] == 3.0
 
 
-@pytest.mark.parametrize("label", ["forward layer 1", "backward layer 2"])
+@pytest.mark.parametrize("label", [pytest.param("forward layer 1", marks=pytest.mark.slow), "backward layer 2"])
 def test_in_a_long_layer_the_step_is_given_up_at_the_next(label: str) -> None:
     outcomes = run_ranks(2, _stopped, label, PLAN, 1.5)
     assert outcomes[0] == outcomes[1]
