@@ -22,6 +22,9 @@ AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
 
 def hooked(module: nn.Module, besides: tuple[str, ...] = ()) -> bool:
     """Whether a call of the module's forward alone would pass somebody's hook by. `besides`: whose hooks may be."""
+    # Asked of every module in every pass, nearly always for nothing.
+    if not (module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks):
+        return False
     return any(_asks(hook, besides) for kind in _KINDS for hook in module.__dict__[kind].values())
 
 

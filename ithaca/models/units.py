@@ -70,8 +70,10 @@ class UnitForward:
     @property
     def apart(self) -> bool:
         """Whether its modules have hooks or a child another forward, which may come at any time."""
-        ours = all(getattr(child.__dict__.get("forward"), "own", None) is self for child in self.children)
-        return not ours or any(hooked(module) for child in self.children for module in child.modules())
+        for child in self.children:
+            if getattr(child.__dict__.get("forward"), "own", None) is not self or any(map(hooked, child.modules())):
+                return True
+        return False
 
     def _run(self, forwards: list[Callable[[Tensor], Any]], x_BtC: Tensor) -> Any:
         logits: list[Tensor] = []

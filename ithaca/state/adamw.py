@@ -4,7 +4,8 @@ One kernel reads gradient, weight and moments and writes the last three, whateve
 longer with one. Import this only where triton is.
 
 Invariant: the update is torch's, from the same groups and state, so a run can go on with either; where `taken` is false
-nothing changes, the count of steps neither.
+nothing changes, the count of steps neither. (1 - beta is taken in fp64, as torch's plain AdamW does; its fused one takes
+it in fp32, and its second moments are off by 1e-5 for it.)
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def step(optimizer: Any, taken: Tensor, scale: Tensor) -> None:
         if not weights:
             continue
         (beta1, beta2), rate = group["betas"], float(group["lr"])
-        torch._foreach_add_(counts, taken)
+        # As many as there are: one tensor for all would be read on the host, which waits.
+        torch._foreach_add_(counts, [taken] * len(counts))
         # In fp64, as torch has it: of a beta near one little is left in fp32.
         steps = torch.stack(counts).double()
         corrections = torch.stack([1 - beta1**steps, (1 - beta2**steps).sqrt()]).float()

@@ -81,7 +81,7 @@ def place_weights(
     if weights == "none":
         return
     model.__dict__[_SUMS] = True
-    model.__dict__[_PLACED] = len(list(model.parameters()))
+    model.__dict__[_PLACED] = _count(model)
     away = leaves_device(mesh, on_host)
     model.__dict__[_HOME] = torch.device("cpu") if away else mesh.device
     if not away:
@@ -111,11 +111,16 @@ def move(model: nn.Module, device: torch.device) -> None:
         model.to(device)
 
 
+def _count(model: nn.Module) -> int:
+    """Parameters, by where they hang: in every pass, so quicker than by name."""
+    return sum(len(module._parameters) for module in model.modules())
+
+
 def refuse_added(model: nn.Module) -> None:
     """Parameters that came after the others were placed are whole where those are sharded, and nobody sums their
     gradients."""
     placed = next((module.__dict__[_PLACED] for module in model.modules() if _PLACED in module.__dict__), None)
-    if placed is not None and (added := len(list(model.parameters())) - placed) > 0:
+    if placed is not None and (added := _count(model) - placed) > 0:
         raise UnsupportedError(
             f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
         )
