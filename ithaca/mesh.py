@@ -138,6 +138,12 @@ def init_mesh(
     return Mesh(degrees, target, box, weights, sequence)
 
 
+def check_mesh(mesh: object) -> None:
+    """Refuse torch's own mesh, or none."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh={mesh!r}: pass the ithaca.Mesh that ithaca.init_mesh(sp=...) gives")
+
+
 def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> Degrees:
     """The degrees whose product is `world`, or an error that names those that work."""
     inner = sp * ring

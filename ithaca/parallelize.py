@@ -14,7 +14,7 @@ from torch import nn
 from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
-from ithaca.mesh import Mesh
+from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind
 from ithaca.models.experts import has_experts
@@ -57,6 +57,7 @@ def parallelize(
     what FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
     `allow_untested` lets an architecture through that no parity run has covered.
     """
+    check_mesh(mesh)
     check_placement(mesh, weights, replicas, on_host)
     check_name(kernel)
     check_settings(memory, optimizer, compute_dtype, fuse=fuse, allow_untested=allow_untested)

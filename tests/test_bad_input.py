@@ -30,7 +30,7 @@ from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.small import small_batch, small_config, small_model
 from ithaca.sequence.batch import shard_batch
-from ithaca.training.step import causal_loss
+from ithaca.training.step import causal_loss, count_tokens
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -291,10 +291,22 @@ CALLS: dict[str, tuple[Callable[[Any, dict[str, Any]], Any], str]] = {
     ),
     "no mesh": (
         lambda model, inputs: causal_loss(model, GOOD, None),  # type: ignore[arg-type]
-        r"MeshError: mesh=None: pass the ithaca\.Mesh that was given to parallelize",
+        r"MeshError: mesh=None: pass the ithaca\.Mesh that ithaca\.init_mesh\(sp=\.\.\.\) gives",
     ),
     "torch's mesh": (
         lambda model, inputs: causal_loss(model, GOOD, init_mesh(sp=2).device_mesh),  # type: ignore[arg-type]
+        r"MeshError: mesh=DeviceMesh\(.*: pass the ithaca\.Mesh",
+    ),
+    "no mesh to cut for": (
+        lambda model, inputs: shard_batch(GOOD, None),  # type: ignore[arg-type]
+        r"MeshError: mesh=None: pass the ithaca\.Mesh",
+    ),
+    "no mesh to count over": (
+        lambda model, inputs: count_tokens([GOOD], None),  # type: ignore[arg-type]
+        r"MeshError: mesh=None: pass the ithaca\.Mesh",
+    ),
+    "torch's mesh to parallelize": (
+        lambda model, inputs: parallelize(llama(), init_mesh(sp=2).device_mesh),  # type: ignore[arg-type]
         r"MeshError: mesh=DeviceMesh\(.*: pass the ithaca\.Mesh",
     ),
 }

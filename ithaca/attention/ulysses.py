@@ -22,7 +22,7 @@ from ithaca.attention.kernels import check_name
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.attention.local import LocalAttention
 from ithaca.errors import BatchError, MeshError, UnsupportedError
-from ithaca.mesh import Mesh, largest_divisor
+from ithaca.mesh import Mesh, check_mesh, largest_divisor
 from ithaca.sequence.layout import SequenceLayout
 
 
@@ -45,6 +45,7 @@ def ulysses_attention(
     `window`: a query sees keys less than `window` tokens away. `sinks_H`: one extra score a head. The
     gradient of `sinks_H` is this rank's part: sum it over ranks like any weight's.
     """
+    check_mesh(mesh)
     spec = AttentionSpec(
         scale=q_BLHD.shape[-1] ** -0.5 if scale is None else float(scale), causal=causal, window=window, softcap=softcap
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaca.errors import BatchError, UnsupportedError
-from ithaca.mesh import Mesh
+from ithaca.mesh import Mesh, check_mesh
 from ithaca.sequence.layout import SequenceLayout
 
 IGNORE = -100
@@ -49,6 +49,7 @@ class Shard:
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None = None) -> Shard:
     """Lay out, pad and cut a whole batch; every rank of a sequence group passes the same one."""
+    check_mesh(mesh)
     return cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
 
 

@@ -113,7 +113,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 def _count(model: nn.Module) -> int:
     """Parameters, by where they hang: in every pass, so quicker than by name."""
-    return sum(len(module._parameters) for module in model.modules())
+    return sum(weight is not None for module in model.modules() for weight in module._parameters.values())
 
 
 def refuse_added(model: nn.Module) -> None:

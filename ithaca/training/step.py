@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ithaca.errors import BatchError, MeshError, PeerError
-from ithaca.mesh import Mesh
+from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.binding import Binding, binding_of
 from ithaca.models.compiled import refuse_compiled
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
@@ -51,7 +51,7 @@ def causal_loss(
     binding = binding_of(model)
     refuse_compiled(model)
     refuse_added(model)
-    _check_mesh(binding.mesh, mesh)
+    _check_same(binding.mesh, mesh)
     _check_options(count, label_smoothing, z_loss)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
@@ -66,9 +66,8 @@ def causal_loss(
     return _accounted(shown_sum(total, mesh.world_group, binding, scale) / divisor, binding)
 
 
-def _check_mesh(bound: Mesh, mesh: object) -> None:
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh={mesh!r}: pass the ithaca.Mesh that was given to parallelize")
+def _check_same(bound: Mesh, mesh: Mesh) -> None:
+    check_mesh(mesh)
     if mesh.degrees != bound.degrees:
         raise MeshError(f"mesh is {mesh}, the model was parallelized over {bound}: pass the same mesh to both")
 
@@ -107,6 +106,7 @@ def _accounted(loss: Tensor, binding: Binding) -> Tensor:
 
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
     """How many targets the micro-batches of all ranks have together; all ranks raise if one cannot count its own."""
+    check_mesh(mesh)
     own, error = 0, None
     try:
         own = sum(count_targets(batch) for batch in batches)
