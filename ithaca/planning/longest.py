@@ -7,6 +7,7 @@ ask `feasible` about the same places and recipes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 from ithaca.planning.choose import Fixed, feasible, nearest_miss
@@ -68,12 +69,17 @@ def _below(high: int, works: Callable[[int], bool]) -> int:
     return low
 
 
+@cache
 def longest_of_all(wanted: Wanted) -> Longest | None:
-    """The longest length that any plan fits, all numerics and parts of the machine allowed that a given length is."""
-    best, places = longest_length(wanted), (whole(wanted), parts(wanted))
+    """The longest length that any plan fits, all numerics and parts of the machine allowed that a given length is.
+
+    Kept: a plan of `--length max` asks for it, and what is said of its reach does so again.
+    """
+    best = longest_length(wanted)
     if not best:
         return None
     every = [recipe for group in recipes(wanted) for recipe in group]
+    places = (find(wanted) for find in (whole, parts))
     found = (Longest(best, place, recipe) for some in places for recipe in every for place in some)
     return next(each for each in found if fits(*_at(each.place, best), each.recipe))
 
