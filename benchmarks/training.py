@@ -129,7 +129,7 @@ class Alone:
         from ithaca.state.clipping import clipped_step
 
         optimizer, two = self.session.optimizer, torch.full((), 2.0, device=self.session.mesh.device)
-        return self._timed(first, steps, lambda loss: clipped_step(optimizer, two, loss, 1.0, likely=True))
+        return self._timed(first, steps, lambda loss: clipped_step(optimizer, two, loss, 1.0))
 
     def _timed(self, first: int, steps: int, step: Callable[[Tensor], None]) -> float:
         from ithaca.training.step import causal_loss

@@ -97,8 +97,9 @@ class Binding:
     @property
     def replays(self) -> bool:
         """Whether a pass made now runs layers again in its backward."""
-        checkpoints = self.model.training and getattr(self.model, "is_gradient_checkpointing", False)
-        return checkpoints or (self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers))
+        return checkpoints(self.model) or (
+            self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers)
+        )
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
@@ -295,9 +296,14 @@ def _refuse_autocast(binding: Binding) -> None:
         )
 
 
+def checkpoints(model: nn.Module) -> bool:
+    """Whether transformers runs layers again."""
+    return model.training and bool(getattr(model, "is_gradient_checkpointing", False))
+
+
 def refuse_checkpointing(model: nn.Module) -> None:
     """Two that run layers again: transformers' gradient checkpointing, and ours."""
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if checkpoints(model):
         raise UnsupportedError(
             "transformers' gradient checkpointing is on beside Ithaca's memory modes, which replace it: call "
             "model.gradient_checkpointing_disable(), or parallelize(..., memory=None)"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class UnitRole:
         return self.children(layer)[: self.names.index(self.main) + 1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class _Seen:
     """One call of a child: what went in and what came out, by identity."""
 
@@ -56,6 +57,14 @@ class _Seen:
     @property
     def first(self) -> Any:
         return self.output[0] if isinstance(self.output, tuple) else self.output
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn in training, by a dropout or by anything else."""
+        rng = Rng(self.args[0].device)
+        with torch.no_grad(), _switched(self.module, training=True), rng.again():
+            self.module(*self.args)
+            return rng.moved()
 
 
 def signature(layer: nn.Module) -> tuple[Any, ...]:
@@ -110,7 +119,7 @@ def norms_around(model: PreTrainedModel, layers: list[nn.Module]) -> list[tuple[
         model(input_ids=ids, use_cache=False)
     names = [call.name for call in calls]
     once = [c for c in calls if names.count(c.name) == 1 and not _has_matrices(c.module)]
-    return [(stack, UnitRole((c.name,), c.name, wide=False)) for c in once if _is_tokenwise(c) and not _draws(c)]
+    return [(stack, UnitRole((c.name,), c.name, wide=False)) for c in once if _is_tokenwise(c) and not c.draws]
 
 
 def _lists(module: nn.Module) -> list[nn.ModuleList]:
@@ -136,11 +145,11 @@ def find_units(layer: nn.Module, args: Any, kwargs: Any) -> list[UnitRole]:
         if after is not None and (readers[id(call.first)] != [after.name] or isinstance(call.output, tuple)):
             after = None
         parts = [c for c in (before, call, after) if c is not None]
-        names, drawn = tuple(c.name for c in parts), any(_draws(c) for c in parts)
+        names, drawn = tuple(c.name for c in parts), any(c.draws for c in parts)
         end = None if drawn or (after is not None and not _hands_through(after)) else _end(call)
         units.append(UnitRole(names, call.name, wide=True, draws=drawn, end=end))
         taken |= set(names)
-    units += [UnitRole((c.name,), c.name, wide=False) for c in tokenwise if c.name not in taken and not _draws(c)]
+    units += [UnitRole((c.name,), c.name, wide=False) for c in tokenwise if c.name not in taken and not c.draws]
     return units
 
 
@@ -211,23 +220,14 @@ def _is_tokenwise(call: _Seen) -> bool:
         return False
     half, whole = x.shape[1] // 2, call.output
     # What draws is compared as it is when it does not.
-    drawn = _draws(call)
-    with torch.no_grad(), _switched(call.module, training=False) if drawn else nullcontext():
-        whole = call.module(x) if drawn else whole
+    with torch.no_grad(), _switched(call.module, training=False) if call.draws else nullcontext():
+        whole = call.module(x) if call.draws else whole
         given = call.module(x[:, :half].contiguous())
     parts, wholes = (list(out) if isinstance(out, tuple) else [out] for out in (given, whole))
     return len(parts) == len(wholes) and all(
         isinstance(part, Tensor) and _is_half(part, whole, x.shape[0], half)
         for part, whole in zip(parts, wholes, strict=True)
     )
-
-
-def _draws(call: _Seen) -> bool:
-    """Whether random numbers are drawn in training, by a dropout or by anything else."""
-    rng = Rng(call.args[0].device)
-    with torch.no_grad(), _switched(call.module, training=True), rng.again():
-        call.module(*call.args)
-        return rng.moved()
 
 
 @contextmanager

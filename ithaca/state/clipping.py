@@ -73,13 +73,11 @@ def _summed(key: Any, square: Tensor) -> Tensor:
     return square
 
 
-def clipped_step(
-    optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Tensor, clip: float, *, likely: bool = False
-) -> None:
+def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Tensor, clip: float) -> None:
     """Step unless loss or norm is not finite, with gradients whose norm is `clip` at most (0: as they are).
 
     Where the optimizer clips and skips by itself nothing is waited for. `norm` is None where gradients were stepped as
-    they came: the call then ends that step. `likely`: clipping is to be expected; a guess that changes no number.
+    they came: the call then ends that step.
     """
     if norm is None:
         if bool(torch.isfinite(loss)):
@@ -98,9 +96,6 @@ def clipped_step(
     kernel = _kernel() if where.type == "cuda" else None
     if kernel is not None and kernel.steps_here(optimizer):
         kernel.step(optimizer, finite.float(), scale)
-        return
-    if clip and likely:
-        _step_where(optimizer, finite, scale)
         return
     # A step that divides also writes gradients back, which takes longer: two are launched, and one of them left out.
     _step_where(optimizer, finite & ~clips)

@@ -113,13 +113,12 @@ class StageLoop:
         self.held = held_bytes(session.model, session.optimizer)
         self.warned = False
         self.place = Place()
-        # Whether a step is settled after the next one was launched; the step launched last; the one settled last, how
-        # long it took, whether it was clipped.
+        # Whether a step is settled after the next one was launched; the step launched last; the one settled last, and
+        # how long it took.
         self.defers = False
         self._launched: Launched | None = None
         self._settled: Told | None = None
         self._last_s = math.inf
-        self._clipped = False
         self._reader = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
@@ -195,7 +194,6 @@ class StageLoop:
             return
         in_a_row = 0 if result.good else place.in_a_row + 1
         self.place = replace(place, bad=place.bad + (not result.good), in_a_row=in_a_row)
-        self._clipped = result.norm is not None and result.norm > self.run.optimizer.clip
 
     def _step(self, place: Place, spans: Spans | None) -> Launched:
         """All of a step, handed to the device."""
@@ -226,7 +224,7 @@ class StageLoop:
         self.watch.at("gradient norm")
         parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
         norm = gradient_norm(parameters, session.mesh.device)
-        clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip, likely=self._clipped)
+        clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip)
         session.optimizer.zero_grad(set_to_none=True)
         return norm
 

@@ -98,7 +98,7 @@ def test_held_out_rows_without_targets_have_no_loss(tmp_path: Path) -> None:
 
 
 def test_it_neither_is_bad_nor_parts_two_that_are() -> None:
-    loop = SimpleNamespace(place=Place(), run=SimpleNamespace(optimizer=SimpleNamespace(clip=1.0)), _clipped=False)
+    loop = SimpleNamespace(place=Place())
     bad, silent = Step(float("nan"), 1.0, 5, 1.0, 0, None), Step(None, None, 0, 1.0, 0, None)
     for step in (bad, silent, bad):
         StageLoop._count(loop, step)  # type: ignore[arg-type]
