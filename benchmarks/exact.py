@@ -12,6 +12,7 @@ largest difference over the largest value.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.nn import functional
 
 from benchmarks.floor import SHAPES, Shape
 from benchmarks.peers import about
-from benchmarks.step import load, parse_cells, record, save, show_length
+from benchmarks.step import ALLOCATOR, load, parse_cells, record, save, show_length
 from ithaca.attention.anchored import GroupPlan, grouped_attention
 from ithaca.attention.heads import split_heads
 from ithaca.attention.kernels import KERNELS
@@ -177,6 +178,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=4, help="head groups, at most one a key-value head")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ.update(ALLOCATOR)
     result = load(arguments.file)
     for model, length in parse_cells(arguments.cells):
         cell = {"system": "ithaca", "model": model, "length": length, "settings": {}}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.floor import SHAPES, Shape, build_model, config_of, step_flops, synchronize
 from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
-from benchmarks.step import Cell, load, parse_cells, record, save, show_length
+from benchmarks.step import ALLOCATOR, Cell, load, parse_cells, record, save, show_length
 from ithaca.planning.cost import attention_flops, run_again, token_flops
 from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
@@ -202,6 +203,7 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, help="a folder with packages that are not installed")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ.update(ALLOCATOR)
     if arguments.packages:
         sys.path.append(str(arguments.packages.resolve()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
