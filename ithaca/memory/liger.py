@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from ithaca.memory.loss import LossSpec
 
 # Columns that a program reads at once.
 MOST_COLUMNS = 32_768
@@ -42,8 +39,10 @@ def tile_kernel() -> Any | None:
     return kernel if set(kernel.arg_names) == USED | UNUSED.keys() else None
 
 
-def in_place(kernel: Any, logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, ignore: int) -> Tensor:
-    """Each token's loss in fp32; the logits, which `spec` must not scale, become the gradient of their sum."""
+def in_place(
+    kernel: Any, logits_TV: Tensor, targets_T: Tensor, *, softcap: float | None, smoothing: float, z: float, ignore: int
+) -> Tensor:
+    """Each token's loss in fp32; the logits become the gradient of their sum."""
     tokens, vocabulary = logits_TV.shape
     # Of a token that is not learned the kernel writes no loss.
     loss_T = logits_TV.new_zeros(tokens, dtype=torch.float32)
@@ -56,11 +55,11 @@ def in_place(kernel: Any, logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, 
         loss_stride=1,
         n_cols=vocabulary,
         ignore_index=ignore,
-        lse_square_scale=spec.z,
-        label_smoothing=spec.smoothing,
+        lse_square_scale=z,
+        label_smoothing=smoothing,
         reduction="sum",
-        softcap=spec.softcap,
-        HAS_SOFTCAPPING=spec.softcap is not None,
+        softcap=softcap,
+        HAS_SOFTCAPPING=softcap is not None,
         HAS_GRADIENTS=True,
         BLOCK_SIZE=min(MOST_COLUMNS, 1 << (vocabulary - 1).bit_length()),
         num_warps=_warps(logits_TV),

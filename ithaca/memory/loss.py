@@ -124,7 +124,10 @@ def _of_tile(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool
         return loss_and_gradient(logits_TV, targets_T, spec)
     kernel = in_place_kernel(logits_TV.device, spec)
     if kernel is not None:
-        return liger.in_place(kernel, logits_TV, targets_T, spec, ignore=IGNORE), logits_TV
+        loss_T = liger.in_place(
+            kernel, logits_TV, targets_T, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE
+        )
+        return loss_T, logits_TV
     # The number of tokens is left open: a tail is not a reason to compile again.
     torch._dynamo.maybe_mark_dynamic(logits_TV, 0)
     torch._dynamo.maybe_mark_dynamic(targets_T, 0)

@@ -81,7 +81,9 @@ def test_every_setting_reaches_the_kernel(spec: LossSpec) -> None:
     logits, targets = torch.randn(7, 33), torch.randint(0, 33, (7,))
     targets[2] = IGNORE
     loss, gradient = loss_and_gradient(logits, targets, spec)
-    got = liger.in_place(Standing(), logits, targets, spec, ignore=IGNORE)
+    got = liger.in_place(
+        Standing(), logits, targets, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE
+    )
     assert torch.equal(got, loss)
     assert torch.equal(logits, gradient)
 
@@ -97,6 +99,8 @@ def test_the_kernel_itself(spec: LossSpec, vocabulary: int) -> None:
     targets = torch.randint(0, vocabulary, (70,), device="cuda")
     targets[2] = IGNORE
     loss, gradient = loss_and_gradient(logits.double(), targets, spec)
-    got = liger.in_place(kernel, logits, targets, spec, ignore=IGNORE)
+    got = liger.in_place(
+        kernel, logits, targets, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE
+    )
     torch.testing.assert_close(got, loss.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, gradient.float(), rtol=1e-4, atol=1e-7)
