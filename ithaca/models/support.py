@@ -75,6 +75,7 @@ def check_model(model: nn.Module, base: PreTrainedModel, *, allow_untested: bool
     _check_wrapping(model, base)
     _check_architecture(base, allow_untested)
     _check_settings(base)
+    _check_parts(base)
 
 
 def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
@@ -170,3 +171,16 @@ def _check_settings(base: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"config.layer_types has {strange[0]!r} layers, which are not exact when tokens are split"
         )
+
+
+def _check_parts(base: PreTrainedModel) -> None:
+    """A layer, or a part of one, runs under what its own layer does: at two places it could heed one of them only."""
+    owners: dict[nn.Module, int] = {}
+    for index, layer in enumerate(decoder_layers(base)):
+        for name, part in (("", layer), *layer.named_children()):
+            if next(part.parameters(), None) is None:
+                continue
+            first = owners.setdefault(part, index)
+            if first != index:
+                what = f"share one {name}" if name else "are one module"
+                raise UnsupportedError(f"layers {first} and {index} {what}: give each its own, by copy.deepcopy")

@@ -61,6 +61,27 @@ def leaves_device(mesh: Mesh, on_host: OnHost) -> bool:
     return on_host == "everything" and mesh.device.type != "cpu"
 
 
+def takes_groups(mesh: Mesh, weights: Weights, on_host: OnHost, compute_dtype: torch.dtype | None) -> bool:
+    """Whether FSDP2 is asked at all: on one rank it would only copy every layer's weights to use them."""
+    away = leaves_device(mesh, on_host)
+    return weights != "none" and (away or mesh.world > 1 or compute_dtype is not None)
+
+
+def refuse_shared(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Refuse a parameter that two of FSDP2's groups would have: two layers, or a layer and the rest."""
+    own = set(layers)
+    groups = [f"{key}." for key, module in model.named_modules(remove_duplicate=False) if module in own]
+    seen: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        group = next((each for each in groups if name.startswith(each)), "")
+        first, other = seen.setdefault(parameter, (group, name))
+        if first != group:
+            raise UnsupportedError(
+                f"{name} is {other}, and FSDP2 shards each layer by itself: give each its own, "
+                "or wrap the model in DDP and pass weights='none'"
+            )
+
+
 def place_weights(
     model: nn.Module,
     layers: list[nn.Module],
@@ -86,9 +107,8 @@ def place_weights(
     model.__dict__[_HOME] = torch.device("cpu") if away else mesh.device
     if not away:
         move(model, mesh.device)
-        if mesh.world == 1 and compute_dtype is None:
-            # Nothing to shard and nothing to sum; FSDP2 would still copy every layer's weights to use them.
-            return
+    if not takes_groups(mesh, weights, on_host, compute_dtype):
+        return
     make_alike(model, mesh)
     # Weights bound for the host pass through the device layer by layer: FSDP2 takes there what it shards.
     offload = _to_host() if away else OffloadPolicy()
