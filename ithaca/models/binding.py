@@ -58,6 +58,8 @@ class Installed(Protocol):
 
     def begin(self, layout: SequenceLayout | None = None) -> None: ...
 
+    def refuse_replaced(self) -> None: ...
+
     def remove(self) -> None: ...
 
     def out_of_memory(self, error: OutOfMemoryError) -> OutOfMemoryError: ...
@@ -243,6 +245,8 @@ class _GoingBack:
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     binding = binding_of(model)
+    if binding.memory is not None:
+        binding.memory.refuse_replaced()
     if not binding.sharded:
         return args, kwargs | _without_cache(binding, kwargs)
     layout = kwargs.get(LAYOUT)
@@ -345,7 +349,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls; `[B, H, L, D]` in, `[B, L, H, E]` out."""
-    binding: Binding = module.__dict__[_BINDING]
+    binding: Binding | None = module.__dict__.get(_BINDING)
+    if binding is None:
+        raise UnsupportedError(f"{type(module).__name__} was put into the model after parallelize: put it in before")
     call: AttentionCall | None = kwargs.pop(LAYOUT, None) or binding.call
     if call is None:
         raise UnsupportedError(

@@ -123,6 +123,8 @@ class Installed:
     store: HostStore | None = None
     auto: AutoMemory | None = None
     replaced: list[nn.Module] = field(default_factory=list)
+    stacks: list[nn.ModuleList] = field(default_factory=list)
+    parts: list[nn.Module] = field(default_factory=list)
 
     @property
     def tiles_head(self) -> bool:
@@ -154,6 +156,21 @@ class Installed:
                 self.apply(plan)
         if layout is not None:
             self._refuse_hooks_between()
+
+    def parts_now(self) -> list[nn.Module]:
+        return [module for stack in self.stacks for module in stack.modules()]
+
+    def refuse_replaced(self) -> None:
+        """A unit stands on the modules that were there: a norm hands through to the MLP it had."""
+        now = self.parts_now()
+        if now == self.parts:
+            return
+        new = set(now) - set(self.parts)
+        name = next((key for key, module in self.binding.model.named_modules() if module in new), None)
+        what = f"{name} was put into the model" if name else "modules were taken out of the model's layers"
+        raise UnsupportedError(
+            f"{what} after parallelize: do so before it, or call ithaca.unbind(model) and parallelize it again"
+        )
 
     def _refuse_hooks_between(self) -> None:
         """A rebuilt input is the output of the layer before: hooks between the two would be passed by."""
@@ -206,6 +223,8 @@ def install_memory(
     installed.auto = None if isinstance(memory, MemoryPlan) else memory
     if given is not None:
         installed.apply(given)
+    installed.stacks = [m for m in binding.model.modules() if isinstance(m, nn.ModuleList) and set(m) & set(layers)]
+    installed.parts = installed.parts_now()
     binding.memory = installed
     return installed
 

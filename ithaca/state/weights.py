@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
@@ -139,11 +140,27 @@ def _count(model: nn.Module) -> int:
 def refuse_added(model: nn.Module) -> None:
     """Parameters that came after the others were placed are whole where those are sharded, and nobody sums their
     gradients."""
-    placed = next((module.__dict__[_PLACED] for module in model.modules() if _PLACED in module.__dict__), None)
-    if placed is not None and (added := _count(model) - placed) > 0:
+    root = next((module for module in model.modules() if _PLACED in module.__dict__), None)
+    if root is None:
+        return
+    if (added := _count(model) - root.__dict__[_PLACED]) > 0:
         raise UnsupportedError(
             f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
         )
+    if isinstance(root, FSDPModule) and _is_whole(root):
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                # Gathered ahead of time by the caller, perhaps.
+                module.reshard()
+        name = next((key for key, weight in root.named_parameters() if not isinstance(weight, DTensor)), None)
+        if name is not None:
+            raise UnsupportedError(f"{name} was replaced after parallelize, which sharded the others: do so before it")
+
+
+def _is_whole(root: nn.Module) -> bool:
+    """Whether a parameter is no shard."""
+    weights = (weight for module in root.modules() for weight in module._parameters.values())
+    return any(weight is not None and not isinstance(weight, DTensor) for weight in weights)
 
 
 def home_of(model: nn.Module) -> torch.device | None:
