@@ -23,6 +23,7 @@ from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import MemoryPlan, Optimizer
 from ithaca.state.safetensors import refuse_plain_save
+from ithaca.state.shardable import check_shardable
 from ithaca.state.weights import (
     OnHost,
     Weights,
@@ -31,7 +32,6 @@ from ithaca.state.weights import (
     move,
     place_weights,
     reduction_of,
-    refuse_shared,
     takes_groups,
 )
 from ithaca.values import no_truth, parse_bytes
@@ -79,7 +79,7 @@ def parallelize(
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
     if takes_groups(mesh, weights, on_host, compute_dtype):
-        refuse_shared(model, decoder_layers(base))
+        check_shardable(model, decoder_layers(base))
     check_heads(*head_counts(base), mesh)
     manages = manages_memory(base, memory, allow_untested=allow_untested)
 

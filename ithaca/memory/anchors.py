@@ -31,6 +31,10 @@ from ithaca.memory.offload import HostStore, Ticket
 from ithaca.memory.rng import Rng
 
 Mode = Literal["keep", "save", "rebuild", "recompute"]
+WHOLE_BACKWARD = (
+    "torch.autograd.grad and backward(inputs=...) cannot go through layers that are run again: call loss.backward(), or "
+    "use parallelize(..., memory=None)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +221,7 @@ class _Replayed(torch.autograd.Function):
         kept: Kept = ctx.kept
         if not torch.autograd._is_checkpoint_valid():
             # Weights' gradients are added up as the layer is run again: that cannot be kept to some of them.
-            raise UnsupportedError(
-                "torch.autograd.grad and backward(inputs=...) cannot go through layers that are run again: call "
-                "loss.backward(), or use parallelize(..., memory=None)"
-            )
+            raise UnsupportedError(WHOLE_BACKWARD)
         if kept.used:
             raise UnsupportedError(
                 "backward ran a second time through a layer that had let go of what it kept: retain_graph=True needs "

@@ -28,6 +28,11 @@ def hooked(module: nn.Module, besides: tuple[str, ...] = ()) -> bool:
     return any(_asks(hook, besides) for kind in _KINDS for hook in module.__dict__[kind].values())
 
 
+def hooked_weights(module: nn.Module) -> bool:
+    """Whether a hook waits for the gradient of one of the module's own weights: it is to see the sum, and once."""
+    return any(weight is not None and weight._backward_hooks for weight in module._parameters.values())
+
+
 def _asks(hook: Any, besides: tuple[str, ...] = ()) -> bool:
     return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith((_RECORDERS, *besides))
 

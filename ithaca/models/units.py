@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ithaca.models.fuse import Chain as CompiledChain
 from ithaca.models.fuse import WayBack, compiled_chain, compiled_way_back, weights_of
-from ithaca.models.hooks import hooked
+from ithaca.models.hooks import hooked, hooked_weights
 from ithaca.models.roles import UnitRole
 
 
@@ -69,9 +69,11 @@ class UnitForward:
 
     @property
     def apart(self) -> bool:
-        """Whether its modules have hooks or a child another forward, which may come at any time."""
+        """Whether its modules or weights have hooks or a child another forward, which may come at any time."""
         for child in self.children:
-            if getattr(child.__dict__.get("forward"), "own", None) is not self or any(map(hooked, child.modules())):
+            if getattr(child.__dict__.get("forward"), "own", None) is not self:
+                return True
+            if any(hooked(module) or hooked_weights(module) for module in child.modules()):
                 return True
         return False
 

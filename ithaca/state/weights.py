@@ -21,16 +21,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.state.alike import make_alike
+from ithaca.state.shardable import note_placed
 
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
 _SUMS = "_ithaca_sums_gradients"
-_PLACED = "_ithaca_parameters_placed"
 _HOME = "_ithaca_home"
 _REFUSED = {
     # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
@@ -68,21 +67,6 @@ def takes_groups(mesh: Mesh, weights: Weights, on_host: OnHost, compute_dtype: t
     return weights != "none" and (away or mesh.world > 1 or compute_dtype is not None)
 
 
-def refuse_shared(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Refuse a parameter that two of FSDP2's groups would have: two layers, or a layer and the rest."""
-    own = set(layers)
-    groups = [f"{key}." for key, module in model.named_modules(remove_duplicate=False) if module in own]
-    seen: dict[nn.Parameter, tuple[str, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        group = next((each for each in groups if name.startswith(each)), "")
-        first, other = seen.setdefault(parameter, (group, name))
-        if first != group:
-            raise UnsupportedError(
-                f"{name} is {other}, and FSDP2 shards each layer by itself: give each its own, "
-                "or wrap the model in DDP and pass weights='none'"
-            )
-
-
 def place_weights(
     model: nn.Module,
     layers: list[nn.Module],
@@ -103,7 +87,7 @@ def place_weights(
     if weights == "none":
         return
     model.__dict__[_SUMS] = True
-    model.__dict__[_PLACED] = _count(model)
+    note_placed(model)
     away = leaves_device(mesh, on_host)
     model.__dict__[_HOME] = torch.device("cpu") if away else mesh.device
     if not away:
@@ -130,37 +114,6 @@ def move(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         model.to(device)
-
-
-def _count(model: nn.Module) -> int:
-    """Parameters, by where they hang: in every pass, so quicker than by name."""
-    return sum(weight is not None for module in model.modules() for weight in module._parameters.values())
-
-
-def refuse_added(model: nn.Module) -> None:
-    """Parameters that came after the others were placed are whole where those are sharded, and nobody sums their
-    gradients."""
-    root = next((module for module in model.modules() if _PLACED in module.__dict__), None)
-    if root is None:
-        return
-    if (added := _count(model) - root.__dict__[_PLACED]) > 0:
-        raise UnsupportedError(
-            f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
-        )
-    if isinstance(root, FSDPModule) and _is_whole(root):
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                # Gathered ahead of time by the caller, perhaps.
-                module.reshard()
-        name = next((key for key, weight in root.named_parameters() if not isinstance(weight, DTensor)), None)
-        if name is not None:
-            raise UnsupportedError(f"{name} was replaced after parallelize, which sharded the others: do so before it")
-
-
-def _is_whole(root: nn.Module) -> bool:
-    """Whether a parameter is no shard."""
-    weights = (weight for module in root.modules() for weight in module._parameters.values())
-    return any(weight is not None and not isinstance(weight, DTensor) for weight in weights)
 
 
 def home_of(model: nn.Module) -> torch.device | None:

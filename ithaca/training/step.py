@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ithaca.errors import BatchError, MeshError, PeerError
+from ithaca.errors import BatchError, MeshError, PeerError, UnsupportedError
+from ithaca.memory.anchors import WHOLE_BACKWARD
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.binding import Binding, binding_of
 from ithaca.models.compiled import refuse_compiled
@@ -25,7 +26,8 @@ from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.agree import agree, try_shard
 from ithaca.sequence.batch import count_targets
-from ithaca.state.weights import averages_gradients, refuse_added
+from ithaca.state.shardable import refuse_added
+from ithaca.state.weights import averages_gradients
 from ithaca.training.positions import LossByPosition
 from ithaca.values import as_number
 
@@ -91,10 +93,14 @@ def _accounted(loss: Tensor, binding: Binding) -> Tensor:
         return loss
     # The node, not the loss: held by its own method, a loss nobody goes back from would not be freed with its graph.
     edge, one = get_gradient_edge(loss), torch.ones_like(loss, requires_grad=False)
+    # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
+    replays = binding.memory is not None and binding.replays
 
     def backward(
         gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
+        if inputs is not None and replays:
+            raise UnsupportedError(WHOLE_BACKWARD)
         with binding.accounting():
             torch.autograd.backward(
                 [edge], [one if gradient is None else gradient], retain_graph, create_graph, inputs=inputs

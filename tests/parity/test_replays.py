@@ -143,10 +143,12 @@ def _some_gradients(way: str) -> None:
     loss = causal_loss(model, BATCH, mesh)
     if way == "grad":
         torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    else:
+    elif way == "inputs":
         loss.backward(inputs=[model.get_input_embeddings().weight])
+    else:
+        loss.backward(inputs=list(model.model.layers[1].parameters()))
 
 
-@pytest.mark.parametrize("way", ["grad", "inputs"])
+@pytest.mark.parametrize("way", ["grad", "inputs", "inputs of a layer"])
 def test_gradients_of_some_weights_are_refused(way: str) -> None:
     expect_refusal(1, _some_gradients, way, error="UnsupportedError", match="call loss.backward\\(\\), or use")

@@ -1,0 +1,76 @@
+"""What FSDP2 would get wrong without a word: looked for before it shards, and again in every pass.
+
+A parameter of two groups is sharded twice; one that comes later is whole where the others are sharded, and nobody sums
+its gradients; a hook on a gradient stays with the parameter that the shard replaced, and on a shard is never called.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ithaca.errors import UnsupportedError
+
+_PLACED = "_ithaca_parameters_placed"
+_CALLED = "register_post_accumulate_grad_hook"
+
+
+def check_shardable(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Refuse what is lost when each of `layers`, and the rest, becomes a group of shards."""
+    own = set(layers)
+    groups = [f"{key}." for key, module in model.named_modules(remove_duplicate=False) if module in own]
+    seen: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"{name} has a hook, which its shard would not have: call {_CALLED} after parallelize"
+            )
+        group = next((each for each in groups if name.startswith(each)), "")
+        first, other = seen.setdefault(parameter, (group, name))
+        if first != group:
+            raise UnsupportedError(
+                f"{name} is {other}, and FSDP2 shards each layer by itself: give each its own, "
+                "or wrap the model in DDP and pass weights='none'"
+            )
+
+
+def note_placed(model: nn.Module) -> None:
+    model.__dict__[_PLACED] = _count(model)
+
+
+def refuse_added(model: nn.Module) -> None:
+    """Refuse parameters, and hooks on them, that came after the others were placed."""
+    root = next((module for module in model.modules() if _PLACED in module.__dict__), None)
+    if root is None:
+        return
+    if (added := _count(model) - root.__dict__[_PLACED]) > 0:
+        raise UnsupportedError(
+            f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
+        )
+    if isinstance(root, FSDPModule) and not _all_plain_shards(root):
+        _name_stranger(root)
+
+
+def _count(model: nn.Module) -> int:
+    """Parameters, by where they hang: in every pass, so quicker than by name."""
+    return sum(weight is not None for module in model.modules() for weight in module._parameters.values())
+
+
+def _all_plain_shards(root: nn.Module) -> bool:
+    weights = (weight for module in root.modules() for weight in module._parameters.values() if weight is not None)
+    return all(isinstance(weight, DTensor) and not weight._backward_hooks for weight in weights)
+
+
+def _name_stranger(root: nn.Module) -> None:
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # Gathered ahead of time by the caller, perhaps.
+            module.reshard()
+    for name, weight in root.named_parameters():
+        if not isinstance(weight, DTensor):
+            raise UnsupportedError(f"{name} was replaced after parallelize, which sharded the others: do so before it")
+        if weight._backward_hooks:
+            raise UnsupportedError(
+                f"{name} has a hook, which FSDP2 never calls: use {_CALLED} instead of register_hook"
+            )
