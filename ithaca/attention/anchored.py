@@ -12,7 +12,7 @@ buffers exist for two groups at a time, not for all heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,9 @@ def grouped_attention(
 ) -> Tensor:
     """`[B, L, H, E]`; writes an anchor on the tape, or starts from the one it finds there."""
     anchor = tape.read() if tape is not None else None
+    if anchor is not None:
+        # As many as it was made in: another pass may have come since, under another plan.
+        plan = replace(plan, groups=len(anchor.lse_BhS))
     out, *lse = _Grouped.apply(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, anchor)
     if tape is not None and anchor is None:
         tape.anchors.append(Anchor(out.detach(), tuple(lse)))
