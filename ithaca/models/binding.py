@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import OutOfMemoryError, Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled, nn
+from torch import OutOfMemoryError, Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,20 +30,13 @@ from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
+from ithaca.models.not_taken import check_call, checkpoints, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.rope import pin_length
 from ithaca.sequence.layout import SequenceLayout
 
 NAME = "ithaca"
 LAYOUT = "sequence_layout"
 _BINDING = "_ithaca_binding"
-# What transformers hands to every attention function and what changes nothing about the result. `position_ids`
-# are in the layout; the router and cache flags are for other modules.
-_HARMLESS = {
-    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
-    "return_dict", "num_items_in_batch", "logits_to_keep", "past_key_values", "position_embeddings",
-    "labels", "deterministic", "layer_idx", "input_ids",
-}  # fmt: skip
-
 logger = logging.getLogger("ithaca")
 
 
@@ -256,8 +249,8 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
             "batch, mesh), or model(**ithaca.shard_batch(batch, mesh).inputs), or run it whole inside "
             "`with ithaca.unsharded(model):`"
         )
-    _refuse_arguments(kwargs)
-    _refuse_autocast(binding)
+    refuse_arguments(kwargs)
+    refuse_autocast(binding.model, binding.mesh.device.type)
     if binding.memory is not None:
         refuse_checkpointing(model)
         binding.memory.begin(layout)
@@ -276,42 +269,6 @@ def _without_cache(binding: Binding, kwargs: dict[str, Any]) -> dict[str, Any]:
             "`with torch.no_grad():`, or use parallelize(..., memory=None)"
         )
     return {"use_cache": False}
-
-
-def _refuse_arguments(kwargs: dict[str, Any]) -> None:
-    refusals = {
-        "attention_mask": "the layout already carries padding and documents: pass the whole batch to shard_batch",
-        "labels": "a shard's labels must be shifted before cutting: use ithaca.causal_loss(model, batch, mesh)",
-        "past_key_values": "a key-value cache has no place in a sharded pass: use model.generate",
-        "output_attentions": "attention weights are never materialised here",
-    }
-    for key, reason in refusals.items():
-        if kwargs.get(key) is not None and kwargs[key] is not False:
-            raise UnsupportedError(f"{key} was passed to a sharded forward: {reason}")
-
-
-def _refuse_autocast(binding: Binding) -> None:
-    """Weights are gathered by now, in what they are computed in; autocast to that very dtype is harmless."""
-    device, own = binding.mesh.device.type, binding.model.dtype
-    if is_autocast_enabled(device) and get_autocast_dtype(device) != own:
-        raise UnsupportedError(
-            f"torch.autocast to {get_autocast_dtype(device)} is on around a model that computes in {own}, and would not "
-            "reach what backward runs again: leave it out, and pass parallelize(..., compute_dtype=torch.bfloat16)"
-        )
-
-
-def checkpoints(model: nn.Module) -> bool:
-    """Whether transformers runs layers again."""
-    return model.training and bool(getattr(model, "is_gradient_checkpointing", False))
-
-
-def refuse_checkpointing(model: nn.Module) -> None:
-    """Two that run layers again: transformers' gradient checkpointing, and ours."""
-    if checkpoints(model):
-        raise UnsupportedError(
-            "transformers' gradient checkpointing is on beside Ithaca's memory modes, which replace it: call "
-            "model.gradient_checkpointing_disable(), or parallelize(..., memory=None)"
-        )
 
 
 def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -358,7 +315,7 @@ def _attention(
             f"{type(module).__name__} ran outside a sharded forward pass (transformers' gradient checkpointing re-runs "
             "layers in backward, and this architecture passes no layout down): switch gradient checkpointing off"
         )
-    _check_call(module, query_BHLD, key_BKLD, attention_mask, dropout, kwargs)
+    check_call(module, query_BHLD, key_BKLD, attention_mask, dropout, kwargs)
     q_BLHD, k_BLKD, v_BLKE = (x.transpose(1, 2) for x in (query_BHLD, key_BKLD, value_BKLE))
     spec = AttentionSpec(
         scale=q_BLHD.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -381,26 +338,3 @@ def _attention(
         tape=call.tape,
     )
     return out_BLHE, None
-
-
-def _check_call(
-    module: nn.Module,
-    query_BHLD: Tensor,
-    key_BKLD: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    extra: dict[str, Any],
-) -> None:
-    name = type(module).__name__
-    if mask is not None:
-        raise UnsupportedError(
-            f"{name} built an attention mask {list(mask.shape)}; only padding and documents are exact"
-        )
-    if dropout:
-        raise UnsupportedError(f"{name} asks for attention dropout {dropout}: set the config's attention dropout to 0")
-    if query_BHLD.shape[2] != key_BKLD.shape[2]:
-        raise UnsupportedError(f"{name} attends {query_BHLD.shape[2]} queries to {key_BKLD.shape[2]} keys: a cache or "
-                               "cross-attention is not sharded")  # fmt: skip
-    unknown = sorted(key for key, value in extra.items() if key not in _HARMLESS and value is not None)
-    if unknown:
-        raise UnsupportedError(f"{name} passes {unknown[0]!r} to its attention, which Ulysses does not know: refused")

@@ -21,10 +21,11 @@ from ithaca.memory.anchors import Chain, Layer, Outcome
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
-from ithaca.models.binding import LAYOUT, Binding, logger, refuse_checkpointing, unsharded
+from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
+from ithaca.models.not_taken import refuse_checkpointing
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.support import decoder_layers, memory_refusal
 from ithaca.models.units import Fused, UnitBackward, UnitForward, router_of
@@ -125,6 +126,7 @@ class Installed:
     replaced: list[nn.Module] = field(default_factory=list)
     stacks: list[nn.ModuleList] = field(default_factory=list)
     parts: list[nn.Module] = field(default_factory=list)
+    fused: bool = False
 
     @property
     def tiles_head(self) -> bool:
@@ -158,7 +160,10 @@ class Installed:
             self._refuse_hooks_between()
 
     def parts_now(self) -> list[nn.Module]:
-        return [module for stack in self.stacks for module in stack.modules()]
+        """Of every layer its children, on which units stand; where units are compiled, what is in those too."""
+        if self.fused:
+            return [module for stack in self.stacks for module in stack.modules()]
+        return [module for stack in self.stacks for layer in stack for module in (layer, *layer.children())]
 
     def refuse_replaced(self) -> None:
         """A unit stands on the modules that were there: a norm hands through to the MLP it had."""
@@ -204,7 +209,7 @@ def install_memory(
         roles = roles_of(binding, layers)
         around = norms_around(binding.model, layers)
         plain = head_is_plain(binding.model)
-    installed = Installed(binding)
+    installed = Installed(binding, fused=fuse)
     compiled: dict[Any, Any] = {}
     for layer in layers:
         runner = LayerRunner(binding, layer.forward)
