@@ -94,7 +94,7 @@ def step(model: Any) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("ran", [False, True], ids=["before a step", "after a step"])
+@pytest.mark.parametrize("ran", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "after a step"])
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -121,6 +121,7 @@ def put_into_compiled() -> None:
     step(model)
 
 
+@pytest.mark.slow
 def test_nor_is_anything_put_into_what_was_compiled() -> None:
     match = rf"model\.layers\.0\.mlp\.up_proj was put into the model {AGAIN}"
     expect_refusal(1, put_into_compiled, error="UnsupportedError", match=match)
@@ -163,19 +164,19 @@ def test_where_no_plan_stands_on_it_it_is_exact(change: Change, plan: MemoryPlan
 
 
 @pytest.mark.parametrize("change", [new_head, new_weight, more_words])
-@pytest.mark.parametrize("plan", [None, PLAN], ids=["no plan", "plan"])
+@pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
 def test_outside_the_layers_too(change: Change, plan: MemoryPlan | None) -> None:
     assert errors(nothing, change, plan) < FP64
 
 
 @pytest.mark.parametrize(("before", "change"), [(freeze, free), (nothing, freeze)], ids=["freed", "frozen"])
-@pytest.mark.parametrize("plan", [None, PLAN], ids=["no plan", "plan"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_freezing_later_is_exact(before: Change, change: Change, plan: MemoryPlan | None, world: int) -> None:
     assert max(run_ranks(world, errors, before, change, plan)) < FP64
 
 
-@pytest.mark.parametrize("plan", [None, PLAN], ids=["no plan", "plan"])
+@pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -69,7 +69,7 @@ def llama(share: Any) -> Any:
         (one_norm, r"layers 1 and 2 share one post_attention_layernorm: give each its own"),
     ],
 )
-@pytest.mark.parametrize("memory", [None, "auto"])
+@pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.slow), "auto"])
 def test_a_module_at_two_places_is_refused(share: Any, match: str, memory: Any) -> None:
     model = llama(share)
     with pytest.raises(UnsupportedError, match=match):
@@ -94,7 +94,11 @@ def gradients_of(share: Any, plan: MemoryPlan | None, sp: int) -> float:
 
 
 @pytest.mark.parametrize("share", [one_weight, one_product, of_the_rest])
-@pytest.mark.parametrize("plan", PLANS, ids=["none", "keep", "mixed"])
+@pytest.mark.parametrize(
+    "plan",
+    [*(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[:2]), PLANS[2]],
+    ids=["none", "keep", "mixed"],
+)
 def test_weights_at_two_places_are_exact(share: Any, plan: MemoryPlan | None) -> None:
     assert gradients_of(share, plan, 1) < FP64
 
@@ -108,7 +112,7 @@ def sharded(share: Any, weights: Any) -> None:
     parallelize(llama(share), init_mesh(sp=2), weights=weights)
 
 
-@pytest.mark.parametrize("weights", ["shard", "replicate"])
+@pytest.mark.parametrize("weights", ["shard", pytest.param("replicate", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("share", "names"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -66,7 +67,14 @@ def with_hooks(mode: str, adapters: bool, fuse: bool) -> tuple[set[int], float, 
 
 @pytest.mark.parametrize(
     ("mode", "adapters", "fuse"),
-    [*((mode, adapters, False) for mode in MODES for adapters in (False, True)), ("save", True, True)],
+    [
+        ("rebuild", False, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [*product(MODES, (False, True), (False,)), ("save", True, True)]
+            if case != ("rebuild", False, False)
+        ),
+    ],
 )
 def test_a_hook_sees_the_sum_once(mode: str, adapters: bool, fuse: bool) -> None:
     [(calls, off, missed)] = run_ranks(1, with_hooks, mode, adapters, fuse)

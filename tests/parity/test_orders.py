@@ -92,7 +92,8 @@ def in_order(sp: int, plan: str, order: Callable[[Lossy, Any], None]) -> float:
 
 @pytest.mark.parametrize("order", [added, crossed, stacked, looked_between, dropped])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("sp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.slow
 def test_any_order_is_exact(sp: int, plan: str, order: Any) -> None:
     assert max(run_ranks(sp, in_order, sp, plan, order)) < FP64
 
@@ -110,7 +111,16 @@ def replanned(sp: int, first: str, second: str) -> float:
     return _worst(sp, first, run)
 
 
-@pytest.mark.parametrize(("first", "second"), [pair for pair in product(PLANS, PLANS) if pair[0] != pair[1]])
-@pytest.mark.parametrize("sp", [1, pytest.param(2, marks=pytest.mark.slow)])
+QUICK = {("save, groups", "keep"), ("save", "save, groups"), ("rebuild", "recompute, groups")}
+
+
+@pytest.mark.parametrize(
+    ("sp", "first", "second"),
+    [
+        pytest.param(sp, *pair, marks=[] if sp == 2 and pair in QUICK else pytest.mark.slow)
+        for sp, pair in product((1, 2), product(PLANS, PLANS))
+        if pair[0] != pair[1]
+    ],
+)
 def test_each_pass_goes_back_under_its_own_plan(sp: int, first: str, second: str) -> None:
     assert max(run_ranks(sp, replanned, sp, first, second)) < FP64
