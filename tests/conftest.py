@@ -6,10 +6,12 @@ The environment is set here, before any test imports transformers, because it is
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import POOL
 from tests.record import Recorder
@@ -28,6 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen = [f"-{name} {value}" for name in "mk" if (value := config.getoption(f"-{name}"))]
         paths = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
         config.pluginmanager.register(Recorder(file, " ".join([*paths, *chosen])))
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """A test that joined a group and stayed in it would fail others, far from here: ranks are the pool's."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left a process group in the parent: run it on ranks, by run_ranks")
 
 
 def pytest_sessionfinish() -> None:

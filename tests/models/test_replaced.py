@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ithaca.errors import UnsupportedError
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import unbind, unsharded
+from ithaca.models.binding import binding_of, unbind, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.parity import reference
@@ -89,9 +88,20 @@ def free(model: Any) -> None:
 
 def step(model: Any) -> Any:
     with promoted():
-        loss = causal_loss(model, small_batch(), init_mesh(sp=torch.distributed.get_world_size()))
+        loss = causal_loss(model, small_batch(), binding_of(model).mesh)
         loss.backward()
     return loss
+
+
+def changed(change: Change, ran: bool, whole: bool) -> None:
+    model = parallelize(llama(), init_mesh(sp=1), memory=PLAN)
+    if ran:
+        step(model)
+    change(model)
+    if whole:
+        with unsharded(model):
+            model(**small_batch())
+    step(model)
 
 
 @pytest.mark.parametrize("ran", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "after a step"])
@@ -105,14 +115,9 @@ def step(model: Any) -> Any:
     ],
 )
 def test_what_a_plan_stands_on_stays(change: Change, what: str, ran: bool) -> None:
-    model = parallelize(llama(), init_mesh(sp=1), memory=PLAN)
-    if ran:
-        step(model)
-    change(model)
-    with pytest.raises(UnsupportedError, match=f"{what} {AGAIN}"):
-        step(model)
-    with unsharded(model), pytest.raises(UnsupportedError, match=what):
-        model(**small_batch())
+    for whole in (False, True):
+        match = f"{what} {AGAIN}"
+        expect_refusal(1, changed, change, ran, whole, error="UnsupportedError", match=match)
 
 
 def put_into_compiled() -> None:
@@ -127,9 +132,9 @@ def test_nor_is_anything_put_into_what_was_compiled() -> None:
     expect_refusal(1, put_into_compiled, error="UnsupportedError", match=match)
 
 
-def errors(before: Change, change: Change, plan: MemoryPlan | None, again: bool = False) -> float:
+def errors(before: Change, change: Change, plan: MemoryPlan | None, world: int = 1, *, again: bool = False) -> float:
     """The largest error of the loss or a gradient, the change made after a step."""
-    mesh = init_mesh(sp=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+    mesh = init_mesh(sp=world)
     plain, model = llama(), llama()
     for each in (before, change):
         each(plain)
@@ -153,27 +158,27 @@ def errors(before: Change, change: Change, plan: MemoryPlan | None, again: bool 
 
 @pytest.mark.parametrize("change", [new_mlp, new_product, new_norm])
 def test_parallelized_again_it_is_exact(change: Change) -> None:
-    assert errors(nothing, change, PLAN, again=True) < FP64
+    assert run_ranks(1, errors, nothing, change, PLAN, again=True)[0] < FP64
 
 
 @pytest.mark.parametrize(
     ("change", "plan"), [(new_mlp, None), (new_product, None), (new_norm, None), (new_product, PLAN)]
 )
 def test_where_no_plan_stands_on_it_it_is_exact(change: Change, plan: MemoryPlan | None) -> None:
-    assert errors(nothing, change, plan) < FP64
+    assert run_ranks(1, errors, nothing, change, plan)[0] < FP64
 
 
 @pytest.mark.parametrize("change", [new_head, new_weight, more_words])
 @pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
 def test_outside_the_layers_too(change: Change, plan: MemoryPlan | None) -> None:
-    assert errors(nothing, change, plan) < FP64
+    assert run_ranks(1, errors, nothing, change, plan)[0] < FP64
 
 
 @pytest.mark.parametrize(("before", "change"), [(freeze, free), (nothing, freeze)], ids=["freed", "frozen"])
 @pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_freezing_later_is_exact(before: Change, change: Change, plan: MemoryPlan | None, world: int) -> None:
-    assert max(run_ranks(world, errors, before, change, plan)) < FP64
+    assert max(run_ranks(world, errors, before, change, plan, world)) < FP64
 
 
 @pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
@@ -187,7 +192,7 @@ def test_freezing_later_is_exact(before: Change, change: Change, plan: MemoryPla
     ],
 )
 def test_a_whole_weight_among_shards_is_refused(change: Change, name: str, plan: MemoryPlan | None) -> None:
-    expect_refusal(2, errors, nothing, change, plan, error="UnsupportedError", match=f"{name} {SHARDED}")
+    expect_refusal(2, errors, nothing, change, plan, 2, error="UnsupportedError", match=f"{name} {SHARDED}")
 
 
 def gathered_ahead() -> float:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from ithaca.errors import UnsupportedError
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import is_bound
 from ithaca.parallelize import parallelize
@@ -61,6 +60,14 @@ def llama(share: Any) -> Any:
     return model
 
 
+def parallelized(share: Any, memory: Any) -> None:
+    model = llama(share)
+    try:
+        parallelize(model, init_mesh(sp=1), memory=memory)
+    finally:
+        assert not is_bound(model)
+
+
 @pytest.mark.parametrize(
     ("share", "match"),
     [
@@ -71,10 +78,7 @@ def llama(share: Any) -> Any:
 )
 @pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.slow), "auto"])
 def test_a_module_at_two_places_is_refused(share: Any, match: str, memory: Any) -> None:
-    model = llama(share)
-    with pytest.raises(UnsupportedError, match=match):
-        parallelize(model, init_mesh(sp=1), memory=memory)
-    assert not is_bound(model)
+    expect_refusal(1, parallelized, share, memory, error="UnsupportedError", match=match)
 
 
 def gradients_of(share: Any, plan: MemoryPlan | None, sp: int) -> float:
@@ -100,7 +104,7 @@ def gradients_of(share: Any, plan: MemoryPlan | None, sp: int) -> float:
     ids=["none", "keep", "mixed"],
 )
 def test_weights_at_two_places_are_exact(share: Any, plan: MemoryPlan | None) -> None:
-    assert gradients_of(share, plan, 1) < FP64
+    assert run_ranks(1, gradients_of, share, plan, 1)[0] < FP64
 
 
 @pytest.mark.parametrize("share", [one_weight, of_the_rest])

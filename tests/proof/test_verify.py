@@ -111,14 +111,26 @@ def test_the_smallest_vocabulary_will_do() -> None:
     assert not [line for line in lines if not line.ok]
 
 
+class Louder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, factor: float) -> Any:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> tuple[Any, None]:
+        return dout * ctx.factor, None
+
+
 def on_rank_with_head(number: float, gradient: float) -> list[Line]:
-    """A llama whose head is multiplied by `number`, and its gradient by `gradient`."""
+    """A llama whose head is multiplied by `number`, and its logits' gradient by `gradient`."""
 
     def build() -> Any:
         model = small_model("llama")
         with torch.no_grad():
             model.lm_head.weight.mul_(number)
-        model.lm_head.weight.register_hook(lambda g: g * gradient)
+        if gradient != 1:
+            model.lm_head.register_forward_hook(lambda module, args, logits: Louder.apply(logits, gradient))
         return model
 
     checks = [check for check in CHECKS if check.__name__ in ("first_step", "documents")]
