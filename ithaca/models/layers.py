@@ -159,7 +159,10 @@ class Installed:
         if layout is not None:
             self._refuse_hooks_between()
 
-    def parts_now(self) -> list[nn.Module]:
+    def note_parts(self) -> None:
+        self.parts = self._parts_now()
+
+    def _parts_now(self) -> list[nn.Module]:
         """Of every layer its children, on which units stand; where units are compiled, what is in those too."""
         if self.fused:
             return [module for stack in self.stacks for module in stack.modules()]
@@ -167,7 +170,7 @@ class Installed:
 
     def refuse_replaced(self) -> None:
         """A unit stands on the modules that were there: a norm hands through to the MLP it had."""
-        now = self.parts_now()
+        now = self._parts_now()
         if now == self.parts:
             return
         new = set(now) - set(self.parts)
@@ -229,7 +232,7 @@ def install_memory(
     if given is not None:
         installed.apply(given)
     installed.stacks = [m for m in binding.model.modules() if isinstance(m, nn.ModuleList) and set(m) & set(layers)]
-    installed.parts = installed.parts_now()
+    installed.note_parts()
     binding.memory = installed
     return installed
 

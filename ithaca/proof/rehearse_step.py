@@ -184,12 +184,17 @@ def only(model: nn.Module, wanted: Sequence[int]) -> Iterator[None]:
     every = decoder_layers(base_model(model))
     blocks, binding = _blocks(model, every[0]), binding_of(model)
     whole, count = blocks._modules, binding.layers
-    blocks._modules = {str(place): every[index] for place, index in enumerate(wanted)}
-    binding.layers = len(wanted)
+
+    def put(modules: Any, layers: int) -> None:
+        blocks._modules, binding.layers = modules, layers
+        if binding.memory is not None:
+            binding.memory.note_parts()
+
+    put({str(place): every[index] for place, index in enumerate(wanted)}, len(wanted))
     try:
         yield
     finally:
-        blocks._modules, binding.layers = whole, count
+        put(whole, count)
 
 
 def _fill(model: nn.Module) -> None:
