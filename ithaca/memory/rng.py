@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 class Rng:
@@ -18,7 +19,8 @@ class Rng:
 
     def moved(self) -> bool:
         """Whether numbers were drawn since, by a dropout or by anything else; nothing is waited for."""
-        return any(not torch.equal(then, now) for then, now in zip(self.states, self._now(), strict=True))
+        with unset_fake_temporarily():
+            return any(not torch.equal(then, now) for then, now in zip(self.states, self._now(), strict=True))
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -30,5 +32,7 @@ class Rng:
             yield
 
     def _now(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        return states if self.device is None else [*states, torch.cuda.get_rng_state(self.device)]
+        # The generator is real even where tensors are fake, which have no values to compare.
+        with unset_fake_temporarily():
+            states = [torch.get_rng_state()]
+            return states if self.device is None else [*states, torch.cuda.get_rng_state(self.device)]

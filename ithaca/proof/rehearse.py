@@ -192,6 +192,7 @@ def part_of(asked: Asked, number: int, config: Any, mesh: Mesh) -> Part:
         compute=compute,
         optimizer=run.optimizer,
         on_host=run.memory.on_host,
+        away=run.memory.on_host == "everything" if fake else leaves_device(mesh, run.memory.on_host),
         replicas=run.mesh.replicas,
         kernel=run.model.kernel,
         lora=run.lora,
@@ -215,7 +216,7 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
         fused=True,
         compute_dtype=part.compute,
         replicas=part.replicas,
-        on_host=leaves_device(mesh, part.on_host),
+        on_host=part.away,
     )
     planned = replace(job, length=part.length, accumulate=part.rows > 1)
     budgets = _budgets(asked, gpu=gpu)

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from ithaca.attention.clock import moment, seconds_between
 from ithaca.proof.rehearse_group import Sent
-from ithaca.proof.rehearse_trace import Kinds, Trace
+from ithaca.proof.rehearse_trace import Kinds, Trace, bytes_of
 from ithaca.training.boundaries import put_boundaries
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 # A tenth of a second or so.
 WAIT_CYCLES = 200_000_000
+# The threads of a real group hold a collective's buffers a little longer than it takes.
+LETTING_GO_S = 0.05
 
 
 class _Layers:
@@ -103,7 +105,6 @@ class DevicePhases:
         device = {name: {kind: here for kind, (here, _) in held.items()} for name, held in self.held.items()}
         return {name: Kinds(**own, working=self.peaks[name] - sum(own.values())) for name, own in device.items()}
 
-    @property
     def on_host(self) -> int:
         """Most bytes of weights, optimizer state and gradients that live there."""
         return max(sum(there for _, there in held.values()) for held in self.held.values())
@@ -119,6 +120,7 @@ class TracedPhases:
         self.trace = trace
         self.kinds: dict[str, Kinds] = {}
         self.seconds: dict[str, float] = {}
+        self._held: list[dict[str, int]] = []
         self._layers = _Layers(layers, torch.device("cpu"), sent)
         self._last = 0.0
 
@@ -134,8 +136,15 @@ class TracedPhases:
     def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
         now = time.perf_counter()
         self.kinds[name] = self.trace.peak
-        self.seconds[name], self._last = now - self._last, now
+        self.seconds[name] = now - self._last
+        self._held.append({kind: bytes_of(own) for kind, own in held.items()} if self.trace.holds_away else {})
+        time.sleep(LETTING_GO_S)
         self.trace.begin()
+        self._last = time.perf_counter()
+
+    def on_host(self, kinds: Sequence[str] = ("weights", "optimizer", "gradients")) -> int:
+        """Most bytes of these that count as the host's."""
+        return max(sum(held.get(kind, 0) for kind in kinds) for held in self._held)
 
     def layers(self) -> dict[str, list[float | None]]:
         return self._layers.seconds()

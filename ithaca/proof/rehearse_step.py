@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ithaca.attention.clock import ATTENTION, CLOCK, EXCHANGE
 from ithaca.config import Lora, Optimizer
@@ -51,11 +51,16 @@ AGAIN_S = 20.0
 _DRAWN = 2**22
 # A longer step's tensors are rounded up each by itself.
 _ROUNDING = 4096
+# Smaller tensors are not kept in 8 bits.
+_CODED = 4096
+# What of it FSDP2 pins where it lives on the host.
+PINNED = ("weights", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What every rank of the job runs. `rows`: of one sequence group, one after another. `fake`: no memory is touched."""
+    """What every rank of the job runs. `rows`: of one sequence group, one after another. `away`: weights, gradients and
+    optimizer state are the host's, or count as such. `fake`: no memory is touched."""
 
     config: Any
     length: int
@@ -64,6 +69,7 @@ class Part:
     compute: torch.dtype | None
     optimizer: Optimizer
     on_host: OnHost = "nothing"
+    away: bool = False
     replicas: int = 1
     kernel: str = "auto"
     lora: Lora | None = None
@@ -269,7 +275,7 @@ class _Run:
             kinds=phase.kinds,
             reserved=torch.cuda.max_memory_reserved(device),
             pinned=pinned + saved,
-            host=saved + phase.on_host,
+            host=saved + phase.on_host(),
             layer_s=phase.layers(),
             attention_s=spent[ATTENTION],
             packing_s=max(0.0, spent[EXCHANGE] - filling),
@@ -282,7 +288,7 @@ class _Run:
     def traced(self) -> Figures:
         """Without a GPU: a whole step for the optimizer's state, then one with every storage followed."""
         self._step(self.part.length, nullcontext())
-        trace = Trace(lambda: held_by(self.parameters, self.optimizer))
+        trace = Trace(lambda: held_by(self.parameters, self.optimizer), away=self.part.away)
         _trace_store(self.model, self.mesh, trace)
         sent = sent_of(self.mesh.sp_group)
         phase = TracedPhases(trace, sent, decoder_layers(base_model(self.model)))
@@ -294,8 +300,8 @@ class _Run:
             seconds=phase.seconds if self.fake is None else {},
             kinds=phase.kinds,
             reserved=max(kinds.total for kinds in phase.kinds.values()),
-            pinned=trace.pinned,
-            host=trace.pinned,
+            pinned=trace.pinned + phase.on_host(PINNED),
+            host=trace.pinned + phase.on_host(),
             layer_s=phase.layers() if self.fake is None else {},
             sent=dict(sent.bytes),
             calls=dict(sent.calls),
@@ -323,7 +329,7 @@ class _Run:
     def _update(self, loss: Tensor) -> None:
         if self.fake is not None:
             # Nothing can be read of fake tensors, and a norm takes no memory to speak of.
-            self.optimizer.step()
+            _fake_step(self.optimizer)
             return
         norm = gradient_norm(self.parameters, self.mesh.device)
         clipped_step(self.optimizer, norm, loss, self.part.optimizer.clip)
@@ -334,8 +340,6 @@ class _Run:
         if self.fake is None:
             ids = torch.randint(0, vocabulary, (1, length), generator=draw)
             return causal_loss(self.model, {"input_ids": ids}, self.mesh)
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
         # Where the row's tokens go is worked out with real ones: it is read on the host.
         with unset_fake_temporarily():
             ids = torch.randint(0, vocabulary, (1, length), generator=draw)
@@ -350,6 +354,23 @@ def _fake_loss(model: nn.Module, binding: Binding, shard: Shard, mesh: Mesh) -> 
     if wants_auxiliary_loss(binding.model, None):
         total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * divisor
     return shown_sum(total, mesh.world_group, binding, mesh.world if averages_gradients(model) else 1) / divisor
+
+
+def _fake_step(optimizer: torch.optim.Optimizer) -> None:
+    """torchao steps by compiled code, which takes no fake tensors: there its state is made and no more."""
+    make = getattr(optimizer, "_new_buffer", None)
+    if make is None:
+        optimizer.step()
+        return
+    with unset_fake_temporarily():
+        # The values that codes stand for are worked out once, and kept.
+        for signed in (True, False):
+            make(torch.zeros(_CODED), signed)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        state = optimizer.state[parameter]
+        for name, signed in zip(("exp_avg", "exp_avg_sq"), (True, False), strict=True):
+            if name not in state:
+                state[name] = make(parameter, signed)
 
 
 def _faked(shard: Shard, mode: FakeTensorMode) -> Shard:

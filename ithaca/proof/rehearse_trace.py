@@ -2,8 +2,8 @@
 
 `Trace` is a dispatch mode around a step on the CPU. It sees what operators return, so a kernel's own workspace is not
 in it. FSDP2 frees gathered weights by shrinking their storage, which no operator tells of: sizes are therefore read
-anew after every operator. Saved tensors that a plan sends to the host are counted there while they are away, since on
-the CPU nothing moves.
+anew after every operator. Saved tensors that a plan sends to the host are counted there while they are away, and with
+`away` weights, optimizer state and gradients always, since on the CPU nothing moves.
 
 Invariant: peaks are of bytes that are alive at one moment, and `Kinds` of a peak adds up to it.
 """
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ithaca.memory.offload import STAGED, HostStore, Ticket
-from ithaca.state.load import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,14 @@ class Kinds:
 
 
 class Trace(TorchDispatchMode):
-    """Follows storages while it is entered. `held` gives the tensors of weights, optimizer state and gradients."""
+    """Follows storages while it is entered. `held` gives the tensors of weights, optimizer state and gradients, which
+    with `away` are the host's."""
 
-    def __init__(self, held: Callable[[], dict[str, list[Tensor]]]) -> None:
+    def __init__(self, held: Callable[[], dict[str, list[Tensor]]], *, away: bool = False) -> None:
         super().__init__()
-        self._held = held
+        self._held, self.holds_away = held, away
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self.away = self._kept = 0
+        self.away = self._kept = self._resting = 0
         self.pinned = 0
         self.peak = Kinds()
         for tensors in held().values():
@@ -61,6 +62,9 @@ class Trace(TorchDispatchMode):
     def begin(self) -> None:
         """A new phase: its peak starts from what is there."""
         self.peak = Kinds()
+        # Gradients come and go; the others stay as they are until the phase ends.
+        own = self._held() if self.holds_away else {}
+        self._resting = bytes_of([x for kind in ("weights", "optimizer") for x in own.get(kind, [])])
         self._measure()
 
     def moved(self, size: int) -> None:
@@ -83,9 +87,13 @@ class Trace(TorchDispatchMode):
     def _measure(self) -> None:
         storages = [found() for found in list(self._alive.values())]
         now = sum(storage.nbytes() for storage in storages if storage is not None) - self.away
-        if now > self.peak.total:
-            held = {name: _size(tensors) for name, tensors in self._held().items()}
-            self.peak = Kinds(**held, working=now - sum(held.values()))
+        if now - self._resting > self.peak.total:
+            held = {name: bytes_of(tensors) for name, tensors in self._held().items()}
+            working = now - sum(held.values())
+            if not self.holds_away:
+                self.peak = Kinds(**held, working=working)
+            elif working > self.peak.working:
+                self.peak = Kinds(working=working)
 
 
 def _forgets(alive: dict[int, weakref.ref[Any]], key: int) -> Callable[[Any], None]:
@@ -97,7 +105,7 @@ def _forgets(alive: dict[int, weakref.ref[Any]], key: int) -> Callable[[Any], No
     return forget
 
 
-def _size(tensors: list[Tensor]) -> int:
+def bytes_of(tensors: list[Tensor]) -> int:
     """Bytes of distinct storages."""
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
@@ -109,10 +117,15 @@ def held_by(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) ->
     """
     state = [x for each in optimizer.state.values() for x in tree_leaves(dict(each))]
     return {
-        "weights": [local(p) for p in parameters],
-        "optimizer": [plain for x in state if isinstance(x, Tensor) for plain in _plain(local(x))],
-        "gradients": [local(p.grad) for p in parameters if p.grad is not None],
+        "weights": [_own(p) for p in parameters],
+        "optimizer": [plain for x in state if isinstance(x, Tensor) for plain in _plain(_own(x))],
+        "gradients": [_own(p.grad) for p in parameters if p.grad is not None],
     }
+
+
+def _own(x: Tensor) -> Tensor:
+    """This rank's part, taken without an operator: a trace asks after every one."""
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def _plain(x: Tensor) -> list[Tensor]:
@@ -129,7 +142,7 @@ class TracedStore(HostStore):
     trace: Trace | None = field(default=None, repr=False)
 
     def put(self, tensors: list[Tensor]) -> Ticket:
-        ticket = TracedTicket(self, list(tensors), None, [], size=_size(tensors))
+        ticket = TracedTicket(self, list(tensors), None, [], size=bytes_of(tensors))
         if self.trace is not None:
             self.trace.reserved(ticket.size)
         self.staged.append(ticket)

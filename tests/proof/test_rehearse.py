@@ -259,7 +259,7 @@ def test_filled_buffers_are_left_out_of_the_phase_they_were_filled_in(monkeypatc
         phase.mark("backward", {"weights": [torch.ones(3)]})
         phase.mark("optimizer", {"weights": [torch.ones(3)]})
     assert phase.seconds == pytest.approx({"forward": 0.008, "backward": 0.007, "optimizer": 0.01})
-    assert phase.on_host == 12
+    assert phase.on_host() == 12
     assert {kinds.total for kinds in phase.kinds.values()} == {7}
 
 

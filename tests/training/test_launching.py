@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ithaca.training import loop
 from ithaca.training.trainer import train
@@ -37,8 +38,11 @@ def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with patch.object(loop.StageLoop, "_step", watched):
-        assert train(run).finished
+    try:
+        with patch.object(loop.StageLoop, "_step", watched):
+            assert train(run).finished
+    finally:
+        dist.destroy_process_group()
     assert len(counted) == 12 - WARM
     apart = [line["loss_by_position"] for line in metrics(run) if "loss_by_position" in line]
     assert len(apart) == 6

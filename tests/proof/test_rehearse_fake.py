@@ -1,0 +1,88 @@
+"""Rehearsed without a GPU: fake tensors have the bytes of real ones under every mode, and what a job keeps on the host
+counts there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ithaca.config import Optimizer
+from ithaca.mesh import init_mesh
+from ithaca.planning.plan import MemoryPlan
+from ithaca.proof.rehearse import rehearse
+from ithaca.proof.rehearse_group import alone
+from ithaca.proof.rehearse_step import Figures, measure
+from ithaca.proof.small import small_config
+from tests.proof.test_rehearse import LAYERS, LENGTH, MIXED, SAVE, asked, part, shards
+from tests.tolerances import TRACED_MEMORY
+
+GROUPS = MemoryPlan(("save", "rebuild", "recompute", "keep"), (True,) * LAYERS, 32, 64, head_groups=2)
+
+
+def figures(plan: MemoryPlan, kind: str = "llama", **changes: Any) -> Figures:
+    with alone(2, 1, like="gloo"):
+        return measure(replace(part(kind), **changes), range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
+
+
+@pytest.mark.parametrize("plan", [SAVE, MIXED, GROUPS], ids=["save", "mixed", "groups"])
+def test_fake_tensors_have_the_bytes_of_real_ones_under_every_mode(plan: MemoryPlan) -> None:
+    real, fake = figures(plan), figures(plan, fake=True)
+    assert fake.seconds == {}
+    assert fake.kinds["backward"] == real.kinds["backward"]
+    # Its tokens are cut before they are faked: a row of them, of targets and of marks is not there twice.
+    assert abs(fake.peaks["forward"] - real.peaks["forward"]) <= 3 * LENGTH * 8
+    assert (fake.pinned, fake.host) == (real.pinned, real.host)
+    # Ranks also agree on a real batch, by sums.
+    assert fake.sent | {"all-reduce": 0} == real.sent | {"all-reduce": 0}
+
+
+def test_no_state_of_a_generator_is_faked() -> None:
+    """Its values decide whether a layer drew, and are the same before and after a rehearsal."""
+    before = torch.get_rng_state()
+    figures(SAVE, fake=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("plan", [SAVE, MIXED], ids=["save", "mixed"])
+def test_what_lives_on_the_host_counts_there(plan: MemoryPlan) -> None:
+    here, away = figures(plan, fake=True), figures(plan, fake=True, on_host="everything", away=True)
+    for phase, kinds in away.kinds.items():
+        assert (kinds.weights, kinds.optimizer, kinds.gradients) == (0, 0, 0)
+        assert kinds.working <= here.kinds[phase].total
+    # Backward's peak is at a layer whose gradients are not made: elsewhere it is of the same working bytes.
+    assert away.kinds["forward"].working == here.kinds["forward"].working
+    own = here.kinds["optimizer"]
+    assert away.host == here.host + own.weights + own.optimizer + own.gradients
+    assert away.pinned == here.pinned + own.weights + own.gradients
+
+
+def test_a_job_with_everything_on_the_host_is_the_plans() -> None:
+    memory = {"on_host": "everything", "budget": "1GiB"}
+    result = rehearse(asked(None, 12, fake=True, memory=memory))
+    assert abs(result.memory_error) < TRACED_MEMORY
+    assert result.kinds.weights == result.predicted.kinds.weights == 0
+    assert result.host == pytest.approx(result.predicted.memory.host_bytes, rel=0.01)
+
+
+def in_8_bits(numbers: int) -> int:
+    """Both moments: codes, a scale for each 256 of them and their 256 values; small or odd ones whole."""
+    coded = numbers >= 4096 and numbers % 256 == 0
+    return 2 * (numbers + numbers // 256 * 4 + 256 * 4 if coded else numbers * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "state"),
+    [("adamw8bit", torch.float32, in_8_bits), ("bf16_sr", torch.bfloat16, lambda numbers: 2 * numbers * 2)],
+)
+def test_torchaos_optimizers_have_their_state(name: Any, weights: torch.dtype, state: Callable[[int], int]) -> None:
+    wide = small_config("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=256)
+    of = {"config": wide, "optimizer": Optimizer(name=name), "weights": weights}
+    got = figures(SAVE, fake=True, **of).kinds["optimizer"]
+    with alone(2, 1, like="gloo"):
+        sizes = [math.prod(shape) for shape in shards(replace(part(), **of), SAVE, 2).values()]
+    assert got.optimizer == sum(map(state, sizes))
