@@ -22,6 +22,7 @@ from ithaca.proof import rehearse as proof
 from ithaca.proof.rehearse_group import alone
 from ithaca.proof.small import small_config
 from ithaca.training.stages import apply_stages
+from tests.tolerances import TRACED_MEMORY
 
 
 @pytest.fixture
@@ -62,6 +63,27 @@ def test_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest
     assert told["peak"] == max(told["peaks"].values()) == sum(told["kinds"].values())
     assert told["memory_error"] == told["predicted"]["device_bytes"] / told["peak"] - 1
     assert len(told["figures"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("qwen3-4b", "--length", "64k", "--world", "4", "memory.on_host=everything", "memory.budget=16GB"),
+        ("llama-3.2-1b", "--length", "1M", "--world", "8", "optimizer.name=adamw8bit"),
+    ],
+)
+def test_a_job_of_many_gpus_without_one(run: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Layers that are run again, copies to the host, states that live there or are in 8 bits."""
+    file = tmp_path / "r.json"
+    status, out, err = run("--model", *words, "--layers", "1", "--json", str(file))
+    assert status == 0, err
+    assert " save; " in err
+    assert "on fake tensors (no GPU here)" in out
+    told = json.loads(file.read_text())
+    assert abs(told["memory_error"]) < TRACED_MEMORY
+    planned = sum(term["host_bytes"] for term in told["predicted"]["memory"]["terms"])
+    assert told["host"] == pytest.approx(planned, rel=1e-3)
 
 
 def test_ctrl_c_is_told_in_a_sentence(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
