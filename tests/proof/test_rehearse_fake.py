@@ -54,7 +54,7 @@ def test_what_lives_on_the_host_counts_there(plan: MemoryPlan) -> None:
     for phase, kinds in away.kinds.items():
         assert (kinds.weights, kinds.optimizer, kinds.gradients) == (0, 0, 0)
         assert kinds.working <= here.kinds[phase].total
-    # Backward's peak is at a layer whose gradients are not made: elsewhere it is of the same working bytes.
+    # Forward finds no gradients: beside what rests on the host the moment and its bytes are the same.
     assert away.kinds["forward"].working == here.kinds["forward"].working
     own = here.kinds["optimizer"]
     assert away.host == here.host + own.weights + own.optimizer + own.gradients
