@@ -27,7 +27,7 @@ def rehearse(
     stage: int = typer.Option(0, help="Which of the run's stages, from 1; the last if left out."),
     layers: str = typer.Option("auto", help="`all`, `auto`, or how many layers later runs have more than the first."),
     cap: str = typer.Option("", help="Memory that the device may use: 80GB."),
-    gpus: str = typer.Option("", help="The card of the job, if not the one here: H100."),
+    gpus: str = typer.Option("", help="The card of the job, if not the one here: H100, 8xH100."),
     link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
     network: str | None = typer.Option(None, help="What joins nodes: 'InfiniBand NDR', 'Ethernet 100G'."),
     host_memory: str | None = typer.Option(None, help="Host memory of one node: 1T, 512GB, 960GiB."),
@@ -109,7 +109,11 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
     nodes = max(1, world // NODE)
     if world > NODE and world % NODE:
         raise ConfigError(f"--world {world}: more than {NODE} ranks are whole nodes of {NODE}")
-    return read_machine(f"{world // nodes}x{card or here}", nodes, host_memory, link, network)
+    machine = read_machine(card or here, None, host_memory, link, network)
+    asked = machine.gpus * machine.nodes
+    if card.strip()[:1].isdigit() and asked != world:
+        raise ConfigError(f"--gpus {card}: the job has {world} ranks: leave the number away, or add --world {asked}")
+    return read_machine(f"{world // nodes}x{machine.device.name}", nodes, host_memory, link, network)
 
 
 def read_model_config(name: str, revision: str | None) -> Any:

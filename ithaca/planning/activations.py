@@ -120,8 +120,8 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     qkv = flow.q_g + flow.kv_g if arrived else flow.q + flow.kv
     attention = (qkv, flow.out, flow.lse, _normed(flow, layer), flow.out if arrived else 0)
     if not _keeps_mlp(layer, mode, tiled=tiled):
-        # Input of the first norm, its output (q, k, v are made of it), input of the second norm and MLP.
-        return 3 * flow.x, *attention
+        # What the first norm leaves (q, k, v are made of its output), and the input of the second, which runs again.
+        return _norms(flow) // 2 + flow.x, *attention
     return _norms(flow), *attention, _kept_wide(flow, layer, mode, tiled=tiled)
 
 

@@ -30,6 +30,9 @@ EXPERTS_SHARE = 0.85
 ROUTED_FORWARD, ROUTED_BACKWARD = 24, 37
 # AdamW on the host is bound by its memory: bytes a second for one rank (16 cores beside an H200, rehearsals.json).
 HOST_STEP = 85 * GIGA
+# A layer whose weights come from the host is launched in no less, forward, backward and for what is run again: short
+# sequences wait for the host (the same machine, rehearsals.json, 8K).
+LAUNCH_FORWARD, LAUNCH_BACKWARD, LAUNCH_AGAIN = 6.4e-3, 8.0e-3, 5.4e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class _Layer:
     exchange: float
     ring: float
     weights: float
+    launching: float
     copies: float
     wire: float
 
@@ -112,6 +116,7 @@ def step_time(sizes: ModelSizes, job: Job, plan: MemoryPlan, machine: Machine, *
         ("exchange", sum(x.exchange for x in layers), "all-to-alls that no attention hides"),
         ("ring", sum(x.ring for x in layers), "turns that outlast their attention"),
         ("weights", sum(x.weights for x in layers) + step.root_weights(), "gathers and reductions that show"),
+        ("launching", sum(x.launching for x in layers), "the device waits for its host, which fetches weights"),
         ("host copies", sum(x.copies for x in layers), "saved tensors' way out and back, where it shows"),
     ]
     terms = [TimeTerm(name, passes * seconds, meaning) for name, seconds, meaning in over]
@@ -143,6 +148,8 @@ class _Step:
         first, second = self._elementwise(layer, mode)
         exchange, ring, wire = self._wires(mode, forward, backward)
         computing = forward + product + first, backward + weight_passes * product + again + second
+        moving = self._weights(layer, mode)
+        busy = [max(pair) for pair in zip(computing, moving, strict=True)]
         return _Layer(
             attention_forward=forward,
             attention_backward=backward,
@@ -151,7 +158,8 @@ class _Step:
             elementwise=first + second,
             exchange=exchange,
             ring=ring,
-            weights=self._weights(layer, mode, *computing),
+            weights=sum(busy) - sum(computing),
+            launching=sum(max(0.0, least - s) for least, s in zip(self._launching(mode), busy, strict=True)),
             copies=self._copies(layer, mode, *computing) if away else 0.0,
             wire=wire,
         )
@@ -218,19 +226,30 @@ class _Step:
         ]
         return shown, sum(ring), whole
 
-    def _weights(self, layer: LayerSizes, mode: LayerMode, forward: float, backward: float) -> float:
+    def _weights(self, layer: LayerSizes, mode: LayerMode) -> tuple[float, float]:
         """Gathers for both passes (a third to rebuild), gradients reduced in fp32, to and from the host if they live
         there; the next layer's run beside this one's work."""
+        if not self.job.gathers:
+            return 0.0, 0.0
+        gather, reduce = self._moved(layer.parameters)
+        return gather, gather * (2 if mode == "rebuild" else 1) + reduce
+
+    def _moved(self, parameters: int) -> tuple[float, float]:
+        """Seconds to gather so many weights, and to reduce their gradients."""
         job = self.job
-        if not job.gathers:
-            return 0.0
-        trained = 0 if self.sizes.adapters else layer.parameters
-        gather = gather_s(self.machine, job, layer.parameters * job.compute_bytes)
-        gather += layer.parameters * job.weight_bytes / job.shards / self.copy if job.weights_on_host else 0.0
+        trained = 0 if self.sizes.adapters else parameters
+        gather = gather_s(self.machine, job, parameters * job.compute_bytes)
+        gather += parameters * job.weight_bytes / job.shards / self.copy if job.weights_on_host else 0.0
         reduce = gather_s(self.machine, job, trained * FP32) + copies_s(self.machine, job, trained * FP32)
         reduce += trained * job.gradient_bytes / job.shards / self.copy if job.gradients_on_host else 0.0
-        rebuilt = gather if mode == "rebuild" else 0.0
-        return max(0.0, gather - forward) + max(0.0, gather + rebuilt + reduce - backward)
+        return gather, reduce
+
+    def _launching(self, mode: LayerMode) -> tuple[float, float]:
+        """What the host takes to launch a layer's two passes, where that can be longer than they run."""
+        if not (self.job.gathers and self.job.weights_on_host):
+            return 0.0, 0.0
+        again = {"keep": 0, "save": 1, "rebuild": 2, "recompute": 1}[mode]
+        return LAUNCH_FORWARD, LAUNCH_BACKWARD + again * LAUNCH_AGAIN
 
     def _copies(self, layer: LayerSizes, mode: LayerMode, forward: float, backward: float) -> float:
         moved = sum(saved(self.flow, layer, mode, tiled=self.tiles > 1)) / self.copy
@@ -238,12 +257,12 @@ class _Step:
 
     def root_weights(self) -> float:
         """Embedding, head and the first layer: nothing runs beside their gathering, nor beside the last reduction."""
-        job, root = self.job, self.sizes.root
-        if not job.gathers:
+        root = self.sizes.root
+        if not self.job.gathers:
             return 0.0
-        trained = 0 if self.sizes.adapters else root
-        gather = gather_s(self.machine, job, (root + self.sizes.layers[0].parameters) * job.compute_bytes)
-        return 2 * gather + gather_s(self.machine, job, trained * FP32)
+        gather, _ = self._moved(root + self.sizes.layers[0].parameters)
+        _, reduce = self._moved(root)
+        return 2 * gather + reduce
 
     def head(self) -> tuple[float, float]:
         """The head's products, each once, and the bytes of the loss, both ways at once."""

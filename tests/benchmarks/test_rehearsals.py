@@ -127,6 +127,13 @@ def test_the_plan_agrees_with_what_was_rehearsed() -> None:
         assert abs(today["time_error"]) <= PREDICTED_STEP, rehearsal_cells.name_of(c)
 
 
+def test_steps_that_wait_for_their_host_are_planned_so() -> None:
+    """All states on the host, from 8K tokens, where launching takes most of a step, to a million."""
+    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
+    for c in (c for c in cells if "memory.on_host=everything" in c["settings"]):
+        assert abs(rehearsal_plan.planned_anew(c)["time_error"]) <= PREDICTED_STEP, rehearsal_cells.name_of(c)
+
+
 def test_what_is_promised_of_a_capped_card_and_of_a_million_tokens_was_rehearsed() -> None:
     cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
     capped = {show_length(c["length"]): c for c in cells if c["group"] == "capped"}

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from ithaca.cli.plan_inputs import read_machine
-from ithaca.cli.rehearse import _usual_world, one_length, read_model_config
+from ithaca.cli.rehearse import _machine, _usual_world, one_length, read_model_config
 from ithaca.cli.rehearse_page import page
 from ithaca.config import load_run
 from ithaca.mesh import init_mesh
@@ -152,6 +152,13 @@ def test_a_name_of_the_table_is_its_architecture() -> None:
     assert known_config("no such model") is None
 
 
+@pytest.mark.parametrize("gpus", ["H200", "8xH200", "8 x H200", "16xH200"])
+def test_the_card_may_have_the_jobs_number_before_it(gpus: str) -> None:
+    """As `ithaca plan` takes it."""
+    machine = _machine(gpus, 16 if gpus.startswith("16") else 8, None, None, None)
+    assert (machine.device.name, machine.gpus, machine.nodes) == ("H200", 8, 2 if gpus.startswith("16") else 1)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -163,6 +170,8 @@ def test_a_name_of_the_table_is_its_architecture() -> None:
         (("--stage", "9"), "the run has stages 1 to"),
         (("--world", "12"), "more than 8 ranks are whole nodes of 8"),
         (("--gpus", "H900"), "nearest are"),
+        (("--gpus", "1xH200", "--world", "2"), "the job has 2 ranks: leave the number away, or add --world 1"),
+        (("--gpus", "8xH200,H100"), "--gpus 8xH200,H100: write a number and one card"),
         (("missing.yaml",), "does not exist"),
         (("memory.plan=none", "--world", "2"), "has no plan to compare with"),
         (("--length", "far"), "--length"),

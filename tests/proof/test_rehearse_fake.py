@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.attention.kernels import blockwise
 from ithaca.config import Optimizer
 from ithaca.mesh import init_mesh
 from ithaca.planning.plan import MemoryPlan
@@ -39,6 +40,27 @@ def test_fake_tensors_have_the_bytes_of_real_ones_under_every_mode(plan: MemoryP
     assert (fake.pinned, fake.host) == (real.pinned, real.host)
     # Ranks also agree on a real batch, by sums.
     assert fake.sent | {"all-reduce": 0} == real.sent | {"all-reduce": 0}
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_of_attention_in_blocks_a_fake_one_runs_the_largest(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and softcaps: a block has the bytes of all, and a million tokens have tens of thousands."""
+    blocks: list[int] = []
+    monkeypatch.setattr(blockwise, "BLOCK_SCORES", 2**12)
+    monkeypatch.setattr(blockwise, "_grouped", _counted(blockwise._grouped, blocks))
+    real, ran = figures(SAVE, kind), len(blocks)
+    fake = figures(SAVE, kind, fake=True)
+    assert fake.kinds["backward"] == real.kinds["backward"]
+    assert abs(fake.peaks["forward"] - real.peaks["forward"]) <= 3 * LENGTH * 8
+    assert (len(blocks) - ran) * 2 < ran
+
+
+def _counted(run: Callable[..., torch.Tensor], calls: list[int]) -> Callable[..., torch.Tensor]:
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        return run(*args)
+
+    return counted
 
 
 def test_no_state_of_a_generator_is_faked() -> None:

@@ -7,10 +7,11 @@ number of queries in it keeps its scores within a fixed size. Scores are fp32, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ithaca.attention.kernels.base import DenseOnly, check_groups
 from ithaca.attention.kernels.interface import AttentionSpec
@@ -33,11 +34,7 @@ class BlockwiseKernel(DenseOnly):
         out_BShE = q_BShD.new_empty(batch, length, heads, v_BSkE.shape[-1])
         lse_BhS = q_BShD.new_empty((batch, heads, length), dtype=_exact(q_BShD.dtype))
         for queries, keys in _blocks(q_BShD, spec):
-            q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
-            scores, _ = _scores(q, k, queries, keys, spec)
-            lse = scores.logsumexp(-1)
-            out_BShE[:, queries] = _flat((scores - lse[..., None]).exp() @ v).to(out_BShE.dtype)
-            lse_BhS[:, :, queries] = lse.flatten(1, 2)
+            _attend(out_BShE, lse_BhS, q_BShD, k_BSkD, v_BSkE, queries, keys, spec)
         return out_BShE, lse_BhS
 
     def backward(
@@ -55,26 +52,74 @@ class BlockwiseKernel(DenseOnly):
         dk_BkSD, dv_BkSE = (
             torch.zeros(x.transpose(1, 2).shape, dtype=exact, device=x.device) for x in (k_BSkD, v_BSkE)
         )
+        grads = dq_BShD, dk_BkSD, dv_BkSE
         for queries, keys in _blocks(q_BShD, spec):
-            q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
-            dout, out = _grouped(dout_BShE, queries, k_BSkD), _grouped(out_BShE, queries, k_BSkD)
-            scores, slope = _scores(q, k, queries, keys, spec)
-            lse = lse_BhS[:, :, queries].to(exact).unflatten(1, (k_BSkD.shape[2], -1))
-            p = (scores - lse[..., None]).exp_()
-            dscores = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
-            dscores *= spec.scale if slope is None else slope * spec.scale
-            dq_BShD[:, queries] = _flat(dscores @ k).to(dq_BShD.dtype)
-            dk_BkSD[:, :, keys] += (dscores.transpose(-1, -2) @ q).sum(2)
-            dv_BkSE[:, :, keys] += (p.transpose(-1, -2) @ dout).sum(2)
+            _attend_backward(grads, dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, queries, keys, spec)
         return dq_BShD, dk_BkSD.transpose(1, 2).to(k_BSkD.dtype), dv_BkSE.transpose(1, 2).to(v_BSkE.dtype)
+
+
+# A function for each, so that a block is gone when the next one begins.
+def _attend(
+    out_BShE: Tensor,
+    lse_BhS: Tensor,
+    q_BShD: Tensor,
+    k_BSkD: Tensor,
+    v_BSkE: Tensor,
+    queries: slice,
+    keys: slice,
+    spec: AttentionSpec,
+) -> None:
+    """One block of queries, into `out` and `lse`."""
+    q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
+    scores, _ = _scores(q, k, queries, keys, spec)
+    lse = scores.logsumexp(-1)
+    out_BShE[:, queries] = _flat((scores - lse[..., None]).exp() @ v).to(out_BShE.dtype)
+    lse_BhS[:, :, queries] = lse.flatten(1, 2)
+
+
+def _attend_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    dout_BShE: Tensor,
+    q_BShD: Tensor,
+    k_BSkD: Tensor,
+    v_BSkE: Tensor,
+    out_BShE: Tensor,
+    lse_BhS: Tensor,
+    queries: slice,
+    keys: slice,
+    spec: AttentionSpec,
+) -> None:
+    """One block of queries: its dq, and what it adds to dk and dv."""
+    dq_BShD, dk_BkSD, dv_BkSE = grads
+    q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
+    dout, out = _grouped(dout_BShE, queries, k_BSkD), _grouped(out_BShE, queries, k_BSkD)
+    scores, slope = _scores(q, k, queries, keys, spec)
+    lse = lse_BhS[:, :, queries].to(dk_BkSD.dtype).unflatten(1, (k_BSkD.shape[2], -1))
+    p = (scores - lse[..., None]).exp_()
+    dscores = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
+    dscores *= spec.scale if slope is None else slope * spec.scale
+    dq_BShD[:, queries] = _flat(dscores @ k).to(dq_BShD.dtype)
+    dk_BkSD[:, :, keys] += (dscores.transpose(-1, -2) @ q).sum(2)
+    dv_BkSE[:, :, keys] += (p.transpose(-1, -2) @ dout).sum(2)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _blocks(q_BShD: Tensor, spec: AttentionSpec) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of them sees."""
+def _blocks(q_BShD: Tensor, spec: AttentionSpec) -> Iterable[tuple[slice, slice]]:
+    """Blocks of queries, each with the keys that any of them sees; of tensors without values only the largest, which
+    has all that can be asked of them: how much memory they take."""
+    blocks = _all_blocks(q_BShD, spec)
+    return [max(blocks, key=_pairs)] if isinstance(q_BShD, FakeTensor) else blocks
+
+
+def _pairs(block: tuple[slice, slice]) -> int:
+    queries, keys = block
+    return int((queries.stop - queries.start) * (keys.stop - keys.start))
+
+
+def _all_blocks(q_BShD: Tensor, spec: AttentionSpec) -> Iterator[tuple[slice, slice]]:
     batch, length, heads, _ = q_BShD.shape
     rows = min(1024, max(16, BLOCK_SCORES // (batch * heads * length)))
     for start in range(0, length, rows):
