@@ -121,8 +121,8 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     attention = (qkv, flow.out, flow.lse, _normed(flow, layer), flow.out if arrived else 0)
     if not _keeps_mlp(layer, mode, tiled=tiled):
         # What the first norm leaves (q, k, v are made of its output), and the input of the second, which runs again.
-        return _norms(flow) // 2 + flow.x, *attention
-    return _norms(flow), *attention, _kept_wide(flow, layer, mode, tiled=tiled)
+        return _norms(flow, layer) // 2 + flow.x, *attention
+    return _norms(flow, layer), *attention, _kept_wide(flow, layer, mode, tiled=tiled)
 
 
 def _kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
@@ -139,14 +139,18 @@ def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, til
     and the projection's input where that is not attention's own output."""
     if mode != "keep":
         return 0
-    norm = flow.x if not _keeps_mlp(layer, mode, tiled=tiled) else _norms(flow) // 2
+    norm = flow.x if not _keeps_mlp(layer, mode, tiled=tiled) else _norms(flow, layer) // 2
     return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (flow.out if flow.arrives else 0)
 
 
-def _norms(flow: Flow) -> int:
-    """What a layer's two norms leave, each its input and its output; uncompiled also the input in fp32 and the
-    normalised values."""
-    return 4 * flow.x if flow.fused else 2 * (flow.tokens * flow.hidden * FP32 + 2 * flow.x)
+def _norms(flow: Flow, layer: LayerSizes) -> int:
+    """What a layer's norms leave: of those before attention and MLP input and output, of those after them the input;
+    uncompiled also the input in fp32 and the normalised values, where it is no LayerNorm, which is one operator."""
+    before, after = (2, 2) if layer.sandwiched else (2, 0)
+    if flow.fused or not layer.gated:
+        return (2 * before + after) * flow.x
+    wide = flow.tokens * flow.hidden * FP32
+    return before * (wide + 2 * flow.x) + after * (wide + flow.x)
 
 
 def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:

@@ -17,8 +17,8 @@ Edge = tuple[int, int]
 _QKV_BIAS_ALWAYS = ("qwen2",)
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
 _WHOLE_HEAD_NORMS = ("olmo2", "olmo3")
-_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3")
-_NORM_AFTER_MLP = (*_FOUR_NORMS, "olmo2", "olmo3", "glm4")
+_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
+_NORM_AFTER_MLP = (*_FOUR_NORMS, "olmo2", "olmo3")
 # Norms and linear maps with biases, and an MLP without a gate.
 PLAIN = ("starcoder2", "gpt2", "gpt_bigcode")
 _EXPERTS_OF_FULL_WIDTH = ("mixtral", "gpt_oss")
@@ -31,7 +31,8 @@ class LayerSizes:
     `width`: intermediate values of a token, over all experts it visits. `active`: MLP parameters it meets.
     `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add. `normed`: values of a token
     that norms inside attention take: of queries and keys, or of what those are made from. `last`: MLP parameters whose
-    product only the residual stream takes, so that no gradient needs its value.
+    product only the residual stream takes, so that no gradient needs its value. `sandwiched`: what attention and MLP
+    give is normed too, beside what they take.
     """
 
     attention: int
@@ -46,6 +47,7 @@ class LayerSizes:
     linear_edges: int
     normed: int = 0
     last: int = 0
+    sandwiched: bool = False
 
     @property
     def parameters(self) -> int:
@@ -71,6 +73,7 @@ def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> L
         linear_edges=sum(map(sum, edges)) + sum(map(sum, block.edges)),
         normed=_normed(config, key_size),
         last=0 if block.experts or kind in _NORM_AFTER_MLP else block.width * hidden,
+        sandwiched=kind in _FOUR_NORMS,
     )
 
 

@@ -91,6 +91,15 @@ def test_a_job_with_everything_on_the_host_is_the_plans() -> None:
     assert result.host == pytest.approx(result.predicted.memory.host_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4", "starcoder2"])
+def test_the_plan_knows_experts_norms_after_and_layer_norms(kind: str) -> None:
+    """As the CPU's operators keep them."""
+    like = asked(None, 12, fake=True, precision="mixed", stages=[{"length": 2048, "steps": 1, "batch": 1}])
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": None}
+    result = rehearse(replace(like, config=small_config(kind, num_hidden_layers=12, **sizes)))
+    assert abs(result.memory_error) < TRACED_MEMORY
+
+
 def in_8_bits(numbers: int) -> int:
     """Both moments: codes, a scale for each 256 of them and their 256 values; small or odd ones whole."""
     coded = numbers >= 4096 and numbers % 256 == 0
