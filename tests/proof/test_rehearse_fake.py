@@ -91,6 +91,7 @@ def test_a_job_with_everything_on_the_host_is_the_plans() -> None:
     assert result.host == pytest.approx(result.predicted.memory.host_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4", "starcoder2"])
 def test_the_plan_knows_experts_norms_after_and_layer_norms(kind: str) -> None:
     """As the CPU's operators keep them."""
