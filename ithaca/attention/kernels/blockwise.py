@@ -33,8 +33,17 @@ class BlockwiseKernel(DenseOnly):
         batch, length, heads, _ = q_BShD.shape
         out_BShE = q_BShD.new_empty(batch, length, heads, v_BSkE.shape[-1])
         lse_BhS = q_BShD.new_empty((batch, heads, length), dtype=_exact(q_BShD.dtype))
+
+        # A function, so that a block is gone when the next one begins.
+        def attend(queries: slice, keys: slice) -> None:
+            q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
+            scores, _ = _scores(q, k, queries, keys, spec)
+            lse = scores.logsumexp(-1)
+            out_BShE[:, queries] = _flat((scores - lse[..., None]).exp() @ v).to(out_BShE.dtype)
+            lse_BhS[:, :, queries] = lse.flatten(1, 2)
+
         for queries, keys in _blocks(q_BShD, spec):
-            _attend(out_BShE, lse_BhS, q_BShD, k_BSkD, v_BSkE, queries, keys, spec)
+            attend(queries, keys)
         return out_BShE, lse_BhS
 
     def backward(
@@ -52,55 +61,22 @@ class BlockwiseKernel(DenseOnly):
         dk_BkSD, dv_BkSE = (
             torch.zeros(x.transpose(1, 2).shape, dtype=exact, device=x.device) for x in (k_BSkD, v_BSkE)
         )
-        grads = dq_BShD, dk_BkSD, dv_BkSE
+
+        def attend_backward(queries: slice, keys: slice) -> None:
+            q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
+            dout, out = _grouped(dout_BShE, queries, k_BSkD), _grouped(out_BShE, queries, k_BSkD)
+            scores, slope = _scores(q, k, queries, keys, spec)
+            lse = lse_BhS[:, :, queries].to(exact).unflatten(1, (k_BSkD.shape[2], -1))
+            p = (scores - lse[..., None]).exp_()
+            dscores = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
+            dscores *= spec.scale if slope is None else slope * spec.scale
+            dq_BShD[:, queries] = _flat(dscores @ k).to(dq_BShD.dtype)
+            dk_BkSD[:, :, keys] += (dscores.transpose(-1, -2) @ q).sum(2)
+            dv_BkSE[:, :, keys] += (p.transpose(-1, -2) @ dout).sum(2)
+
         for queries, keys in _blocks(q_BShD, spec):
-            _attend_backward(grads, dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, queries, keys, spec)
+            attend_backward(queries, keys)
         return dq_BShD, dk_BkSD.transpose(1, 2).to(k_BSkD.dtype), dv_BkSE.transpose(1, 2).to(v_BSkE.dtype)
-
-
-# A function for each, so that a block is gone when the next one begins.
-def _attend(
-    out_BShE: Tensor,
-    lse_BhS: Tensor,
-    q_BShD: Tensor,
-    k_BSkD: Tensor,
-    v_BSkE: Tensor,
-    queries: slice,
-    keys: slice,
-    spec: AttentionSpec,
-) -> None:
-    """One block of queries, into `out` and `lse`."""
-    q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
-    scores, _ = _scores(q, k, queries, keys, spec)
-    lse = scores.logsumexp(-1)
-    out_BShE[:, queries] = _flat((scores - lse[..., None]).exp() @ v).to(out_BShE.dtype)
-    lse_BhS[:, :, queries] = lse.flatten(1, 2)
-
-
-def _attend_backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    dout_BShE: Tensor,
-    q_BShD: Tensor,
-    k_BSkD: Tensor,
-    v_BSkE: Tensor,
-    out_BShE: Tensor,
-    lse_BhS: Tensor,
-    queries: slice,
-    keys: slice,
-    spec: AttentionSpec,
-) -> None:
-    """One block of queries: its dq, and what it adds to dk and dv."""
-    dq_BShD, dk_BkSD, dv_BkSE = grads
-    q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
-    dout, out = _grouped(dout_BShE, queries, k_BSkD), _grouped(out_BShE, queries, k_BSkD)
-    scores, slope = _scores(q, k, queries, keys, spec)
-    lse = lse_BhS[:, :, queries].to(dk_BkSD.dtype).unflatten(1, (k_BSkD.shape[2], -1))
-    p = (scores - lse[..., None]).exp_()
-    dscores = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
-    dscores *= spec.scale if slope is None else slope * spec.scale
-    dq_BShD[:, queries] = _flat(dscores @ k).to(dq_BShD.dtype)
-    dk_BkSD[:, :, keys] += (dscores.transpose(-1, -2) @ q).sum(2)
-    dv_BkSE[:, :, keys] += (p.transpose(-1, -2) @ dout).sum(2)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
