@@ -158,7 +158,7 @@ class _HeadLoss(torch.autograd.Function):
             total += loss_t.sum(dtype=torch.float64)
             if losses_BL is not None:
                 losses_BL.view(-1)[span] = loss_t
-            grads.add(span, dlogits_tV)
+            grads.add(span, hidden_TC[span], dlogits_tV)
             # Gone before the next tile's logits come.
             del dlogits_tV
         ctx.grads = grads
@@ -179,20 +179,23 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Gradients:
-    """Gradients of a loss of weight one, gathered tile by tile; the weight's in fp32."""
+    """Gradients of a loss of weight one, gathered tile by tile; the weight's in fp32.
+
+    They wait as long as the loss does, all through backward: hidden states would be kept with them for nothing.
+    """
 
     def __init__(self, hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, wants: tuple[bool, ...]) -> None:
-        self.hidden_TC, self.weight_VC = hidden_TC, weight_VC
+        self.weight_VC = weight_VC
         exact = torch.promote_types(weight_VC.dtype, torch.float32)
         self.hidden = torch.empty_like(hidden_TC) if wants[0] else None
         self.weight = torch.zeros_like(weight_VC, dtype=exact) if wants[1] else None
         self.bias = torch.zeros_like(bias_V, dtype=exact) if wants[2] and bias_V is not None else None
 
-    def add(self, span: slice, dlogits_tV: Tensor) -> None:
+    def add(self, span: slice, hidden_tC: Tensor, dlogits_tV: Tensor) -> None:
         if self.hidden is not None:
             torch.matmul(dlogits_tV, self.weight_VC, out=self.hidden[span])
         if self.weight is not None:
-            _add_product(self.weight, dlogits_tV.t(), self.hidden_TC[span])
+            _add_product(self.weight, dlogits_tV.t(), hidden_tC)
         if self.bias is not None:
             self.bias += dlogits_tV.sum(0)
 

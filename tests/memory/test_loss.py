@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from ithaca.memory.loss import IGNORE, LossSpec, head_loss
@@ -92,6 +93,20 @@ def test_no_more_logits_than_a_tile() -> None:
         total, _ = head_loss(*leaves, None, targets, 4, LossSpec())
         total.backward()
     assert longest == 6, "the transposed weight; a tile has 4 tokens, the whole 22"
+
+
+def test_hidden_states_do_not_wait_for_backward() -> None:
+    """The loss is there until backward ends: what its gradients were made of need not be."""
+    (hidden, weight), targets = operands(bias=False)
+    normed = hidden * 2
+    storage = StorageWeakRef(normed.untyped_storage())
+    total, _ = head_loss(normed, weight, None, targets, 4, LossSpec())
+    assert not storage.expired()
+    del normed
+    assert storage.expired()
+    expected = torch.autograd.grad(whole(hidden * 2, weight, None, targets, LossSpec()), [hidden, weight])
+    for got, want in zip(torch.autograd.grad(total, [hidden, weight]), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=FP64, atol=FP64)
 
 
 def test_a_tile_is_gone_before_the_next_one_comes() -> None:
