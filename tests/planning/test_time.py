@@ -32,7 +32,7 @@ from tests.tolerances import PREDICTED_STEP
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 CELLS: list[dict[str, Any]] = [
-    cell for cell in json.loads((RESULTS / "step_again.json").read_text())["cells"] if cell["system"] == "ithaca"
+    cell for cell in json.loads((RESULTS / "step.json").read_text())["cells"] if cell["system"] == "ithaca"
 ]
 ONE_H200 = machine("H200", gpus=1)
 
