@@ -98,6 +98,10 @@ def test_the_run_shown_is_the_one_measured() -> None:
     assert f"{share} of the card's peak, {run['memory_gib']['peak']:.1f} GiB allocated" in page
     assert f"adds {found['overhead']['overhead']:.1%};" in page
     assert f"divides too it adds {found['overhead']['outside']:.1%}." in page
+    cold, slower = found["overhead_at_start"], found["overhead_at_start"]["bare_s"] / found["overhead"]["bare_s"] - 1
+    assert (
+        f"the bare loop took {slower:.0%} longer, it was {cold['overhead']:.1%}, and {cold['outside']:.1%} of" in page
+    )
 
 
 def test_what_is_said_of_rehearsals_is_in_their_file() -> None:
