@@ -90,19 +90,20 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dout: Tensor | None) -> tuple[Tensor | None, ...]:
         x_BLC, *wanted = ctx.saved_tensors
-        dx_BLC = torch.empty_like(x_BLC) if ctx.needs_input_grad[0] else None
+        inward, spans = ctx.needs_input_grad[0], ctx.unit.spans(x_BLC)
         sums: list[Tensor | None] = [None] * len(wanted)
-        spans = ctx.unit.spans(x_BLC)
         with nullcontext() if ctx.rng is None else ctx.rng.again():
+            if len(spans) == 1:
+                dx_BLC, *sums = _tile_gradients(ctx.unit, x_BLC, spans[0], dout, wanted, inward=inward)
+                return dx_BLC, None, None, *sums
+            dx_BLC = torch.empty_like(x_BLC) if inward else None
             for span in spans:
-                grads = _tile_gradients(ctx.unit, x_BLC, span, dout, wanted, inward=dx_BLC is not None)
+                dx_BtC, *grads = _tile_gradients(ctx.unit, x_BLC, span, dout, wanted, inward=inward)
                 if dx_BLC is not None:
-                    dx_BtC = grads.pop(0)
                     dx_BLC[:, span] = 0 if dx_BtC is None else dx_BtC
-                    del dx_BtC
-                _add(sums, grads, only=len(spans) == 1)
+                _add(sums, grads)
                 # Gone before the next tile's come.
-                del grads
+                del dx_BtC, grads
         totals = [None if total is None else total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)]
         return (dx_BLC, None, None, *totals)
 
@@ -110,20 +111,22 @@ class _Tiled(torch.autograd.Function):
 def _tile_gradients(
     unit: Unit, x_BLC: Tensor, span: slice, dout: tuple[Tensor | None, ...], wanted: list[Tensor], *, inward: bool
 ) -> list[Tensor | None]:
-    """Gradients of one tile, its input's first if `inward`."""
+    """Gradients of one tile: its input's, None unless `inward`, and those of what is `wanted`."""
     x_BtC = x_BLC[:, span].contiguous().detach().requires_grad_(inward)
     if unit.gradients is not None and dout[0] is not None:
-        return unit.gradients(x_BtC, dout[0][:, span])
+        grads = unit.gradients(x_BtC, dout[0][:, span])
+        return grads if inward else [None, *grads]
     with torch.enable_grad():
         outputs = unit.pieces(x_BtC)
     pairs = [(o, d[:, span]) for o, d in zip(outputs, dout, strict=True) if o.requires_grad and d is not None]
     inputs = [*([x_BtC] if inward else []), *wanted]
     ends, seeds = [o for o, _ in pairs], [d for _, d in pairs]
-    return list(torch.autograd.grad(ends, inputs, seeds, allow_unused=True))
+    grads = list(torch.autograd.grad(ends, inputs, seeds, allow_unused=True))
+    return grads if inward else [None, *grads]
 
 
-def _add(sums: list[Tensor | None], grads: list[Tensor | None], *, only: bool) -> None:
-    """Add a tile's weight gradients, in fp32 where there is more than one tile."""
+def _add(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
+    """Add a tile's weight gradients in fp32."""
     for index, grad in enumerate(grads):
         if grad is None:
             continue
@@ -131,4 +134,4 @@ def _add(sums: list[Tensor | None], grads: list[Tensor | None], *, only: bool) -
         if total is not None:
             total += grad
         else:
-            sums[index] = grad if only else grad.to(torch.promote_types(grad.dtype, torch.float32))
+            sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))

@@ -209,8 +209,10 @@ def _group_work(flow: Flow, *, kept: bool = False) -> list[Piece]:
     if flow.arrives:
         copies = [_one_exchange(flow, kept=kept)]
     elif flow.groups > 1 and not flow.alone:
-        formula = f"4 {row}: received, dense, the next group's two; 2 of dq, dk, dv returning"
-        copies = [Piece("exchange", 4 * bundle + 2 * results, formula)]
+        # Of two groups the first has no results before it, the second no buffers behind it.
+        returning = 2 * results if flow.groups > 2 else 0
+        formula = f"4 {row}: received, dense, the next group's two; of three groups on 2 of dq, dk, dv returning"
+        copies = [Piece("exchange", 4 * bundle + returning, formula)]
     else:
         # One group on one rank: the kernel takes the tensors as they are.
         copies = [Piece("head group", bundle, f"{row}: dense")] if flow.groups > 1 else []
@@ -247,13 +249,15 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     """
     tokens = min(tile, flow.tokens)
     tiled = tokens < flow.tokens
-    streams = 2 if mode == "keep" else 4
-    pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_MLP_STREAMS[mode == 'keep']}")]
-    if mode != "keep":
-        pieces += _queries(flow, layer)
     # Forward values that are kept are already among the saved ones.
     kept = _keeps_mlp(layer, mode, tiled=tiled)
-    values, narrow = _wide_values(layer, fused=flow.fused, kept=kept), 1 if kept else 4
+    lasting = _MLP_STREAMS[mode == "keep"][: None if tiled or kept else -1]
+    pieces = [Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}")]
+    if mode != "keep":
+        pieces += _queries(flow, layer)
+    # Compiled, one tile of all tokens has only the norm's output beside the wide values; its input is no copy.
+    narrow = 1 if kept or (flow.fused and not tiled) else 4
+    values = _wide_values(layer, fused=flow.fused, kept=kept)
     wide = (values * layer.width + narrow * flow.hidden) * flow.c
     tile_bytes, formula = tokens * wide, f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
     if layer.experts:
@@ -265,9 +269,10 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     return pieces
 
 
+# The last of them is there from the start where tiles fill it one by one.
 _MLP_STREAMS = {
-    True: "the MLP's gradient, its input's",
-    False: "norm's output, the MLP's input, the layer's gradient, the MLP's input gradient",
+    True: ("the MLP's gradient", "its input's"),
+    False: ("norm's output", "the MLP's input", "the layer's gradient", "the MLP's input gradient"),
 }
 
 

@@ -197,6 +197,27 @@ def test_head_groups_cut_the_workspace() -> None:
     assert memory_of(B8, BARE, plan(groups=64)) == memory_of(B8, BARE, plan(groups=8))
 
 
+def test_an_mlp_in_one_tile_has_no_gradient_beside_its_own() -> None:
+    """Beside gate, up, product and a gradient of 3.5 GiB: both norms' outputs, the MLP's input, the layer's gradient."""
+    flow, layer = Flow.of(B8, BARE, 1), B8.layers[0]
+    pieces = {p.name: p.bytes / GIB for p in mlp_work(flow, layer, "save", 128 * K, trains=True, reduces=True)}
+    assert pieces == {"residual stream": 3, "q, k, v": 1.5, "MLP tile": 4 * 3.5 + 1}
+    # Tiles fill the input's gradient one by one: it is there from the start.
+    tiled = {p.name: p.bytes / GIB for p in mlp_work(flow, layer, "save", 64 * K, trains=False, reduces=True)}
+    assert tiled["residual stream"] == 4
+
+
+def test_of_two_head_groups_the_second_has_none_behind_it() -> None:
+    """Results return beside the next group's buffers: that takes a third group."""
+    among = replace(BARE, sp=2)
+    two, four = (
+        {p.name: p.bytes / GIB for p in attention_work(Flow.of(B8, among, n), B8.layers[0], "save")} for n in (2, 4)
+    )
+    # 8 and 4 of 32 query heads, 2 and 1 of 8 kv heads over all tokens: bundles of 0.875 GiB, half of that.
+    assert two["exchange"] == 4 * 0.875
+    assert four["exchange"] == 4 * 0.4375 + 2 * 0.1875
+
+
 def test_a_chain_holds_the_inputs_it_rebuilt() -> None:
     modes: tuple[LayerMode, ...] = ("recompute", "rebuild", "rebuild", "rebuild") * 8
     chained = MemoryPlan(modes, (True,) * 32, mlp_tile=2048, loss_tile=2048, head_groups=8)

@@ -1,0 +1,36 @@
+"""What a unit gives back when all its tokens are one tile, and when they are several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ithaca.memory.tiles import Unit
+
+
+@pytest.mark.parametrize(("tile", "copied"), [(8, False), (4, True)])
+def test_the_gradient_of_one_tile_is_handed_on_as_it_is(tile: int, copied: bool) -> None:
+    """A second tensor of that size beside it would be one residual stream more at a layer's peak."""
+    made: list[Tensor] = []
+
+    def gradients(x_BtC: Tensor, dout_BtC: Tensor) -> list[Tensor | None]:
+        made.append(3 * dout_BtC)
+        return [made[-1]]
+
+    unit = Unit(lambda x_BtC: 3 * x_BtC, list, tile=tile, gradients=gradients)
+    x_BLC = torch.randn(1, 8, 2, requires_grad=True)
+    (dx_BLC,) = torch.autograd.grad(unit(x_BLC).sum(), x_BLC)
+    assert torch.equal(dx_BLC, torch.full((1, 8, 2), 3.0))
+    assert (dx_BLC.data_ptr() != made[0].data_ptr()) == copied
+
+
+@pytest.mark.parametrize("tile", [8, 4])
+def test_an_input_that_wants_no_gradient_gets_none(tile: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    unit = Unit(lambda x_BtC: x_BtC * weight, lambda: [weight], tile=tile)
+    x_BLC = torch.arange(16.0).view(1, 8, 2)
+    unit(x_BLC).sum().backward()
+    assert x_BLC.grad is None
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, x_BLC.sum((0, 1)))
