@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ithaca.attention import local as local_attention
 from ithaca.attention.kernels import choose
@@ -369,3 +371,28 @@ def test_a_pass_over_some_layers_leaves_the_next_one_whole(wanted: tuple[int, ..
         after.backward()
         assert ran == list(range(LAYERS))
         assert float(after.detach()) == float(before.detach())
+
+
+@pytest.mark.parametrize(
+    ("took", "counts"),
+    [
+        # A quick step: three more, and the one in the middle.
+        ((2.0, 9.0, 1.0, 1.5), 1.5),
+        # One or two more where no more fit into half a minute; of two the quicker.
+        ((14.0, 13.0, 12.0), 12.0),
+        ((21.0, 19.0), 19.0),
+        # A long one stands alone.
+        ((31.0,), 31.0),
+    ],
+)
+def test_quick_steps_are_run_again_and_the_median_counts(took: tuple[float, ...], counts: float) -> None:
+    """On a rented machine one step in some is held up by a neighbour, and the first by the driver."""
+    each = [Figures((0,), {"forward": t / 4, "backward": t * 3 / 4}, {}, round(t), 0, 0) for t in took]
+    steps = iter(each)
+    mesh: Any = SimpleNamespace(shards=1)
+    run = rehearse_step._Run(part(), (0,), nn.Module(), torch.optim.SGD([torch.zeros(1)]), mesh, None, [])
+    kept = {name: lambda *given: None for name in ("_step", "_pin_ahead", "_load_kernels")}
+    with patch.multiple(rehearse_step._Run, _timed=lambda self: next(steps), **kept):
+        got = run.on_device()
+    assert list(steps) == []
+    assert (got.step_s, got.reserved) == (counts, round(took[0]))
