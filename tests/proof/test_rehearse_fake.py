@@ -30,7 +30,11 @@ def figures(plan: MemoryPlan, kind: str = "llama", **changes: Any) -> Figures:
         return measure(replace(part(kind), **changes), range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
 
 
-@pytest.mark.parametrize("plan", [SAVE, MIXED, GROUPS], ids=["save", "mixed", "groups"])
+@pytest.mark.parametrize(
+    "plan",
+    [MIXED, *(pytest.param(each, marks=pytest.mark.slow) for each in (SAVE, GROUPS))],
+    ids=["mixed", "save", "groups"],
+)
 def test_fake_tensors_have_the_bytes_of_real_ones_under_every_mode(plan: MemoryPlan) -> None:
     real, fake = figures(plan), figures(plan, fake=True)
     assert fake.seconds == {}
@@ -42,6 +46,7 @@ def test_fake_tensors_have_the_bytes_of_real_ones_under_every_mode(plan: MemoryP
     assert fake.sent | {"all-reduce": 0} == real.sent | {"all-reduce": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 def test_of_attention_in_blocks_a_fake_one_runs_the_largest(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows and softcaps: a block has the bytes of all, and a million tokens have tens of thousands."""
@@ -70,7 +75,7 @@ def test_no_state_of_a_generator_is_faked() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("plan", [SAVE, MIXED], ids=["save", "mixed"])
+@pytest.mark.parametrize("plan", [MIXED, pytest.param(SAVE, marks=pytest.mark.slow)], ids=["mixed", "save"])
 def test_what_lives_on_the_host_counts_there(plan: MemoryPlan) -> None:
     here, away = figures(plan, fake=True), figures(plan, fake=True, on_host="everything", away=True)
     for phase, kinds in away.kinds.items():
@@ -107,6 +112,7 @@ def in_8_bits(numbers: int) -> int:
     return 2 * (numbers + numbers // 256 * 4 + 256 * 4 if coded else numbers * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "weights", "state"),
     [("adamw8bit", torch.float32, in_8_bits), ("bf16_sr", torch.bfloat16, lambda numbers: 2 * numbers * 2)],
