@@ -14,7 +14,8 @@ from ithaca.proof.small import LISTED, build, small_model
 from ithaca.proof.small_more import survey_config
 from ithaca.proof.survey_static import kinds
 
-EXACT = [kind for kind in kinds() if verdicts()[kind].get("memory") == "exact"]
+# A type that is newer than the survey has no verdict yet.
+EXACT = [kind for kind in kinds() if verdicts().get(kind, {}).get("memory") == "exact"]
 
 
 @pytest.mark.parametrize(
