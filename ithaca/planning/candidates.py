@@ -41,12 +41,12 @@ Prices = dict[LayerMode, list[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Candidates of interest cost less than `limit` and save no more bytes than `room`, nor than `at_end` says of how
-    their last layer is kept: so many layers behind the root of its chain, and that one's mode."""
+    """Candidates of interest cost less than `limit` and save no more bytes than `room`, nor up to a layer than `at` says of
+    how it is kept: its index, so many layers behind the root of its chain, and that one's mode."""
 
     room: float
     limit: float
-    at_end: Callable[[int, LayerMode], float] = lambda place, root: inf
+    at: Callable[[int, int, LayerMode], float] = lambda index, place, root: inf
 
 
 def given(frame: Frame, layers: Modes) -> Iterator[Candidate]:
@@ -107,7 +107,8 @@ class _Tally:
     """Cost and bytes of a candidate that is changed layer by layer, from all layers "save"."""
 
     def __init__(self, prices: Prices, bounds: Bounds) -> None:
-        self.prices, self.room, self.limit, self.at_end = prices, bounds.room, bounds.limit, bounds.at_end
+        self.prices, self.room, self.limit, self.at = prices, bounds.room, bounds.limit, bounds.at
+        self.last = len(prices["save"]) - 1
         self.cost, self.saved = _sum(iter(prices["save"]))
         # The most that one layer frees by recomputing its attention.
         self.most_freed = max(a[1] - b[1] for a, b in zip(prices["save"], prices["recompute"], strict=True))
@@ -119,7 +120,16 @@ class _Tally:
         self.cost, self.saved = self.cost + cost, self.saved + size
 
     def wanted(self, place: int, root: LayerMode) -> bool:
-        return self.cost < self.limit and self.saved <= self.room and self.saved <= self.at_end(place, root)
+        return self.cost < self.limit and self.saved <= self.room and self.saved <= self.at(self.last, place, root)
+
+    def wanted_before(self, roots: Sequence[int], last: LayerMode, before: LayerMode) -> bool:
+        """Whether what is saved when the last chain is done is wanted too, whose root is under `last`, the one's before it
+        under `before`: that chain may be the longer one, and gradients wait beside it."""
+        if len(roots) < 2:
+            return True
+        chain = self.prices["rebuild"][roots[-1] + 1 :]
+        saved = self.saved - self.prices[last][roots[-1]][1] - sum(size for _, size in chain)
+        return saved <= self.at(roots[-1] - 1, roots[-1] - 1 - roots[-2], before)
 
     def candidate(self, modes: Callable[[], Modes]) -> Candidate:
         return Candidate(self.cost, self.saved, modes)
@@ -170,7 +180,7 @@ def _recomputed_roots(base: _Tally, count: int, short: int, long: int, turn: int
     place = count - 1 - roots[-1]
     tally = copy(base)
     # Most families are too much whatever is recomputed; that is seen before they are gone through.
-    most = min(tally.room, max(tally.at_end(place, "save"), tally.at_end(place, "recompute")))
+    most = min(tally.room, max(tally.at(count - 1, place, root) for root in ("save", "recompute")))
     if tally.saved - len(roots) * tally.most_freed > most:
         return
     first, rest = (tuple(_rooted(count, set(roots), mode)) for mode in ("recompute", "save"))
@@ -178,7 +188,9 @@ def _recomputed_roots(base: _Tally, count: int, short: int, long: int, turn: int
         tally.change(root, "save", "recompute")
         if tally.cost >= tally.limit:
             return
-        if tally.wanted(place, "recompute" if again == len(roots) else "save"):
+        last: LayerMode = "recompute" if again == len(roots) else "save"
+        before: LayerMode = "recompute" if again >= len(roots) - 1 else "save"
+        if tally.wanted(place, last) and tally.wanted_before(roots, last, before):
             yield tally.candidate(partial(_turned, first, rest, root + 1))
 
 

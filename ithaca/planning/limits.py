@@ -44,21 +44,21 @@ class Limits:
         """No plan saves more: what the host takes away, and what the device has room for at the loss."""
         return self._away + self._resident
 
-    def saved_at(self, place: int, root: LayerMode) -> float:
-        """No plan saves more whose last layer is `place` layers behind the one it is rebuilt from, which is under `root`:
-        in backward the last layer comes first, and then that one, when nearly all saved tensors are still there. Below
+    def saved_at(self, index: int, place: int, root: LayerMode) -> float:
+        """No plan saves more in the layers up to `index`, which is `place` layers behind the one it is rebuilt from, which
+        is under `root`: backward comes to it first, and then to that one, when nearly all of them are still there. Below
         zero where not even their own would fit."""
         frame, mode = self.frame, "rebuild" if place else root
         free = self.device - frame.standing_bytes[mode == "rebuild"]
-        last, again = len(frame.kinds) - 1, frame.flow.anchor if root == "recompute" else 0
-        chain = sum(frame.saves(last - behind, "rebuild")[0] for behind in range(place))
+        again = frame.flow.anchor if root == "recompute" else 0
+        chain = sum(frame.saves(index - behind, "rebuild")[0] for behind in range(place))
         # A layer's own tensors are on the device whatever was offloaded, its chain's too, and the next one's to come.
-        beside = frame.saves(last - place, root)[0] + (self._least if last > place and mode != "keep" else 0)
-        most = self._room(last, mode, free) - place * frame.flow.x - again
+        beside = frame.saves(index - place, root)[0] + (self._least if index > place and mode != "keep" else 0)
+        most = self._room(index, mode, free) - place * frame.flow.x - again
         if most < chain + beside:
             return -1
         if place:
-            at_root = self._room(last - place, root, free) - again
+            at_root = self._room(index - place, root, free) - again
             if at_root < beside:
                 return -1
             most = min(most, at_root + chain)

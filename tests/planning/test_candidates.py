@@ -141,8 +141,8 @@ def test_what_is_hopeless_has_no_plan(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_a_last_layer_leaves_out_does_not_fit(seed: int) -> None:
-    """Bounds that are told from the last layer alone, on devices and hosts on which some plans fit and some do not."""
+def test_what_the_last_chains_leave_out_does_not_fit(seed: int) -> None:
+    """Bounds that are told from the last layers alone, on devices and hosts on which some plans fit and some do not."""
     draw = random.Random(seed)
     sizes = draw.choice([SIX, WINDOWED, SIX.with_lora(8)])
     job = Job(draw.choice([64, 256]) * K, sp=draw.choice([1, 8]), accumulate=draw.random() < 0.5)
