@@ -20,6 +20,7 @@ from ithaca.integrations.settings import Settings
 from ithaca.integrations.state import SavePretrained
 from ithaca.mesh import Mesh
 from ithaca.models.binding import is_bound
+from ithaca.models.not_taken import checkpointing_off, is_checkpointing
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
 
@@ -76,9 +77,9 @@ class Preparation:
 
     def _map_checkpointing(self, model: nn.Module, base: Any) -> None:
         """`gradient_checkpointing=True` asks for memory: the memory plan gives it, with less recomputation."""
-        if self.settings.memory is None or not getattr(base, "is_gradient_checkpointing", False):
+        if self.settings.memory is None or not is_checkpointing(base):
             return
-        base.gradient_checkpointing_disable()
+        getattr(base, checkpointing_off(base))()
         if self.mesh.rank == 0:
             logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")
 

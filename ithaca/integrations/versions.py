@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ithaca.errors import UnsupportedError
 
 # major.minor of the releases the tests in tests/integrations were run with.
-TESTED = {"accelerate": ("1.15",), "transformers": ("5.22",), "trl": ("1.16",), "peft": ("0.21",)}
+TESTED = {"accelerate": ("1.15",), "transformers": ("5.22", "5.23"), "trl": ("1.16",), "peft": ("0.21",)}
 
 
 def check_versions(*, allow_untested: bool) -> None:

@@ -94,9 +94,8 @@ class Binding:
     @property
     def replays(self) -> bool:
         """Whether a pass made now runs layers again in its backward."""
-        return checkpoints(self.model) or (
-            self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers)
-        )
+        ours = self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers)
+        return ours or checkpoints(self.model)
 
     @contextmanager
     def accounting(self) -> Iterator[None]:

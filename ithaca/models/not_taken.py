@@ -42,7 +42,18 @@ def refuse_autocast(model: PreTrainedModel, device: str) -> None:
 
 def checkpoints(model: nn.Module) -> bool:
     """Whether transformers runs layers again."""
-    return model.training and bool(getattr(model, "is_gradient_checkpointing", False))
+    return model.training and is_checkpointing(model)
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """The flags themselves: transformers 5.23 gave its property and its calls another name."""
+    return any(module.__dict__.get("gradient_checkpointing", False) for module in model.modules())
+
+
+def checkpointing_off(model: nn.Module) -> str:
+    """What the call is named that turns it off."""
+    new = "activation_checkpointing_disable"
+    return new if hasattr(model, new) else "gradient_checkpointing_disable"
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
@@ -50,7 +61,7 @@ def refuse_checkpointing(model: nn.Module) -> None:
     if checkpoints(model):
         raise UnsupportedError(
             "transformers' gradient checkpointing is on beside Ithaca's memory modes, which replace it: call "
-            "model.gradient_checkpointing_disable(), or parallelize(..., memory=None)"
+            f"model.{checkpointing_off(model)}(), or parallelize(..., memory=None)"
         )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ithaca.models.fuse import Chain as CompiledChain
 from ithaca.models.fuse import WayBack, compiled_chain, compiled_way_back, weights_of
-from ithaca.models.hooks import hooked, hooked_weights
+from ithaca.models.hooks import hooked_inside
 from ithaca.models.roles import UnitRole
 
 
@@ -73,7 +73,7 @@ class UnitForward:
         for child in self.children:
             if getattr(child.__dict__.get("forward"), "own", None) is not self:
                 return True
-            if any(hooked(module) or hooked_weights(module) for module in child.modules()):
+            if hooked_inside(child):
                 return True
         return False
 
