@@ -9,7 +9,8 @@ overhead  a 1B at 8K tokens: steps of the trainer's loop (rows, norm and clippin
           optimizer that also divides the gradients, as the trainer's does when it clips; the three in turn over the
           same model, ten steps each and many times, as the machine's own speed comes and goes; before a round its rows
           are learned once uncounted, as kernels prepare for documents of lengths they have not met; medians of the
-          rounds' ratios
+          rounds' ratios. Besides, of the trainer's own steps, the share in which the device's clock stood outside
+          forward, backward and the optimizer: that needs no second loop to be as fast as it was
 run       a 1B at 64K tokens for 60 steps: loss, tokens/s, utilisation and memory of each step
 
 Llama-3.2-1B's sizes with random weights in fp32, computed in bf16, AdamW, clipped at 1. The documents are made on the
@@ -29,9 +30,11 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -104,6 +107,54 @@ def run_trainer(folder: Path, run: Path) -> list[dict[str, Any]]:
     return lines_of(folder)
 
 
+class Parts:
+    """The device's clock around each forward, backward and optimizer step of the trainer's loop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.spans = device, list[tuple[Any, Any]]()
+
+    def now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            began = self.now()
+            got = call(*args, **kwargs)
+            self.spans.append((began, self.now()))
+            return got
+
+        return clocked
+
+    @contextmanager
+    def clocking(self) -> Iterator[None]:
+        """Inside, the loop's calls are clocked."""
+        from ithaca.training import loop
+
+        forward, step = self.around(loop.causal_loss), self.around(loop.clipped_step)
+
+        def forward_and_backward(*args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = forward(*args, **kwargs)
+            loss.backward = self.around(loss.backward)  # type: ignore[method-assign]
+            return loss
+
+        with patch.object(loop, "causal_loss", forward_and_backward), patch.object(loop, "clipped_step", step):
+            yield
+
+    def outside(self) -> float:
+        """The share of the time between the first call's start and the last one's end that was in none of them."""
+        synchronize(self.device)
+        inside = sum(_between(*span) for span in self.spans)
+        return 1 - inside / _between(self.spans[0][0], self.spans[-1][1])
+
+
+def _between(began: Any, ended: Any) -> float:
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3
+
+
 class Alone:
     """A run's only stage on one process, as the trainer builds it, to be stepped by its loop or by a bare one."""
 
@@ -119,6 +170,7 @@ class Alone:
         prepared = prepare(run.data, tokenizer, validation=run.validation, seed=run.seed, folder=data)
         self.session = build_session(run, 0, run.model.name, prepared, None, None)
         self.loop: Any = None
+        self.parts = Parts(self.session.mesh.device)
 
     def bare(self, first: int, steps: int) -> float:
         """Forward, backward, optimizer: seconds of a step."""
@@ -163,10 +215,12 @@ class Alone:
             assert self.loop.place.step == first
             self.loop.watch = watch
             take_off = watch.install(decoder_layers(base_model(session.model)))
+            self.parts = Parts(device)
             synchronize(device)
             began = time.perf_counter()
-            for _ in range(steps):
-                self.loop._advance(self.loop.place)
+            with self.parts.clocking():
+                for _ in range(steps):
+                    self.loop._advance(self.loop.place)
             self.loop.settle()
             took = (time.perf_counter() - began) / steps
             take_off()
@@ -176,7 +230,8 @@ class Alone:
 def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]:
     """Rounds of the three loops, each first in its turn; the first rounds count for nothing.
 
-    `overhead` is what the trainer adds to the bare loop, `outside` what it adds to the one whose optimizer divides.
+    `overhead` is what the trainer adds to the bare loop, `outside` what it adds to the one whose optimizer divides,
+    `between` what its own steps have outside forward, backward and optimizer.
     """
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -189,7 +244,8 @@ def overhead(shape: str, length: int, steps: int, rounds: int) -> dict[str, Any]
             ways.append(ways.pop(0))
             bare, dividing, trained = (took[name] for name in ("bare", "dividing", "trained"))
             seconds = {"bare_s": bare, "dividing_s": dividing, "trainer_s": trained}
-            found.append(seconds | {"overhead": trained / bare - 1, "outside": trained / dividing - 1})
+            ratios = {"overhead": trained / bare - 1, "outside": trained / dividing - 1}
+            found.append(seconds | ratios | {"between": alone.parts.outside()})
             print(", ".join(f"{way} {each * 1e3:.1f} ms" for way, each in sorted(took.items())), flush=True)
     del found[:UNCOUNTED]
     middle = {name: statistics.median(one[name] for one in found) for name in found[0]}
@@ -219,6 +275,7 @@ def table(result: dict[str, Any]) -> str:
             f"{o['model']} at {show_length(o['length'])}: {o['trainer_s'] * 1e3:.1f} ms a step through `ithaca train`, "
             f"{o['bare_s'] * 1e3:.1f} ms in a bare loop: {o['overhead']:.1%} more, {o['outside']:.1%} more than one whose "
             f"optimizer divides the gradients too ({o['dividing_s'] * 1e3:.1f} ms)"
+            + (f"; {o['between']:.1%} outside forward, backward and optimizer" if "between" in o else "")
         )
     if "run" in result:
         r = result["run"]

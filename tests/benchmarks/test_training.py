@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import training
 from ithaca.config import load_run
@@ -26,14 +27,24 @@ def test_a_job_is_a_run_file(tmp_path: Path) -> None:
     assert 100_000 < (tmp_path / "documents.jsonl").stat().st_size < every
 
 
+def test_what_is_outside_is_what_no_call_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 3.0, 4.0, 7.0, 8.0, 10.0])
+    monkeypatch.setattr(training.time, "perf_counter", lambda: next(clock))
+    parts = training.Parts(torch.device("cpu"))
+    assert [parts.around(call)(2) for call in (abs, float, str)] == [2, 2.0, "2"]
+    assert parts.outside() == pytest.approx(0.2)
+
+
 @pytest.mark.slow
 def test_both_parts_on_the_cpu() -> None:
     over = training.overhead("tiny", 128, 4, 1)
     [only] = over["rounds"]
     assert over["overhead"] == only["overhead"] == only["trainer_s"] / only["bare_s"] - 1
     assert over["outside"] == only["trainer_s"] / only["dividing_s"] - 1
+    assert 0 < over["between"] < 1
     ran = training.whole_run("tiny", 256, 14)
     assert [step["step"] for step in ran["taken"]] == list(range(1, 15))
     said = training.table({"overhead": over, "run": ran})
     assert f"{over['overhead']:.1%} more" in said
+    assert f"{over['between']:.1%} outside forward, backward and optimizer" in said
     assert "tiny at 256, 14 steps: loss 5." in said
