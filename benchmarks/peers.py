@@ -112,8 +112,15 @@ def ithaca_figures(model: nn.Module) -> dict[str, Any]:
     return {"plan": installed.auto.plan.summary(), "pinned_gib": pinned / GIB}
 
 
+def checkpoint_layers(model: Any) -> None:
+    """transformers' own, which has another name from 5.23 on."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    enable = getattr(model, f"{name}_checkpointing_enable")
+    enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+
+
 def checkpointed_step(model: Any) -> Step:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
 
     def step(ids: Tensor) -> Tensor:
         ids = ids.to(model.device)
@@ -171,7 +178,7 @@ def tiled_loss_step(model: Any) -> Step:
     """Head and loss through DeepSpeed's TiledFusedLogitsLoss, in as many tiles as the MLP has."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
 
     def step(ids: Tensor) -> Tensor:
         ids = ids.to(model.device)
