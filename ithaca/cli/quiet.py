@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 
 def quiet() -> None:
@@ -11,3 +12,5 @@ def quiet() -> None:
     # client tells of every try, and we of how they ended.
     for noisy in ("torch.utils._pytree", "torchao", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # PEFT asks for a name that transformers changed in 5.23.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
