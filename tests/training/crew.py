@@ -49,6 +49,12 @@ class Crew:
     def collective(self) -> None:
         self.together.wait(PATIENCE)
 
+    def until_ended(self) -> None:
+        """What a rank does that hangs: nothing, until another's watch has ended it."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def sail(self, body: Callable[[Watch], Any]) -> dict[int, Any]:
         """Run `body(watch)` on every rank: what it gave, ("preempted", count), or the error's name."""
         threads = [threading.Thread(target=self._one, args=(watch, body), daemon=True) for watch in self.watches]
