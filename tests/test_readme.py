@@ -98,6 +98,10 @@ def test_the_run_shown_is_the_one_measured() -> None:
     assert f"{share} of the card's peak, {run['memory_gib']['peak']:.1f} GiB allocated" in page
     assert f"adds {found['overhead']['overhead']:.1%};" in page
     assert f"divides too it adds {found['overhead']['outside']:.1%}." in page
+    apart = [one["between"] for one in found["overhead"]["rounds"]]
+    assert f"clock {found['overhead']['between']:.1%} of its steps pass outside forward, backward and optimizer" in page
+    assert {f"{share:.1%}" for share in apart} == {f"{found['overhead']['between']:.1%}"}
+    assert max(found["overhead"][kind] for kind in ("overhead", "outside", "between")) < 0.02
     cold, busy = found["overhead_at_start"], found["overhead_on_a_slow_host"]
     slower, slow = (other["bare_s"] / found["overhead"]["bare_s"] - 1 for other in (cold, busy))
     assert (
