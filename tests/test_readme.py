@@ -97,6 +97,7 @@ def test_the_run_shown_is_the_one_measured() -> None:
     assert f"{len(losses)} steps at {run['length']:,} tokens: loss {losses[0]:.2f} to {losses[-1]:.2f}, {speed}" in page
     assert f"{share} of the card's peak, {run['memory_gib']['peak']:.1f} GiB allocated" in page
     assert f"adds {found['overhead']['overhead']:.1%};" in page
+    assert f"a sixth of a second a step | {found['overhead']['overhead']:.1%} |" in README
     assert f"divides too it adds {found['overhead']['outside']:.1%}." in page
     apart = [one["between"] for one in found["overhead"]["rounds"]]
     assert f"clock {found['overhead']['between']:.1%} of its steps pass outside forward, backward and optimizer" in page

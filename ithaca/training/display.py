@@ -28,10 +28,11 @@ class Display:
         self.task: TaskID | None = None
         self.said = 0.0
 
-    def stage(self, number: int, length: int, steps: int, done: int) -> None:
-        """A stage begins, or goes on after `done` of its steps."""
+    def stage(self, number: int, length: int, steps: int, done: int, epochs: float | None) -> None:
+        """A stage begins, or goes on after `done` of its steps; `epochs`: of all of them, where that is known."""
         self.close()
-        self.say(f"stage {number + 1} of {self.stages}: {length:,} tokens a row, {steps} steps" + _gone_on(done))
+        whole = f"stage {number + 1} of {self.stages}: {length:,} tokens a row, {steps} steps"
+        self.say(whole + ("" if epochs is None else f", {epochs:,.2f} epochs") + _gone_on(done))
         if self.live:
             self.bar = Progress(
                 TextColumn("stage {task.fields[stage]}"),

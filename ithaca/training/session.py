@@ -44,6 +44,12 @@ class Session:
     tensors: dict[str, Tensor]
     sizes: ModelSizes
 
+    @property
+    def epochs(self) -> float | None:
+        """How often the stage takes every row; None where a stream's end is not known before it is reached."""
+        known = self.feed.rows_per_epoch
+        return None if known is None else self.stage.count * self.stage.batch / known
+
     def rows_of(self, step: int) -> list[int]:
         """The rows that this rank's sequence group takes in step `step` of the stage."""
         first = step * self.stage.batch

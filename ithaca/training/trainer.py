@@ -197,7 +197,8 @@ class _Trainer:
         # A stage that begins has read nothing that its feed could compare.
         for note in session.feed.notes if place.step else prepared.changes(facts.get("listings", [])):
             self.display.say(f"warning: {note}")
-        self.display.stage(place.stage, session.stage.length, session.stage.count, place.step)
+        stage = session.stage
+        self.display.stage(place.stage, stage.length, stage.count, place.step, session.epochs)
         take_off = self.watch.install(decoder_layers(base_model(session.model)))
         try:
             self.loop = StageLoop(self.run, session, self.watch, self.journal, self.display, self._save)

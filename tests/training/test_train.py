@@ -429,3 +429,6 @@ def test_rows_that_are_no_documents_are_told_of(tmp_path: Path, streaming: bool)
     data = {"sources": [str(file)], "bad_share": 0.5, "cache": str(tmp_path / "cache"), "streaming": streaming}
     told = run_train(1, small_run(tmp_path, "run", data=data, stages=stages))["said"]
     assert [line for line in told if "2 of 22 rows of" in line and "some.jsonl:21: not JSON" in line]
+    # Three documents fill a row, so there are seven; of a stream nobody knows.
+    epochs = "" if streaming else ", 0.29 epochs"
+    assert f"stage 1 of 1: 64 tokens a row, 1 steps{epochs}" in told
