@@ -68,10 +68,13 @@ def advise_between(trained: int, stages: Sequence[Stage]) -> list[str]:
 
 
 def _between(before: int, length: int) -> list[int]:
-    """The fewest lengths, evenly apart by ratio, that make no step larger than fourfold; multiples of 1,024."""
-    jumps = math.ceil(math.log(length / before, LARGEST_JUMP) - 1e-9)
-    ratio = (length / before) ** (1 / jumps)
-    return [max(1, round(before * ratio**at / 1024)) * 1024 for at in range(1, jumps)]
+    """The fewest lengths, evenly apart by ratio, that make no step larger than fourfold; multiples of 1,024 where some do."""
+    lengths = [before]
+    for left in range(math.ceil(math.log(length / before, LARGEST_JUMP) - 1e-9) - 1, 0, -1):
+        last = lengths[-1]
+        even = round(last * (length / last) ** (1 / (left + 1)) / 1024) * 1024
+        lengths.append(min(max(even, math.ceil(length / LARGEST_JUMP**left)), LARGEST_JUMP * last))
+    return lengths[1:]
 
 
 def apply_stages(config: Any, stages: Sequence[Stage], *, random: bool) -> Any:

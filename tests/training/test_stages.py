@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +48,16 @@ def test_a_jump_above_fourfold_proposes_the_lengths_between() -> None:
     assert "32,768" in warning
     assert advise_between(32_768, stages) == []
     assert advise_between(0, stages) == []
+
+
+@pytest.mark.parametrize("before", [1, 128, 512, 1000, 5000, 8191, 8192, 131_072])
+@pytest.mark.parametrize("times", [4.01, 8, 14, 16, 17, 64, 100, 1024])
+def test_who_follows_the_proposal_is_not_warned_again(before: int, times: float) -> None:
+    length = math.ceil(before * times)
+    (warning,) = advise_between(before, [Stage(length=length, steps=1)])
+    between = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", warning.split("stages of")[1])]
+    assert advise_between(before, [Stage(length=each, steps=1) for each in (*between, length)]) == []
+    assert 4 ** len(between) < length / before <= 4 ** (len(between) + 1)
 
 
 def llama(**more: Any) -> LlamaConfig:
