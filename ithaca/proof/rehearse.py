@@ -166,11 +166,12 @@ def rehearse(asked: Asked, progress: Callable[[str], None] = lambda text: None) 
         sizes, said = predict(asked, part, mesh)
         progress(f"plan: {said.plan.summary()}")
         trials = _trials(asked, sizes, said, bare=not part.fake)
+        layer_s = (said.compute_s or 0.0) / part.rows / len(sizes.layers)
 
         def run(trial: Trial, *, bare: bool = False) -> Figures:
             how = " without attention" if bare else ""
             progress(f"running {len(trial.layers)} of {len(sizes.layers)} layers{how}")
-            return measure(part, trial.layers, cut_plan(said.plan, trial.layers), mesh, bare=bare)
+            return measure(part, trial.layers, cut_plan(said.plan, trial.layers), mesh, bare=bare, layer_s=layer_s)
 
         # Fake attention takes no time: there one sort of run serves for all.
         separate = trials.derived and not part.fake

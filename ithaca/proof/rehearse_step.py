@@ -26,33 +26,34 @@ from ithaca.errors import UnsupportedError
 from ithaca.memory.offload import HostStore
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh
-from ithaca.models.binding import Binding, binding_of
-from ithaca.models.experts import auxiliary_loss, has_experts, wants_auxiliary_loss
-from ithaca.models.loss import shown_sum, summed_loss
+from ithaca.models.binding import binding_of
+from ithaca.models.experts import has_experts
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.rehearse_bare import without_attention
+from ithaca.proof.rehearse_fake import fake_loss, fake_step, faked
 from ithaca.proof.rehearse_group import sent_of
 from ithaca.proof.rehearse_phases import BACKWARD, FORWARD, OPTIMIZER, DevicePhases, TracedPhases
 from ithaca.proof.rehearse_trace import Kinds, Trace, TracedStore, held_by
-from ithaca.sequence.batch import Shard, shard_batch
+from ithaca.sequence.batch import shard_batch
 from ithaca.state.clipping import clipped_step, gradient_norm
 from ithaca.state.load import local, materialize
 from ithaca.state.optimizers import build_optimizer
-from ithaca.state.weights import OnHost, averages_gradients
+from ithaca.state.weights import OnHost
 from ithaca.training.step import causal_loss
 
 # A first step this long for each shard compiles, makes the optimizer's state and warms the kernels up.
 SHORT = 2048
-# A step of fewer seconds is run again, at most so many times within as many seconds more; the median counts.
-AGAIN_S, AGAIN = 30.0, 3
+# A step of fewer seconds is run again, at most so many times within as many seconds more; the median counts. What a first
+# step loses to the driver and to libraries, some tenths of a second, is lost in a longer one.
+AGAIN_S, AGAIN = 6.0, 3
+# A layer of more seconds is run ahead without its attention, whose first call is lost in it.
+SLOW_S = 4.0
 _DRAWN = 2**22
 # A longer step's tensors are rounded up each by itself.
 _ROUNDING = 4096
-# Smaller tensors are not kept in 8 bits.
-_CODED = 4096
 # What of it FSDP2 pins where it lives on the host.
 PINNED = ("weights", "gradients")
 
@@ -110,10 +111,12 @@ class Figures:
         return {phase: kinds.total for phase, kinds in self.kinds.items()}
 
 
-def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh, *, bare: bool = False) -> Figures:
+def measure(
+    part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh, *, bare: bool = False, layer_s: float = 0.0
+) -> Figures:
     """The figures of a model of these of its layers under `plan`, which has a mode for each of them.
 
-    `bare`: without attention, for bytes alone.
+    `bare`: without attention, for bytes alone. `layer_s`: what a layer is expected to take.
     """
     if part.fake and has_experts(part.config) and (part.compute or part.weights) == torch.float32:
         raise UnsupportedError(
@@ -136,7 +139,7 @@ def measure(part: Part, layers: Sequence[int], plan: MemoryPlan, mesh: Mesh, *, 
         )
         run = _Run(part, tuple(layers), model, optimizer, mesh, fake, list(model.parameters()))
         if mesh.device.type == "cuda":
-            return run.on_device(once=bare)
+            return run.on_device(once=bare, slow=layer_s > SLOW_S)
         return run.traced()
 
 
@@ -229,12 +232,13 @@ class _Run:
     fake: FakeTensorMode | None
     parameters: list[nn.Parameter]
 
-    def on_device(self, *, once: bool = False) -> Figures:
+    def on_device(self, *, once: bool = False, slow: bool = False) -> Figures:
         """A short step first; then one of the whole length, and more where that is quick, unless `once`."""
         short = min(self.part.length, SHORT * self.mesh.shards)
         self._step(short, nullcontext())
         self._pin_ahead(self.part.length / short)
-        self._load_kernels()
+        with without_attention() if slow and not once else nullcontext():
+            self._load_kernels()
         torch.cuda.empty_cache()
         first = self._timed()
         if once or first.step_s > AGAIN_S:
@@ -334,7 +338,7 @@ class _Run:
     def _update(self, loss: Tensor) -> None:
         if self.fake is not None:
             # Nothing can be read of fake tensors, and a norm takes no memory to speak of.
-            _fake_step(self.optimizer)
+            fake_step(self.optimizer)
             return
         norm = gradient_norm(self.parameters, self.mesh.device)
         clipped_step(self.optimizer, norm, loss, self.part.optimizer.clip)
@@ -349,41 +353,7 @@ class _Run:
         with unset_fake_temporarily():
             ids = torch.randint(0, vocabulary, (1, length), generator=draw)
             shard = shard_batch({"input_ids": ids}, self.mesh, vocab_size=vocabulary)
-        return _fake_loss(self.model, binding_of(self.model), _faked(shard, self.fake), self.mesh)
-
-
-def _fake_loss(model: nn.Module, binding: Binding, shard: Shard, mesh: Mesh) -> Tensor:
-    """`causal_loss` without what reads values: the ranks' agreement on a batch."""
-    total, router_logits = summed_loss(model, binding, shard)
-    divisor = max(1, shard.count)
-    if wants_auxiliary_loss(binding.model, None):
-        total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * divisor
-    return shown_sum(total, mesh.world_group, binding, mesh.world if averages_gradients(model) else 1) / divisor
-
-
-def _fake_step(optimizer: torch.optim.Optimizer) -> None:
-    """torchao steps by compiled code, which takes no fake tensors: there its state is made and no more."""
-    make = getattr(optimizer, "_new_buffer", None)
-    if make is None:
-        optimizer.step()
-        return
-    with unset_fake_temporarily():
-        # The values that codes stand for are worked out once, and kept.
-        for signed in (True, False):
-            make(torch.zeros(_CODED), signed)
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        state = optimizer.state[parameter]
-        for name, signed in zip(("exp_avg", "exp_avg_sq"), (True, False), strict=True):
-            if name not in state:
-                state[name] = make(parameter, signed)
-
-
-def _faked(shard: Shard, mode: FakeTensorMode) -> Shard:
-    def fake(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, Tensor) else value
-
-    inputs = {key: fake(value) for key, value in shard.inputs.items()}
-    return replace(shard, inputs=inputs, targets=fake(shard.targets), real=fake(shard.real))
+        return fake_loss(self.model, binding_of(self.model), faked(shard, self.fake), self.mesh)
 
 
 def _memory(model: nn.Module) -> Any:
