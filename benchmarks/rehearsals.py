@@ -12,8 +12,8 @@ scaling  Qwen3-4B at 128K over sp = 1 to 32: tokens a second of a GPU against sp
 whole    Qwen3-8B, sp=8, 1,048,576 tokens: every layer of the rank run
 
 Each cell is an `ithaca rehearse` in a process of its own under a time limit: one rank under a process group of one
-process, few layers where the whole would take long, the rest derived and marked so. The next cell's process imports what
-it needs while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written
+process, few layers where the whole would take long, the rest derived and marked so. The next cells' processes import what
+they need while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written
 after every cell, and what is in it, in this group or another, is not run again unless it failed, would be planned
 otherwise today, or --again is given. What the plan says of a cell is always today's. Without --groups nothing runs, and
 tables and plot are made from the file.
@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from contextlib import closing
 from importlib import metadata
 from importlib.util import find_spec
@@ -41,6 +42,8 @@ from benchmarks.rehearsal_page import TABLES, detail, plot, put_into
 from benchmarks.rehearsal_plan import experts_config, planned_anew
 from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load, save
 
+# Processes that wait: importing takes longer than a short rehearsal.
+AHEAD = 3
 # What rehearsals import sooner or later.
 IMPORTED = (
     "ithaca.proof.rehearse",
@@ -61,10 +64,10 @@ def words_of(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
 
 
 class Waiting:
-    """A process that waits for the words of a rehearsal, and after them another one."""
+    """Processes that wait for the words of a rehearsal each; for one that has had them another is started."""
 
     def __init__(self) -> None:
-        self.next = self._start()
+        self.next = deque(self._start() for _ in range(AHEAD))
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "benchmarks.rehearsals", "-", "--wait"]
@@ -75,8 +78,8 @@ class Waiting:
 
     def run(self, words: list[str], limit: float) -> tuple[int, str]:
         """Its status and what it said on stderr; raises TimeoutExpired after `limit` seconds."""
-        process, self.next = self.next, self._start()
-        with process:
+        self.next.append(self._start())
+        with self.next.popleft() as process:
             try:
                 _, said = process.communicate(json.dumps(words) + "\n", timeout=limit)
             finally:
@@ -84,8 +87,9 @@ class Waiting:
         return process.returncode, said
 
     def close(self) -> None:
-        with self.next as process:
-            process.kill()
+        for process in self.next:
+            with process:
+                process.kill()
 
 
 def wait() -> None:

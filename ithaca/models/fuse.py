@@ -12,7 +12,9 @@ keys, which eager would keep in fp32, are compiled where they stand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -31,6 +33,24 @@ Chain = Callable[[list[Weights], Tensor], Any]
 # Called with a module's trained weights, its others, its input and its output's gradient; gives gradients of the first
 # and the third.
 WayBack = Callable[[Weights, Weights, Tensor, Tensor], tuple[Weights, Tensor]]
+
+_SHARED: ContextVar[dict[Any, Any] | None] = ContextVar("compiled by several models", default=None)
+
+
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Models of one config that are parallelized inside share the code that is compiled for them."""
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def compilations() -> dict[Any, Any]:
+    """Where a model's compiled code goes, by the shape of what it is of."""
+    shared = _SHARED.get()
+    return {} if shared is None else shared
 
 
 def compiled_chain(children: list[nn.Module], *, before: str | None = None) -> Chain:

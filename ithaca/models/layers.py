@@ -22,7 +22,7 @@ from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
-from ithaca.models.fuse import FusedNorm, can_fuse, compiled_chain, fused_rotary, norms_within
+from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.not_taken import refuse_checkpointing
@@ -213,7 +213,7 @@ def install_memory(
         around = norms_around(binding.model, layers)
         plain = head_is_plain(binding.model)
     installed = Installed(binding, fused=fuse)
-    compiled: dict[Any, Any] = {}
+    compiled = compilations()
     for layer in layers:
         runner = LayerRunner(binding, layer.forward)
         for role in roles[signature(layer)]:

@@ -24,6 +24,7 @@ from ithaca.config import Run
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.auto import SHARE, job_of, sizes_of
+from ithaca.models.fuse import compiled_once
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model
 from ithaca.planning.choose import choose_plan
@@ -157,7 +158,7 @@ def rehearse(asked: Asked, progress: Callable[[str], None] = lambda text: None) 
     if gpu and asked.cap is not None:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, asked.cap / total))
-    with alone(asked.world, asked.rank):
+    with alone(asked.world, asked.rank), compiled_once():
         number = asked.stage % len(asked.run.stages)
         config = apply_stages(asked.config, asked.run.stages[: number + 1], random=True)
         sp = choose_sp(asked.run, number, asked.world, config.get_text_config())

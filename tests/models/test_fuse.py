@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.mesh import init_mesh
 from ithaca.models import fuse
 from ithaca.models.binding import unbind
-from ithaca.models.fuse import FusedNorm, compiled_chain, norms_within
+from ithaca.models.fuse import FusedNorm, compiled_chain, compiled_once, norms_within
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.small import small_batch, small_model
@@ -31,10 +32,10 @@ KINDS = ("llama", "qwen3", "gemma3_text", "olmo2", "deepseek_v3")
 CASES = [(kind, mode) for kind in KINDS for mode in MODES if (kind, mode) != ("deepseek_v3", "save")]
 
 
-def step(kind: str, mode: str, fused: bool, weights: str = "none") -> dict[str, Tensor]:
+def step(kind: str, mode: str, fused: bool, weights: str = "none", seed: int = 0) -> dict[str, Tensor]:
     """The loss and every gradient, or this rank's shard of it, of one step in fp32."""
     mesh = init_mesh(sp=2)
-    model = small_model(kind, dtype=torch.float32)
+    model = small_model(kind, dtype=torch.float32, seed=seed)
     layers = model.config.get_text_config().num_hidden_layers
     modes = (MODES[mode][0], *[MODES[mode][1]] * (layers - 1))
     plan = MemoryPlan(modes, (False,) * layers, TILE, 16)  # type: ignore[arg-type]
@@ -95,6 +96,26 @@ def _scaled_step(kind: str, planted: bool) -> dict[str, Tensor]:
 def test_a_norm_without_its_weight_would_be_seen() -> None:
     wanted, planted = (run_ranks(2, _scaled_step, "qwen3", wrong, timeout=600)[0] for wrong in (False, True))
     assert farthest(planted, wanted) > 100 * COMPILED
+
+
+def steps_of_two_models(shared: bool) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """The steps of two models of one config with unequal weights, and how much was compiled until after each of them."""
+    with compiled_once() if shared else nullcontext():
+        done, counts = [], []
+        for seed in (0, 1):
+            done.append(step("qwen3", "mixed", True, seed=seed))
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return done, counts
+
+
+@pytest.mark.slow
+def test_models_of_one_config_may_share_what_is_compiled() -> None:
+    apart, together = (run_ranks(2, steps_of_two_models, shared, timeout=900) for shared in (False, True))
+    for (wanted, own), (got, once) in zip(apart, together, strict=True):
+        assert all(farthest(*pair) == 0 for pair in zip(got, wanted, strict=True))
+        assert farthest(*wanted) > 1e-2
+        assert own[1] > own[0]
+        assert once[1] == once[0]
 
 
 def put_and_taken_off(kind: str) -> tuple[set[str], set[str], set[str]]:
