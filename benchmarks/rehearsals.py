@@ -4,7 +4,8 @@
     python -m benchmarks.rehearsals results/rehearsals.json --plot docs/rehearsals.png --page docs/rehearse.md
 
 plan     five models x (sp, length): memory and computing time, planned and rehearsed; AdamW in bf16, so that 8B fits
-         one card with its optimizer; the mixture of experts is Qwen3-30B-A3B's widths with six layers
+         one card with its optimizer; the mixture of experts is Qwen3-30B-A3B's widths with six layers; Qwen3-8B at 1M is
+         the whole rank below
 capped   Qwen3-4B, sp=4, a card of 80 GB, fp32 weights with AdamW, states on the host: peak reserved in GB of 1e9 and
          tokens a second
 matched  the same with states on the device, in as much memory as the published run took
