@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ithaca.errors import UnsupportedError
 from ithaca.memory import liger
 
 IGNORE = -100
@@ -190,6 +191,7 @@ class _Gradients:
         self.hidden = torch.empty_like(hidden_TC) if wants[0] else None
         self.weight = torch.zeros_like(weight_VC, dtype=exact) if wants[1] else None
         self.bias = torch.zeros_like(bias_V, dtype=exact) if wants[2] and bias_V is not None else None
+        self.given = False
 
     def add(self, span: slice, hidden_tC: Tensor, dlogits_tV: Tensor) -> None:
         if self.hidden is not None:
@@ -200,10 +202,13 @@ class _Gradients:
             self.bias += dlogits_tV.sum(0)
 
     def scaled(self, factor: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if self.hidden is None and self.weight is None and self.bias is None:
-            return None, None, None
+        if self.given:
+            raise UnsupportedError(
+                "backward ran a second time through a loss that had let go of its gradients: retain_graph=True needs "
+                "parallelize(..., memory=None)"
+            )
         hidden = None if self.hidden is None else self.hidden * factor.to(self.hidden.dtype)
         weight = None if self.weight is None else (self.weight.mul_(factor)).to(self.weight_VC.dtype)
         bias = None if self.bias is None else (self.bias * factor).to(self.weight_VC.dtype)
-        self.hidden = self.weight = self.bias = None
+        self.hidden, self.weight, self.bias, self.given = None, None, None, True
         return hidden, weight, bias

@@ -100,8 +100,9 @@ class HostStore:
         self.free.clear()
 
     def _take(self, size: int) -> _Block:
-        fitting = [block for block in self.free if size <= block.memory.nbytes <= 2 * size]
-        if fitting:
+        """A free block, one far too large only where no other can be had."""
+        fitting = [block for block in self.free if block.memory.nbytes >= size]
+        if fitting and (min(block.memory.nbytes for block in fitting) <= 2 * size or size > _room()):
             block = min(fitting, key=lambda b: b.memory.nbytes)
             self.free.remove(block)
             if block.free_after is not None:
@@ -110,7 +111,11 @@ class HostStore:
         return self._pin(size)
 
     def _pin(self, size: int) -> _Block:
-        room = psutil.virtual_memory().available - RESERVE
+        room = _room()
+        while size > room and self.free:
+            # Too small for this, and for what comes: pinned anew they may fit.
+            self.pinned -= self.free.pop().memory.nbytes
+            room = _room()
         if size > room:
             raise HostMemoryError(
                 f"{size / 2**30:.1f} GiB more host memory is needed beside the {self.pinned / 2**30:.1f} GiB pinned, "
@@ -182,6 +187,11 @@ class Ticket:
             self.block.free_after = self.back or self.left
             self.store.free.append(self.block)
             self.block = None
+
+
+def _room() -> int:
+    """Host memory that may yet be pinned."""
+    return psutil.virtual_memory().available - RESERVE
 
 
 def _round(size: int) -> int:

@@ -30,6 +30,8 @@ from ithaca.sequence.layout import SequenceLayout
 
 # What is left free on the device, for fragmentation and whatever else runs there.
 SHARE = 0.75
+# More rows than a batch has.
+_ROWS = 2**20
 
 logger = logging.getLogger("ithaca")
 
@@ -56,23 +58,52 @@ class AutoMemory:
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
         """A plan if this batch needs more than any before, else None: the one in force, or the given one, will do."""
-        tokens = layout.batch * layout.padded
         adds = not self.job.accumulate and any(p.grad is not None for p in self.model.parameters())
+        batch, tokens, adds = self._largest(layout, adds)
         if tokens <= self.planned and not adds:
             return None
         if tokens > self.planned:
-            self.job = replace(self.job, length=layout.padded, batch=layout.batch)
+            self.job = replace(self.job, length=tokens // batch, batch=batch)
         self.job = replace(self.job, accumulate=self.job.accumulate or adds)
         self.planned = max(tokens, self.planned)
         if self.given is not None:
             self.plan = self.given
             return None
-        host, self.job = _agree(self.mesh, self.job)
+        host = self._agree()
         self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host)
         if self.mesh.rank == 0:
             memory = memory_of(self.sizes, self.job, plan)
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
         return plan
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The ranks that must choose alike: those whose weights are gathered together, or that exchange heads."""
+        return self.mesh.sp_group if self.job.weights == "none" else self.mesh.world_group
+
+    def _largest(self, layout: SequenceLayout, adds: bool) -> tuple[int, int, bool]:
+        """Rows and tokens of the rank that has most of them in this pass, and whether one of them adds to gradients.
+
+        Ranks of a sequence group have the same batch; others may have shorter ones.
+        """
+        batch, tokens = layout.batch, layout.batch * layout.padded
+        if self.given is not None or self.job.weights == "none" or self.mesh.dp == 1:
+            return batch, tokens, adds
+        most = torch.tensor([tokens * _ROWS + batch, int(adds)], device=self.mesh.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        both, adding = most.tolist()
+        return both % _ROWS, both // _ROWS, bool(adding)
+
+    def _agree(self) -> int:
+        """Host memory that every rank may take; what else the plan goes by becomes what all ranks have."""
+        if self.mesh.device.type != "cuda":
+            return 0
+        free = int(SHARE * psutil.virtual_memory().available / self.mesh.local_ranks)
+        least = torch.tensor([free, self.budget, int(self.job.loss_in_place)], device=self.mesh.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        host, self.budget, in_place = least.tolist()
+        self.job = replace(self.job, loss_in_place=bool(in_place))
+        return int(host)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force."""
@@ -147,14 +178,3 @@ def _device_memory(mesh: Mesh) -> int:
     if mesh.device.type == "cuda":
         return int(SHARE * torch.cuda.mem_get_info(mesh.device)[1])
     return int(SHARE * psutil.virtual_memory().total / mesh.local_ranks)
-
-
-def _agree(mesh: Mesh, job: Job) -> tuple[int, Job]:
-    """Host memory that every rank may take, and the job with what all ranks have: they must choose alike."""
-    if mesh.device.type != "cuda":
-        return 0, job
-    free = int(SHARE * psutil.virtual_memory().available / mesh.local_ranks)
-    least = torch.tensor([free, int(job.loss_in_place)], device=mesh.device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.world_group)
-    host, in_place = least.tolist()
-    return host, replace(job, loss_in_place=bool(in_place))

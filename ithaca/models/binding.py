@@ -30,6 +30,7 @@ from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
+from ithaca.models.experts import wants_auxiliary_loss
 from ithaca.models.not_taken import check_call, checkpoints, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.rope import pin_length
 from ithaca.sequence.layout import SequenceLayout
@@ -242,6 +243,8 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if binding.memory is not None:
         binding.memory.refuse_replaced()
     if not binding.sharded:
+        if binding.replays:
+            _refuse_router_logits(binding, kwargs)
         return args, kwargs | _without_cache(binding, kwargs)
     layout = kwargs.get(LAYOUT)
     if layout is None:
@@ -253,11 +256,23 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     refuse_arguments(kwargs)
     refuse_autocast(binding.model, binding.mesh.device.type)
     if binding.memory is not None:
+        if kwargs.get("output_router_logits"):
+            # A loss of ours has them from the layers, and does not ask for them.
+            _refuse_router_logits(binding, kwargs)
         refuse_checkpointing(model)
         binding.memory.begin(layout)
     binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
     kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
     return args, kwargs | {"use_cache": False} | ({LAYOUT: binding.call} if binding.takes_kwargs else {})
+
+
+def _refuse_router_logits(binding: Binding, kwargs: dict[str, Any]) -> None:
+    """Those that transformers gathers of layers in tiles or run again have no graph."""
+    if is_grad_enabled() and wants_auxiliary_loss(binding.model, kwargs.get("output_router_logits")):
+        raise UnsupportedError(
+            "router logits would have no gradient here, for layers are run in tiles or again: use ithaca.causal_loss, "
+            "output_router_logits=False, torch.no_grad(), or parallelize(..., memory=None)"
+        )
 
 
 def _without_cache(binding: Binding, kwargs: dict[str, Any]) -> dict[str, Any]:

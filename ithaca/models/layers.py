@@ -28,7 +28,7 @@ from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.not_taken import refuse_checkpointing
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.support import decoder_layers, memory_refusal
-from ithaca.models.units import Fused, UnitBackward, UnitForward, router_of
+from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, adapters_now, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
 
@@ -46,7 +46,11 @@ class LayerRunner:
     def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> Outcome:
         own = kwargs.get(LAYOUT) or self.binding.call
         if own is None:
-            return Outcome(self.forward(*args, **kwargs), [], [])
+            try:
+                return Outcome(self.forward(*args, **kwargs), [], [])
+            finally:
+                # transformers gathers those of a whole pass itself.
+                self.aside.clear()
         tape = Tape([Anchor.of(anchors)], replaying=True) if anchors else None if self.keeps else Tape()
         call = AttentionCall(own.layout, tape)
         if LAYOUT in kwargs:
@@ -84,8 +88,8 @@ class TiledChild:
     def __call__(self, x_BLC: Tensor) -> Any:
         if self.own.apart:
             given = self.own.alone(self.main, x_BLC)
-        elif self.runner.keeps and not self.routers and x_BLC.shape[1] <= self.unit.tile:
-            # One tile, and nothing of this layer is to be run again: autograd keeps what it needs.
+        elif self.runner.keeps and self._in_one(x_BLC):
+            # Nothing of this layer is to be run again: autograd keeps what it needs.
             given = self.own(x_BLC)
         else:
             given = self.unit(x_BLC, value=self.runner.value or not self.silent)
@@ -94,6 +98,12 @@ class TiledChild:
         *outputs, logits = given
         self.runner.aside.append(logits.reshape(-1, logits.shape[-1]))
         return _single(tuple(outputs))
+
+    def _in_one(self, x_BLC: Tensor) -> bool:
+        """One tile; or a whole pass, of which transformers takes router logits as the router gives them."""
+        if self.routers:
+            return not self.runner.binding.sharded and torch.is_grad_enabled()
+        return x_BLC.shape[1] <= self.unit.tile
 
 
 @dataclass(eq=False)
@@ -252,7 +262,7 @@ def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused 
     children = role.children(layer)
     if role.draws or not can_fuse(children) or any("forward" in child.__dict__ for child in children):
         return None
-    key = (signature(layer), role.names)
+    key = (signature(layer), role.names, adapters_now(adapted(children)))
     if key not in compiled:
         compiled[key] = Fused.of(layer, role)
     fused: Fused = compiled[key]
@@ -346,7 +356,7 @@ def _install_unit(
     fused = None if router else fused
     forward = UnitForward(children, [c.forward for c in children], router, index, fused)
     split = None if fused is None else fused.split
-    backward = None if split is None else UnitBackward(role.until_main(layer), split)
+    backward = None if split is None else UnitBackward(role.until_main(layer), split, forward)
     unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward)
     installed.units.append(unit)
     child = TiledChild(forward, main, runner, unit, role.silent, router is not None)

@@ -33,15 +33,16 @@ class Fused:
 
     whole: CompiledChain
     split: Split | None
+    adapters: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, layer: nn.Module, role: UnitRole) -> Fused:
-        whole = compiled_chain(role.children(layer))
+        whole, adapters = compiled_chain(role.children(layer)), adapters_now(adapted(role.children(layer)))
         if role.end is None:
-            return cls(whole, None)
+            return cls(whole, None, adapters)
         until = role.until_main(layer)
         back = compiled_way_back(until[-1].get_submodule(role.end))
-        return cls(whole, Split(role.end, compiled_chain(until, before=role.end), back))
+        return cls(whole, Split(role.end, compiled_chain(until, before=role.end), back), adapters)
 
 
 @dataclass(eq=False)
@@ -58,10 +59,18 @@ class UnitForward:
     index: int
     fused: Fused | None = None
 
+    def __post_init__(self) -> None:
+        self.adapted = adapted(self.children)
+
     def __call__(self, x_BtC: Tensor) -> Any:
-        if self.fused is not None:
+        if self.fused is not None and self.as_compiled:
             return self.fused.whole(weights_of(self.children), x_BtC)
         return self._run(self.forwards, x_BtC)
+
+    @property
+    def as_compiled(self) -> bool:
+        """Whether its adapters are on, off and scaled as they were when it was compiled."""
+        return self.fused is not None and adapters_now(self.adapted) == self.fused.adapters
 
     def alone(self, child: nn.Module, x_BLC: Tensor) -> Any:
         """One child on all tokens."""
@@ -99,13 +108,19 @@ class UnitForward:
 @dataclass(eq=False)
 class UnitBackward:
     """A tile's gradients, without the value of what the unit ends in. `children`: those up to the main one; what comes
-    after hands its value through."""
+    after hands its value through. `own`: the unit, which is run where it is no longer what was compiled."""
 
     children: list[nn.Module]
     split: Split
+    own: UnitForward
 
     def __call__(self, x_BtC: Tensor, dout_BtC: Tensor) -> list[Tensor | None]:
         """The input's gradient first if it wants one, then those of the parameters that do."""
+        if not self.own.as_compiled:
+            with torch.enable_grad():
+                (out_BtC,) = self.own(x_BtC)
+            inputs = [x for x in (x_BtC, *self.own.parameters()) if x.requires_grad]
+            return list(torch.autograd.grad([out_BtC], inputs, [dout_BtC], allow_unused=True))
         with torch.enable_grad():
             wide_BtF = self.split.before(weights_of(self.children), x_BtC)
         last = self.children[-1].get_submodule(self.split.end)
@@ -126,6 +141,24 @@ class UnitBackward:
         others = {name: weight for name, weight in weights.items() if name not in trained}
         given, dwide_BtF = self.split.way_back({name: weights[name] for name in trained}, others, wide_BtF, dout_BtC)
         return {p: given[name] for name, p in trained.items()}, dwide_BtF
+
+
+def adapted(children: list[nn.Module]) -> list[Any]:
+    """PEFT's layers in them."""
+    return [module for child in children for module in child.modules() if hasattr(module, "base_layer")]
+
+
+def adapters_now(layers: list[Any]) -> tuple[Any, ...]:
+    """Which adapters are on and how much they count: attributes, which compiled code has as they were."""
+    return tuple(
+        (
+            getattr(layer, "disable_adapters", None),
+            tuple(getattr(layer, "active_adapters", ())),
+            tuple(getattr(layer, "merged_adapters", ())),
+            tuple(sorted(getattr(layer, "scaling", {}).items())),
+        )
+        for layer in layers
+    )
 
 
 def router_of(model: PreTrainedModel, main: nn.Module) -> tuple[nn.Module | None, int]:

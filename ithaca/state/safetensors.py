@@ -36,11 +36,13 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
     """
     base: Any = model.module if isinstance(model, DistributedDataParallel) else model
     target = Path(folder)
-    if hasattr(base, "peft_config"):
-        _on_rank_0(target, lambda: _prepare_folder(target))
-        _save_adapter(base, target)
-        return
-    write_model(base, target, lambda _, tensor: _gather(tensor), max_shard_size=max_shard_size)
+    # Weights cannot be listed in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        if hasattr(base, "peft_config"):
+            _on_rank_0(target, lambda: _prepare_folder(target))
+            _save_adapter(base, target)
+        else:
+            write_model(base, target, lambda _, tensor: _gather(tensor), max_shard_size=max_shard_size)
 
 
 def refuse_plain_save(model: Any) -> None:

@@ -31,6 +31,7 @@ Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
 _SUMS = "_ithaca_sums_gradients"
 _HOME = "_ithaca_home"
+_GATHERED = "_ithaca_gathered"
 _REFUSED = {
     # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
     "optimizer": "optimizer state alone cannot go to the host and stay exact under clipping: use 'everything', or "
@@ -106,6 +107,19 @@ def place_weights(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, uneven)
+    model.register_forward_pre_hook(_gather_for_training, prepend=True)
+
+
+def _gather_for_training(model: nn.Module, args: Any) -> None:
+    """FSDP2 keeps what it first gathers weights into: made in inference mode, that could never be trained with."""
+    if not torch.is_inference_mode_enabled() or model.__dict__.get(_GATHERED):
+        return
+    with torch.inference_mode(False):
+        # The root first: it is by this call that it learns that it is one.
+        for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+            module.unshard()
+            module.reshard()
+    model.__dict__[_GATHERED] = True
 
 
 def move(model: nn.Module, device: torch.device) -> None:

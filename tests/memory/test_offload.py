@@ -54,6 +54,20 @@ def test_more_than_the_host_has_is_refused_before_anything_is_pinned(driver: Dri
     assert pool.pinned == 0
 
 
+def test_a_shorter_row_finds_room_in_what_a_long_one_left(driver: Driver) -> None:
+    """Free blocks are no use to a host that has no memory left: one far too large is taken, small ones are given back."""
+    pool = store()
+    pool.reserve([2**12, 2**20])
+    with patch.object(offload.psutil, "virtual_memory") as memory:
+        memory.return_value.available = offload.RESERVE + 100
+        large = pool._take(2**14)
+        assert large.memory.nbytes == 2**20
+        with pytest.raises(HostMemoryError):
+            pool._take(2**14)
+        assert (pool.free, pool.pinned) == ([], 2**20)
+    assert list(driver.held.values()) == [2**20]
+
+
 def test_what_the_driver_does_not_pin_is_said_with_where_to_look(driver: Driver) -> None:
     with (
         patch.object(driver, "cudaHostRegister", lambda *_: 2),

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from ithaca.mesh import init_mesh
 from ithaca.models import fuse
 from ithaca.models.roles import UnitRole, find_units, layer_arguments
-from ithaca.models.units import Fused, UnitBackward
+from ithaca.models.units import Fused, UnitBackward, UnitForward
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.small import small_batch, small_model
@@ -85,14 +85,15 @@ def test_gradients_without_the_value(
     model = TRAINED[trained](small_model(kind, dtype=torch.float64))
     layer, role = first_layer(model)
     children = role.children(layer)
-    split = Fused.of(layer, role).split
+    fused = Fused.of(layer, role)
+    own, split = UnitForward(children, [child.forward for child in children], None, 0, fused), fused.split
     assert split is not None
     x_BtC, dout_BtC = torch.randn(2, rows, 5, model.config.hidden_size, dtype=torch.float64)
     x_BtC.requires_grad_(inward)
     wanted = [p for child in children for p in child.parameters() if p.requires_grad]
     expected = plain_gradients(children, x_BtC, dout_BtC, [x for x in (x_BtC, *wanted) if x.requires_grad])
     with torch.no_grad():
-        got = UnitBackward(role.until_main(layer), split)(x_BtC, dout_BtC)
+        got = UnitBackward(role.until_main(layer), split, own)(x_BtC, dout_BtC)
     torch.testing.assert_close(got, expected, atol=FP64, rtol=FP64)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from ithaca.attention.local import LocalAttention
 from ithaca.memory.anchors import Kept
 from ithaca.mesh import init_mesh
+from ithaca.models.binding import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import compare, gradient_errors, reference
@@ -268,16 +269,45 @@ def test_dropout_is_replayed() -> None:
     assert without > 1e-3, "the dropout must have done something"
 
 
-def _retained() -> None:
+def _retained(mode: LayerMode) -> None:
     mesh = init_mesh(sp=1)
-    parallel = parallelize(small_model("llama"), mesh, memory=MemoryPlan(("save",) * 2, (False,) * 2, 8, 8))
+    parallel = parallelize(small_model("llama"), mesh, memory=MemoryPlan((mode,) * 2, (False,) * 2, 8, 8))
     loss = causal_loss(parallel, small_batch(1, 12), mesh)
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def test_a_second_backward_is_refused() -> None:
-    expect_refusal(1, _retained, error="UnsupportedError", match="retain_graph=True needs")
+@pytest.mark.parametrize("mode", ["keep", "save"])
+def test_a_second_backward_is_refused(mode: LayerMode) -> None:
+    """Layers that keep everything could go back twice, a loss in tiles cannot."""
+    expect_refusal(1, _retained, mode, error="UnsupportedError", match="retain_graph=True needs")
+
+
+# The first rank's row alone would be kept whole, the second's is run again: they must not choose each for itself.
+RAGGED, RAGGED_BUDGET = (512, 1024), 10_700_000
+
+
+def _ragged() -> tuple[list[str], float]:
+    """The plans of two steps in which ranks have rows of unequal lengths, and the worst error of the gradients."""
+    mesh, batches = init_mesh(sp=1), [small_batch(1, length, seed=length) for length in RAGGED]
+    model = small_model("llama", num_hidden_layers=6, max_position_embeddings=2048)
+    with promoted():
+        expected = reference(copy.deepcopy(model), [[batch] for batch in batches])
+        parallel = parallelize(model, mesh, memory="auto", memory_budget=RAGGED_BUDGET)
+        installed: Any = binding_of(parallel).memory
+        plans = []
+        for _ in range(2):
+            parallel.zero_grad()
+            causal_loss(parallel, batches[mesh.dp_rank], mesh).backward()
+            plans.append(installed.auto.plan.summary())
+    return plans, max(gradient_errors(parallel, expected.gradients).values())
+
+
+def test_ranks_with_rows_of_unequal_lengths_choose_one_plan() -> None:
+    (plans, off), (others, also_off) = run_ranks(2, _ragged)
+    assert len({*plans, *others}) == 1
+    assert "rebuild" in plans[0]
+    assert max(off, also_off) < FP64
 
 
 def _checkpointing() -> None:

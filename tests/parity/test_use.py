@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ithaca.proof.parity import reference
 from ithaca.proof.promote import promoted, relative_error
 from ithaca.proof.small import build, small_batch, small_config, small_model
 from ithaca.sequence.batch import shard_batch
+from ithaca.state.safetensors import save_pretrained
 from ithaca.training.step import causal_loss
 from tests.batches import packed
 from tests.parity.cases import worst
@@ -111,6 +113,30 @@ def test_generate_works_unsharded(weights: str) -> None:
     for got, expected, change in run_ranks(2, _generated, weights):
         assert got == expected
         assert change == 0.0
+
+
+def _in_inference_mode(first: str, folder: str) -> tuple[float, float]:
+    """A training step's gradient norm after something was done in inference mode, and without that."""
+    mesh, norms = init_mesh(sp=2), []
+    for how in (first, "nothing"):
+        model = parallelize(small_model("llama", dtype=torch.float32), mesh)
+        with torch.inference_mode():
+            if how == "evaluated":
+                causal_loss(model, small_batch(1, 20), mesh)
+            elif how == "generated":
+                model.generate(small_batch(1, 5)["input_ids"], max_new_tokens=2, do_sample=False)
+            elif how == "saved":
+                save_pretrained(model, folder)
+        causal_loss(model, small_batch(1, 20), mesh).backward()
+        norms.append(float(torch.stack([p.grad.full_tensor().norm() for p in model.parameters()]).norm()))
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("first", ["evaluated", "generated", "saved"])
+def test_a_model_first_used_in_inference_mode_can_be_trained(first: str, tmp_path: Path) -> None:
+    """FSDP2 keeps what it makes in its first pass."""
+    for got, expected in run_ranks(2, _in_inference_mode, first, str(tmp_path)):
+        assert got == expected
 
 
 def _two_from_one_config() -> tuple[str, bool, float]:

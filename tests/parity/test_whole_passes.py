@@ -17,12 +17,13 @@ from transformers import DynamicCache
 
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.binding import unbind, unsharded
+from ithaca.models.binding import binding_of, unbind, unsharded
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import gradient_errors, reference
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
+from ithaca.sequence.batch import shard_batch
 from ithaca.state import weights as placement
 from ithaca.training.step import causal_loss
 from tests.ranks import expect_refusal, run_ranks
@@ -109,6 +110,40 @@ def test_so_they_are_with_copies_of_shards(way: Callable[..., None]) -> None:
 @pytest.mark.parametrize("way", [backward_inside, unbound], ids=lambda way: way.__name__)
 def test_layers_run_again_are_too(way: Callable[..., None]) -> None:
     assert max(run_ranks(2, _error, way, memory=REPLAYED)) < FP64
+
+
+def _routed(kind: str, mode: LayerMode, sharded: bool) -> tuple[float, int, list[int]]:
+    """The worst gradient of a pass with an auxiliary loss, how many router logits it gave, and how many are left behind."""
+    mesh, batch = init_mesh(sp=1), _batch()
+    plain = small_model(kind, router_aux_loss_coef=1.0)
+    expected = plain(**batch, output_router_logits=True)
+    expected.loss.backward()
+    model: Any = small_model(kind, router_aux_loss_coef=1.0)
+    model = parallelize(model, mesh, memory=MemoryPlan((mode,) * 2, (False,) * 2, 8, 8), weights="none")
+    if sharded:
+        given = model(**shard_batch(batch, mesh).inputs, output_router_logits=True)
+    with unsharded(model):
+        given = model(**batch, output_router_logits=True)
+        given.loss.backward()
+        with torch.no_grad():
+            model(**batch, output_router_logits=True)
+    installed: Any = binding_of(model).memory
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    worst = max(gradient_errors(model, wanted).values())
+    return worst, len(given.router_logits), [len(runner.aside) for runner in installed.runners]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_router_logits_of_a_whole_pass_are_the_router_s_own(kind: str) -> None:
+    [(worst, logits, left)] = run_ranks(1, _routed, kind, "keep", False)
+    assert (logits, left) == (2, [0, 0])
+    assert worst < FP64
+
+
+@pytest.mark.parametrize(("mode", "sharded"), [("save", False), ("keep", True)])
+def test_router_logits_that_would_have_no_gradient_are_refused(mode: str, sharded: bool) -> None:
+    match = "router logits would have no gradient here"
+    expect_refusal(1, _routed, "mixtral", mode, sharded, error="UnsupportedError", match=match)
 
 
 def _always_summed(way: Callable[[nn.Module, Batch, Mesh], None]) -> float:
