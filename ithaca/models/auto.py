@@ -79,7 +79,7 @@ class AutoMemory:
     @property
     def _group(self) -> dist.ProcessGroup:
         """The ranks that must choose alike: those whose weights are gathered together, or that exchange heads."""
-        return self.mesh.sp_group if self.job.weights == "none" else self.mesh.world_group
+        return self.mesh.world_group if self.job.weights == "shard" else self.mesh.sp_group
 
     def _largest(self, layout: SequenceLayout, adds: bool) -> tuple[int, int, bool]:
         """Rows and tokens of the rank that has most of them in this pass, and whether one of them adds to gradients.
@@ -87,7 +87,7 @@ class AutoMemory:
         Ranks of a sequence group have the same batch; others may have shorter ones.
         """
         batch, tokens = layout.batch, layout.batch * layout.padded
-        if self.given is not None or self.job.weights == "none" or self.mesh.dp == 1:
+        if self.given is not None or self.job.weights != "shard" or self.mesh.dp == 1:
             return batch, tokens, adds
         most = torch.tensor([tokens * _ROWS + batch, int(adds)], device=self.mesh.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
