@@ -26,7 +26,7 @@ def plan(
     nodes: int | None = typer.Option(None, help="How many such nodes."),
     host_memory: str | None = typer.Option(None, help="Host memory of one node: 1T, 512GB, 960GiB."),
     tune: str = typer.Option("full", help="full or lora."),
-    lora_rank: int = typer.Option(LORA_RANK, help="Rank of the adapters with --tune lora."),
+    lora_rank: int | None = typer.Option(None, help=f"Rank of the adapters with --tune lora, {LORA_RANK} if left out."),
     batch: int | None = typer.Option(None, help="Rows a step over all sequence groups; one for each if left out."),
     sp: int | None = typer.Option(None, help="GPUs that share one row; the best if left out."),
     optimizer: str | None = typer.Option(
@@ -56,7 +56,8 @@ def plan(
     from ithaca.planning.wanted import Wanted
 
     known = read_model(model)
-    sizes = known.sizes.with_lora(lora_rank) if _one_of("--tune", tune, ("full", "lora")) == "lora" else known.sizes
+    rank = _rank(_one_of("--tune", tune, ("full", "lora")), lora_rank)
+    sizes = known.sizes if rank is None else known.sizes.with_lora(rank)
     wanted = Wanted(
         sizes,
         read_machine(gpus, nodes, host_memory, link, network),
@@ -72,7 +73,7 @@ def plan(
     total = None if tokens is None else read_tokens(tokens)
     _amounts(price, target_tok_s, tokens)
     option = _chosen(wanted, length, known)
-    run = run_of(known, wanted, option, tokens=total, lora_rank=lora_rank if tune == "lora" else None)
+    run = run_of(known, wanted, option, tokens=total, lora_rank=rank)
     facts = _facts(wanted, option, known, run, total, price, target_tok_s)
     reach = [(label, min(tokens, known.ends or tokens)) for label, tokens in _reach(wanted, option)]
     rows = _compared(wanted, option) if compare else None
@@ -81,6 +82,17 @@ def plan(
         return
     _show(wanted, option, facts, reach, rows)
     _write(wanted, option, run, facts, spec, write)
+
+
+def _rank(tune: str | None, given: int | None) -> int | None:
+    """Of the adapters, or None where there are none."""
+    if tune == "lora":
+        return _positive("--lora-rank", given) or LORA_RANK
+    if given is not None:
+        from ithaca.errors import ConfigError
+
+        raise ConfigError(f"--lora-rank {given} is of adapters: add --tune lora")
+    return None
 
 
 def _facts(

@@ -21,6 +21,10 @@ STEPS = 1000
 USUAL_HEADROOM = 0.25
 
 
+# What a line of code has room for on a page of 80 columns.
+_LINE = 76
+
+
 def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | None, lora_rank: int | None) -> Run:
     """The run that the plan is of; the documents are the user's to name."""
     recipe, job = option.recipe, option.job
@@ -68,11 +72,28 @@ def writing(option: str, file: Path) -> Iterator[None]:
         raise ConfigError(f"{option} {file} cannot be written ({error.strerror}): name a file") from None
 
 
+def check_report(file: Path) -> None:
+    """Refuse a file for JSON before minutes of work have no place to go to."""
+    folder = file.absolute().parent
+    if file.is_dir():
+        raise ConfigError(f"--json {file} is a folder: name a file")
+    if not folder.is_dir():
+        raise ConfigError(f"--json {file}: there is no folder {folder}; name one that is there")
+    new = not file.exists()
+    try:
+        # Asked for by name, some folders say yes and mean no.
+        file.open("a").close()
+    except OSError:
+        raise ConfigError(f"--json {file} cannot be written to: name a file in a folder of yours") from None
+    if new:
+        file.unlink()
+
+
 def write_run(file: Path, run: Run) -> bool:
     """Whether it was written: a file that says something else is left alone."""
     text = "# Made by `ithaca plan`. Name your documents under data.sources, then: ithaca train " + file.name + "\n"
     text += dump_run(run)
-    if file.exists() and file.read_text(encoding="utf-8") != text:
+    if file.exists() and file.read_bytes() != text.encode():
         return False
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
@@ -89,11 +110,14 @@ def script_change(wanted: Wanted, option: Option) -> str:
     settings += [f'optimizer="{recipe.optimizer}"'] if recipe.optimizer != "adamw" else []
     settings += [f"memory_budget={wanted.device_budget}"] if wanted.headroom != USUAL_HEADROOM else []
     dtype = "torch.float32" if recipe.precision == "mixed" else "torch.bfloat16"
+    call = f"+model = ithaca.parallelize(model, {', '.join(settings)})"
+    if len(call) > _LINE:
+        call = f"+model = ithaca.parallelize(\n+    model, {', '.join(settings)}\n+)"
     return "\n".join(
         (
             f"+mesh  = ithaca.init_mesh(sp={option.degrees.sp})",
             f" model = AutoModelForCausalLM.from_pretrained(name, dtype={dtype})",
-            f"+model = ithaca.parallelize(model, {', '.join(settings)})",
+            call,
             "-    loss = model(**batch).loss",
             "+    loss = ithaca.causal_loss(model, batch, mesh)",
             '-model.save_pretrained("out")',
@@ -103,7 +127,7 @@ def script_change(wanted: Wanted, option: Option) -> str:
 
 
 def launch_line(machine: Machine) -> str:
-    nodes = f"--nnodes {machine.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    nodes = f"--nnodes {machine.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n    "
     return f"torchrun {nodes if machine.nodes > 1 else ''}--nproc-per-node {machine.gpus} script.py"
 
 

@@ -35,7 +35,7 @@ def calibration_file() -> Path:
 
 def read_length(text: str) -> int:
     """`128k` or `1M`, of 1,024."""
-    return _amount("--length", text, lambda value: parse_number(value, 1024))
+    return _amount("--length", text, lambda value: parse_number(value, 1024), least=2)
 
 
 def read_tokens(text: str) -> int:
@@ -43,14 +43,14 @@ def read_tokens(text: str) -> int:
     return _amount("--tokens", text, lambda value: parse_number(value, 1000))
 
 
-def _amount(option: str, text: str, parse: Callable[[str], object]) -> int:
+def _amount(option: str, text: str, parse: Callable[[str], object], *, least: int = 1) -> int:
     try:
         value = parse(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
     assert isinstance(value, int)
-    if value < 1:
-        raise ConfigError(f"{option} {text}: at least 1 is needed")
+    if value < least:
+        raise ConfigError(f"{option} {text}: at least {least} {'is' if least == 1 else 'are'} needed")
     return value
 
 
@@ -61,7 +61,11 @@ def read_machine(
     found = re.fullmatch(r"\s*(?:(\d+)(?:\s*[x*\u00d7]\s*|\s+))?([A-Z].*?)\s*", gpus, re.IGNORECASE)
     count = int(found[1] or 1) if found else 0
     # What looks like another number of cards is not for guessing at.
-    if found is None or count < 1 or re.search(r"[,+:*\u00d7]|\bx\s*\d|\d\s*x\b|\s\d\s*$", found[2], re.IGNORECASE):
+    if (
+        found is None
+        or count < 1
+        or re.search(r"[,+:*\u00d7]|\bx\s*\d|(?<![a-z\d])\d+\s*x\b|\s\d\s*$", found[2], re.IGNORECASE)
+    ):
         raise ConfigError(f"--gpus {gpus}: write a number and one card, such as 8xH100, of a node")
     if nodes is not None and nodes < 1:
         raise ConfigError(f"--nodes {nodes}: at least 1 is needed")

@@ -34,6 +34,7 @@ def rehearse(
     json_file: Path | None = typer.Option(None, "--json", help="Also write everything to this file."),
 ) -> None:
     """Run one rank of a job on the one device here; memory and time beside the plan's."""
+    from ithaca.cli.plan_files import check_report, writing
     from ithaca.cli.train import split_words
     from ithaca.config import load_run
     from ithaca.errors import ConfigError
@@ -45,8 +46,10 @@ def rehearse(
         raise ConfigError(f"--world {ranks} --rank {rank}: ranks count from 0 to the world less one")
     if not 0 <= stage <= len(run.stages):
         raise ConfigError(f"--stage {stage}: the run has stages 1 to {len(run.stages)}")
-    if json_file is not None and json_file.is_dir():
-        raise ConfigError(f"--json {json_file} is a folder: name a file")
+    if json_file is not None:
+        with writing("--json", json_file):
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+        check_report(json_file)
     more = _layers(layers)
     limit = _bytes(cap) if cap else None
     config = read_model_config(run.model.name, run.model.revision)
@@ -63,7 +66,6 @@ def rehearse(
 
     Console(highlight=False).print(page(asked, result))
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
 
 
@@ -120,13 +122,16 @@ def read_model_config(name: str, revision: str | None) -> Any:
     """The config of a folder, a file, the embedded model, a name of the built-in table, or one on the hub."""
     import tempfile
 
+    from ithaca.errors import ConfigError
     from ithaca.models.embedded import build_embedded
-    from ithaca.models.pretrained import find_folder, known_model, read_config
+    from ithaca.models.pretrained import CONFIG, find_folder, known_model, read_config
 
     path = Path(name).expanduser()
     if name == "embedded":
         with tempfile.TemporaryDirectory() as folder:
             return read_config(build_embedded(Path(folder)))
+    if path.suffix == ".json" and path.name != CONFIG:
+        raise ConfigError(f"{name}: name a model's folder, or the {CONFIG} in it")
     if path.is_dir() or path.suffix == ".json":
         return read_config(path if path.is_dir() else path.parent)
     return known_model(name) or read_config(find_folder(name, revision))

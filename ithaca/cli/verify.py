@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from ithaca.cli.plan_files import check_report
 from ithaca.cli.quiet import quiet
 from ithaca.cli.stopped import INTERRUPTED, say_stopped, told_when_stopped
 from ithaca.cli.train import split_words
@@ -58,7 +59,7 @@ def verify(
     if degree < 2:
         raise ConfigError(f"--sp {degree} leaves one process with nothing to compare it to: use --sp 2 or more")
     if report:
-        _check_report(Path(report))
+        check_report(Path(report))
     gpus = 0 if device == "cpu" else _count_gpus(required=device == "cuda")
     statuses = []
     if device != "cuda":
@@ -68,17 +69,6 @@ def verify(
         statuses.append(_on("cuda", min(degree, gpus), run, model, layers, length, report, beside=beside))
     if any(statuses):
         raise typer.Exit(max(statuses))
-
-
-def _check_report(file: Path) -> None:
-    """Before minutes of checks have no place to go to."""
-    folder = file.absolute().parent
-    if file.is_dir():
-        raise ConfigError(f"--json {file} is a folder: name a file")
-    if not folder.is_dir():
-        raise ConfigError(f"--json {file}: there is no folder {folder}; name one that is there")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ConfigError(f"--json {file} cannot be written to: name a file in a folder of yours")
 
 
 def _degree_of(run: Run | None) -> int:

@@ -95,6 +95,8 @@ def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
         original = scaling.get(_ORIGINAL) or text.get(_ORIGINAL) or positions
         reach, before = (None if number is None else int(number) for number in (positions, original))
+        if min(reach or 1, before or 1) < 1:
+            raise ValueError(f"{reach} positions, {before} before they were stretched")
         return KnownModel(name, sizes, reach, before, str(config.get("model_type", "")), cautions_of(config))
     except IthacaError as error:
         raise ConfigError(f"{name}: {error}") from None
@@ -111,6 +113,13 @@ def _check(sizes: ModelSizes) -> None:
         raise ValueError(
             f"{sizes.heads} heads over {sizes.kv_heads} key-value heads of {sizes.key_size}, {len(sizes.layers)} layers"
         )
+    if max(layer.width for layer in sizes.layers) < 1:
+        raise ValueError("no layer has an MLP")
+    for layer in sizes.layers:
+        if layer.width < 0 or (layer.window or 1) < 1 or layer.experts_per_token > max(1, layer.experts):
+            raise ValueError(
+                f"an MLP of {layer.width}, a window of {layer.window}, {layer.experts_per_token} of {layer.experts} experts"
+            )
 
 
 @cache

@@ -239,7 +239,8 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
 def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
     """Device and host bytes of one rank: three quarters of what it has there, and of what there is here."""
     here = torch.cuda.mem_get_info()[1] if gpu else asked.machine.device.memory
-    device = asked.run.memory.budget or int(SHARE * min(here, asked.cap or here))
+    most = min(here, asked.cap or here)
+    device = min(asked.run.memory.budget or int(SHARE * most), most)
     host = int(SHARE * asked.machine.host_memory / asked.machine.gpus)
     return device, min(host, int(SHARE * psutil.virtual_memory().available)) if gpu else host
 

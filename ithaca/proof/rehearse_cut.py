@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.plan import LayerMode, MemoryPlan
 
-# Blocks of each kind in the first run, where there is one kind only and where there are more: FSDP2 gathers up to three
-# layers at once, and two layers' tensors are on their way out.
-FIRST_ALONE, FIRST = 3, 2
+# Blocks of each kind in the first run, as two layers' tensors are on their way out at once; and layers of each size, as
+# FSDP2 gathers up to three at once.
+FIRST, FIRST_OF_SIZE = 2, 3
 # Layers that a later run has more, unless told.
 MORE = 3
 # What a layer without attention takes of one with it, where steps are long enough to be cut; an upper bound.
@@ -68,7 +68,7 @@ def choose_trials(plan: MemoryPlan, kinds: Sequence[int], more: int | None = MOR
     names = [tuple((kinds[i], plan.layers[i], plan.offload[i]) for i in block) for block in blocks]
     distinct = list(dict.fromkeys(names))
     whole = tuple(names.count(name) for name in distinct)
-    first = tuple(min(count, FIRST if len(distinct) > 1 else FIRST_ALONE) for count in whole)
+    first = _first(names, distinct, whole)
     wider = []
     for at, name in enumerate(distinct) if more is not None else ():
         added = min(whole[at] - first[at], -(-(more or 0) // len(name)))
@@ -82,6 +82,23 @@ def choose_trials(plan: MemoryPlan, kinds: Sequence[int], more: int | None = MOR
     if more is None or spent >= len(plan.layers):
         runs = [_trial(blocks, kinds_of, whole)]
     return Trials(tuple(runs), whole)
+
+
+def _first(
+    names: Sequence[tuple[tuple[int, LayerMode, bool], ...]],
+    distinct: Sequence[tuple[tuple[int, LayerMode, bool], ...]],
+    whole: tuple[int, ...],
+) -> tuple[int, ...]:
+    """How many blocks of each kind the first run has."""
+    first = [min(count, FIRST) for count in whole]
+    for size in {size for name in names for size, _, _ in name}:
+        held = [sum(layer[0] == size for layer in name) for name in distinct]
+        while sum(a * b for a, b in zip(first, held, strict=True)) < FIRST_OF_SIZE:
+            more = [at for at, count in enumerate(first) if held[at] and count < whole[at]]
+            if not more:
+                break
+            first[max(more, key=lambda at: whole[at] - first[at])] += 1
+    return tuple(first)
 
 
 def _trial(blocks: list[tuple[int, ...]], kinds: Sequence[int], counts: tuple[int, ...]) -> Trial:

@@ -13,13 +13,23 @@ from typing import Any
 
 import pytest
 
+from ithaca.cli.plan_inputs import read_machine
 from ithaca.config import load_run
 from ithaca.planning.calibrated import Measured, write_measured
-from ithaca.planning.hardware import AttentionSpeed
+from ithaca.planning.hardware import DEVICES, AttentionSpeed
 from ithaca.planning.plan import MemoryPlan
 from ithaca.planning.what_if import show_length as shown_length
 from tests.planning.models import LLAMA_8B
 
+# What no model has: each was planned for, or ended with a traceback.
+WRONG: dict[str, dict[str, Any]] = {
+    "width": {"intermediate_size": 0},
+    "negative_width": {"intermediate_size": -5},
+    "window": {"sliding_window": -5, "model_type": "mistral"},
+    "positions": {"max_position_embeddings": -4},
+    "original": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": -8}},
+    "experts": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 20},
+}
 BASE = ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH100")
 
 
@@ -303,7 +313,10 @@ def test_architectures_that_are_not_exact_are_named(run: Any) -> None:
         (("--model", "qwen3-8b", "--write", "."), "--write . cannot be written"),
         (("--model", "qwen3-8b", "--network", "Infiniband"), "nearest are InfiniBand"),
         (("--model", "qwen3-8b", "--length", "12Q"), "'12Q' is no number"),
-        (("--model", "qwen3-8b", "--length", "0"), "--length 0: at least 1"),
+        (("--model", "qwen3-8b", "--length", "0"), "--length 0: at least 2"),
+        (("--model", "qwen3-8b", "--length", "1"), "--length 1: at least 2"),
+        (("--model", "qwen3-8b", "--lora-rank", "64"), "--lora-rank 64 is of adapters: add --tune lora"),
+        (("--model", "qwen3-8b", "--tune", "lora", "--lora-rank", "-3"), "--lora-rank -3: at least 1"),
         (("--model", "qwen3-8b", "--length", "900M"), "do not fit 8xH100"),
         (("--model", "qwen3-8b", "--host-memory", "lots"), "no amount of memory"),
         (("--model", "qwen3-8b", "--tokens", "many"), "'many' is no number"),
@@ -318,6 +331,7 @@ def test_architectures_that_are_not_exact_are_named(run: Any) -> None:
         (("--model", "list.json"), "holds a list"),
         (("--model", "other.json"), "no hidden_size"),
         (("--model", "odd.json"), "values that no causal language model has"),
+        *((("--model", f"{key}.json"), "values that no causal language model has") for key in WRONG),
         (("--model", "missing.json"), "does not exist"),
         (("--model", "empty"), "does not exist"),
         ((), "--model"),
@@ -327,6 +341,8 @@ def test_bad_input_is_one_line_and_status_2(run: Any, words: tuple[str, ...], sa
     Path("not.json").write_text("{")
     Path("list.json").write_text("[]")
     Path("other.json").write_text('{"name": "package"}')
+    for key, value in WRONG.items():
+        Path(f"{key}.json").write_text(json.dumps({**LLAMA_8B, **value}))
     Path("odd.json").write_text(json.dumps({**LLAMA_8B, "num_attention_heads": "many"}))
     Path("empty").mkdir()
     status, out, err = run(*words)
@@ -334,6 +350,27 @@ def test_bad_input_is_one_line_and_status_2(run: Any, words: tuple[str, ...], sa
     assert said in err
     assert "Traceback" not in out + err
     assert not Path("run.yaml").exists()
+
+
+def test_every_card_of_the_table_can_be_named() -> None:
+    for device in DEVICES:
+        assert read_machine(f"8x{device.name}", None, None, None, None).device.name == device.name
+
+
+def test_a_file_that_is_no_text_is_left_alone(run: Any) -> None:
+    Path("run.yaml").write_bytes(b"\xff\xfe")
+    status, out, _ = run("--model", "qwen3-8b")
+    assert (status, Path("run.yaml").read_bytes()) == (0, b"\xff\xfe")
+    assert "says something else and was left alone" in out
+
+
+def test_lines_to_be_copied_are_whole_on_a_narrow_page(run: Any) -> None:
+    _, out, _ = run("--model", "llama-3.1-8b", "--length", "max", "--nodes", "2")
+    assert (
+        '  +model = ithaca.parallelize(\n  +    model, mesh, compute_dtype=torch.bfloat16, on_host="everything"\n  +)'
+        in out
+    )
+    assert "HOST:29500 \\\n    --nproc-per-node 8 script.py" in out
 
 
 def test_a_hub_that_does_not_answer_is_one_reason(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

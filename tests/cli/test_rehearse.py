@@ -167,6 +167,8 @@ def test_the_card_may_have_the_jobs_number_before_it(gpus: str) -> None:
         (("--cap", "much"), "is no amount of memory such as 60GiB or 80GB"),
         (("--cap", "80"), "--cap 80: write a unit, such as 80GB"),
         (("--json", "/"), "--json / is a folder: name a file"),
+        (("--json", "/proc/x.json"), "--json /proc/x.json cannot be written to"),
+        (("--model", "other.json"), "other.json: name a model's folder, or the config.json in it"),
         (("--stage", "9"), "the run has stages 1 to"),
         (("--world", "12"), "more than 8 ranks are whole nodes of 8"),
         (("--gpus", "H900"), "nearest are"),

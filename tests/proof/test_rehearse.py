@@ -18,7 +18,8 @@ from torch import nn
 from ithaca.attention import local as local_attention
 from ithaca.attention.kernels import choose
 from ithaca.attention.local import LocalAttention
-from ithaca.config import Optimizer, read_run
+from ithaca.cli.plan_inputs import read_machine
+from ithaca.config import Optimizer, Run, read_run
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import init_mesh
 from ithaca.models.support import decoder_layers
@@ -26,7 +27,7 @@ from ithaca.planning.hardware import find_device, find_link
 from ithaca.planning.plan import MemoryPlan
 from ithaca.planning.traffic import Machine, exchanged
 from ithaca.proof import rehearse_phases, rehearse_step
-from ithaca.proof.rehearse import Asked, Rehearsed, rehearse
+from ithaca.proof.rehearse import Asked, Rehearsed, _budgets, rehearse
 from ithaca.proof.rehearse_cut import Trial, blocks_of, choose_trials, cut_plan, derive, derive_clocked
 from ithaca.proof.rehearse_group import AloneGroup, Sent, alone
 from ithaca.proof.rehearse_phases import DevicePhases
@@ -330,6 +331,25 @@ def test_seconds_of_the_missing_layers_are_those_clocked() -> None:
     layers = [None, 2.0, 3.0, 1.0, 2.0, 4.0, 10.0, 12.0]
     assert derive_clocked(trials, 100.0, layers) == pytest.approx(100 + 8 * 7 + 8 * 11)
     assert derive_clocked(choose_trials(plan, (0,) * 40, more=None), 100.0, [None] * 40) == 100.0
+
+
+def test_three_layers_of_each_size_are_in_the_first_run() -> None:
+    """FSDP2 gathers three at once: a line through two and five would count a gathered layer for every one of the rest."""
+    plan = MemoryPlan(("keep",) * 28, (False,) * 28, 8, 8)
+    trials = choose_trials(plan, (0, *[1] * 27))
+    assert [trial.counts for trial in trials.runs] == [(1, 3), (1, 6)]
+    assert choose_trials(plan, (0,) * 28).runs[0].counts == (3,)
+    modes = MemoryPlan(("save",) * 14 + ("keep",) * 14, (False,) * 28, 8, 8)
+    assert choose_trials(modes, (0,) * 28).runs[0].counts == (2, 2)
+
+
+def test_a_cap_is_above_a_budget() -> None:
+    """A rank that may take less than its budget is planned for what it may take."""
+    machine = read_machine("2xH100", None, None, None, None)
+    for budget, cap, wanted in ((None, 40, 30), (60, 40, 40), (20, 40, 20), (60, None, 60)):
+        run = Run(memory={"budget": None if budget is None else f"{budget}GB"})  # type: ignore[arg-type]
+        asked = Asked(run, None, machine, cap=None if cap is None else cap * 10**9)
+        assert _budgets(asked, gpu=False)[0] == wanted * 10**9
 
 
 def test_runs_without_attention_are_cheap_enough_to_cut_more_often() -> None:
