@@ -1,7 +1,8 @@
 """The best mesh for a job: every cut of the GPUs into dp x ring x sp, each with its own plan of memory and its time.
 
-Numerics come first: AdamW over fp32 weights is taken wherever it fits, on the device or else on the host; an optimizer
-with less state only where that fits nowhere. Within them the most tokens a second win, and of equals the fewest rows.
+Numerics come first: AdamW over fp32 weights is taken wherever it fits, on the device or on the host; an optimizer with
+less state only where that fits nowhere. Within them the most tokens a second win, and of equals the fewest rows: states
+on the host make room on the device, so where layers would be run again there, both places are looked at.
 GPUs are left idle only where no plan over all of them fits.
 
 Invariant: what is chosen runs. Ring attention is not built yet, so a ring is looked at for comparison only.
@@ -24,6 +25,8 @@ from ithaca.planning.wanted import Degrees, Recipe, Wanted, job_of, recipes
 
 # Speeds that differ by less than this are taken for equal.
 AS_FAST = 0.01
+# States go to the host for no less than this: how fast it steps hangs on what else its memory has to do.
+HOST_GAIN = 0.05
 _ANY = Fixed()
 
 
@@ -46,16 +49,30 @@ class Option:
 
 
 def best_options(wanted: Wanted, length: int) -> list[Option]:
-    """What runs and fits, the most tokens a second first; all of one recipe, the first that fits any mesh."""
+    """What runs and fits, the most tokens a second first; all of the same numerics, the first that fit any mesh."""
     for find in (whole, parts):
         places = find(wanted)
-        for recipe in (recipe for group in recipes(wanted) for recipe in group):
-            found = [option for place in places for option in _options(*_at(place, length), recipe)]
+        for group in recipes(wanted):
+            found: list[Option] = []
+            for recipe in group:
+                found += _of_recipe(wanted, length, recipe, places)
+                if found and not _runs_again(_ranked(found)[0]):
+                    break
             if found:
-                used = {option.machine for option in found}
-                others = [place for place in _other_cuts(wanted, places) if place.wanted.machine in used]
-                return _ranked([*found, *(each for place in others for each in _options(*_at(place, length), recipe))])
+                return _ranked(found)
     return []
+
+
+def _of_recipe(wanted: Wanted, length: int, recipe: Recipe, places: list[Place]) -> list[Option]:
+    """What fits with one recipe."""
+    found = [option for place in places for option in _options(*_at(place, length), recipe)]
+    used = {option.machine for option in found}
+    others = [place for place in _other_cuts(wanted, places) if place.wanted.machine in used]
+    return [*found, *(each for place in others for each in _options(*_at(place, length), recipe))]
+
+
+def _runs_again(option: Option) -> bool:
+    return any(mode in ("rebuild", "recompute") for mode in option.plan.layers)
 
 
 def _other_cuts(wanted: Wanted, places: list[Place]) -> Iterator[Place]:
@@ -72,11 +89,15 @@ def _at(place: Place, length: int) -> tuple[Wanted, int, Degrees]:
 
 def _ranked(options: list[Option]) -> list[Option]:
     """The fastest first; of those that are as fast as a prediction can tell, the one with the fewest rows a step."""
-    options = sorted(options, key=lambda option: -option.time.tokens_per_second)
-    least = (1 - AS_FAST) * options[0].time.tokens_per_second
-    level = [option for option in options if option.time.tokens_per_second >= least]
+    options = sorted(options, key=_speed, reverse=True)
+    least = (1 - AS_FAST) * _speed(options[0])
+    level = [option for option in options if _speed(option) >= least]
     level.sort(key=lambda option: option.degrees.dp)
     return level + options[len(level) :]
+
+
+def _speed(option: Option) -> float:
+    return option.time.tokens_per_second * (1 - HOST_GAIN if option.recipe.on_host else 1)
 
 
 def _options(wanted: Wanted, length: int, degrees: Degrees, recipe: Recipe) -> Iterator[Option]:

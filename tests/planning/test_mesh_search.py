@@ -111,6 +111,17 @@ def test_numerics_give_way_last() -> None:
     assert best_options(lora, 32 * K)[0].recipe == Recipe("bf16", "adamw")
 
 
+def test_states_go_to_the_host_where_that_is_faster() -> None:
+    """The room they leave spares layers' attention a second run; where nothing runs again they stay."""
+    asked = Wanted(sizes_of("Qwen/Qwen3-4B"), machine("H100", 8))
+    chosen = best_options(asked, 2384 * K)[0]
+    assert chosen.recipe.on_host
+    kept = best_options(replace(asked, on_host=False), 2384 * K)[0]
+    assert "recompute" in kept.plan.layers
+    assert chosen.time.tokens_per_second > 1.05 * kept.time.tokens_per_second
+    assert not best_options(asked, 512 * K)[0].recipe.on_host
+
+
 def test_copies_of_the_weights_where_the_network_is_slow() -> None:
     """Adapters are all that copies sum. Summed in fp32, all gradients are as many bytes as gathering twice in bf16."""
     for sizes, replicas in ((B1.with_lora(16), 4), (B1, 1)):
