@@ -187,7 +187,7 @@ def _show(
 
 
 def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:
-    from ithaca.cli.plan_files import spec_of, write_run, writing
+    from ithaca.cli.plan_files import rehearsal, spec_of, write_run, writing
 
     if spec is not None:
         title = f"{run.model.name} at {option.job.length:,} tokens on {wanted.machine}"
@@ -198,9 +198,11 @@ def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec
     if write == NO_FILE:
         return
     with writing("--write", Path(write)):
-        written = write_run(Path(write), run)
+        written = write_run(Path(write), run, option.machine)
     if written:
         typer.echo(f"\n{write}: the run; name your documents in it, then: ithaca train {write}")
+        if option.machine.nodes > 1:
+            typer.echo(f"one rank of it, on one GPU or none: {rehearsal(Path(write), option.machine)}")
     else:
         typer.echo(f"\n{write} says something else and was left alone: --write another.yaml")
 

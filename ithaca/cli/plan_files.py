@@ -89,9 +89,12 @@ def check_report(file: Path) -> None:
         file.unlink()
 
 
-def write_run(file: Path, run: Run) -> bool:
+def write_run(file: Path, run: Run, machine: Machine) -> bool:
     """Whether it was written: a file that says something else is left alone."""
     text = "# Made by `ithaca plan`. Name your documents under data.sources, then: ithaca train " + file.name + "\n"
+    if machine.nodes > 1:
+        # A run says what one node starts; how many nodes there are is the launcher's to know.
+        text += f"# It is for {machine}. One rank of it: {rehearsal(file, machine)}\n"
     text += dump_run(run)
     if file.exists() and file.read_bytes() != text.encode():
         return False
@@ -124,6 +127,12 @@ def script_change(wanted: Wanted, option: Option) -> str:
             '+ithaca.save_pretrained(model, "out")',
         )
     )
+
+
+def rehearsal(file: Path, machine: Machine) -> str:
+    """What rehearses the run on this machine, all of its ranks counted."""
+    card = f" --gpus {machine.device.name}"
+    return f"ithaca rehearse {file}{card}" + (f" --world {machine.world}" if machine.nodes > 1 else "")
 
 
 def launch_line(machine: Machine) -> str:

@@ -364,6 +364,15 @@ def test_a_file_that_is_no_text_is_left_alone(run: Any) -> None:
     assert "says something else and was left alone" in out
 
 
+def test_a_run_over_nodes_says_how_to_rehearse_all_of_it(run: Any) -> None:
+    """The run itself says what one node starts: rehearsed so, it would be another, smaller job."""
+    _, out, _ = run("--model", "llama-3.1-8b", "--length", "128k", "--nodes", "4")
+    said = "ithaca rehearse run.yaml --gpus H100 --world 32"
+    assert said in out
+    assert said in Path("run.yaml").read_text().splitlines()[1]
+    assert "--world" not in run("--model", "llama-3.1-8b", "--write", "one.yaml")[1]
+
+
 def test_lines_to_be_copied_are_whole_on_a_narrow_page(run: Any) -> None:
     _, out, _ = run("--model", "llama-3.1-8b", "--length", "max", "--nodes", "2")
     assert (
