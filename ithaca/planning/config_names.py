@@ -29,6 +29,17 @@ ATTENTION_DROPOUTS = (
     "attn_dropout",
     "attention_dropout_prob",
 )
+# Families whose parameters are counted right from a config; a test holds them to transformers' own modules.
+COUNTED = frozenset((
+    "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2",
+    "deepseek_v3", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "flint", "fuyu",
+    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
+    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
+    "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "llama", "mellum", "minicpm3", "minimax_m2",
+    "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "olmo", "olmo2", "olmo3",
+    "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+))  # fmt: skip
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 # The text model inside, where its config does not say.
 _TEXT_TYPES = {"gemma3": "gemma3_text", "llava": "llama", "mistral3": "mistral"}
@@ -83,6 +94,12 @@ def cautions_of(config: Config) -> dict[str, str]:
     if config.get("text_config") is not None or any(config.get(tower) for tower in _TOWERS):
         found["text only"] = f"the text model inside {kind} is planned, and nothing else that it has"
     text = text_of(config)
+    inside = str(text.get("model_type", ""))
+    if inside not in COUNTED:
+        found["sizes"] = (
+            f"parameters and windows of {inside or kind!r} are counted as Llama's and may be off: `ithaca rehearse` "
+            "counts the model itself"
+        )
     for key in ATTENTION_DROPOUTS:
         value = text.get(key) or 0
         if isinstance(value, int | float) and value > 0:

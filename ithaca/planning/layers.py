@@ -21,6 +21,16 @@ _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
 _NORM_AFTER_MLP = (*_FOUR_NORMS, "olmo2", "olmo3")
 # Norms and linear maps with biases, and an MLP without a gate.
 PLAIN = ("starcoder2", "gpt2", "gpt_bigcode")
+# An MLP of two maps, whatever else.
+_UNGATED = (*PLAIN, "apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi")
+# Every so many layers one attends to everything, where a config does not say which: the last of so many, or the first.
+_FULL_LAST = {
+    "afmoe": 4, "cohere2": 4, "cohere2_moe": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6,
+    "gemma4": 6, "gemma4_text": 6, "gpt_oss": 2, "olmo3": 4, "vaultgemma": 2,
+}  # fmt: skip
+_FULL_FIRST = {"cwm": 4, "granite_swa": 4, "granitemoe_swa": 4, "modernbert-decoder": 3}
+# Families that slide only where their config says so.
+_SLIDE_IF_TOLD = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 _EXPERTS_OF_FULL_WIDTH = ("mixtral", "gpt_oss")
 
 
@@ -66,7 +76,7 @@ def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> L
         norms=hidden * (4 if kind in (*_FOUR_NORMS, *PLAIN) else 2),
         width=block.width,
         active=block.active,
-        gated=kind not in PLAIN,
+        gated=kind not in _UNGATED,
         experts=block.experts,
         experts_per_token=block.per_token,
         window=window_of(config, index),
@@ -89,18 +99,17 @@ def _normed(config: Config, key: int) -> int:
 def window_of(config: Config, index: int) -> int | None:
     """The sliding window of layer `index`, None where it attends to everything before."""
     window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False:
+    types, kind = config.get("layer_types"), str(config.get("model_type", ""))
+    if not window or not config.get("use_sliding_window", bool(types) or kind not in _SLIDE_IF_TOLD):
         return None
-    types = config.get("layer_types")
-    kind = str(config.get("model_type", ""))
     if types:
         slides = types[index] == "sliding_attention"
-    elif kind.startswith("gemma3"):
-        slides = (index + 1) % int(config.get("sliding_window_pattern") or 6) != 0
-    elif kind == "gemma2":
-        slides = index % 2 == 0
+    elif kind in _FULL_LAST:
+        slides = (index + 1) % int(config.get("sliding_window_pattern") or _FULL_LAST[kind]) != 0
+    elif kind in _FULL_FIRST:
+        slides = index % _FULL_FIRST[kind] != 0
     else:
-        slides = not kind.startswith("qwen") or index >= int(config.get("max_window_layers") or 0)
+        slides = kind not in _SLIDE_IF_TOLD or index >= int(config.get("max_window_layers", 28) or 0)
     return int(window) if slides else None
 
 
@@ -157,9 +166,8 @@ def _latent_attention(config: Config, key: int, value: int, *, bias: bool) -> tu
 
 def _dense(config: Config, width: int) -> _Block:
     kind, hidden = str(config.get("model_type", "")), int(config["hidden_size"])
-    plain = kind in PLAIN
-    edges: tuple[Edge, ...] = (*([(hidden, width)] * (1 if plain else 2)), (width, hidden))
-    bias = bool(config.get("use_bias", True)) if plain else bool(config.get("mlp_bias"))
+    edges: tuple[Edge, ...] = (*([(hidden, width)] * (1 if kind in _UNGATED else 2)), (width, hidden))
+    bias = bool(config.get("use_bias", True)) if kind in PLAIN else bool(config.get("mlp_bias"))
     count = _weights(edges) + bias * sum(outputs for _, outputs in edges)
     return _Block(count, count, width, edges)
 
@@ -167,28 +175,30 @@ def _dense(config: Config, width: int) -> _Block:
 def _has_experts(config: Config, index: int) -> bool:
     if not _expert_count(config):
         return False
-    if "first_k_dense_replace" in config:
-        return index >= int(config["first_k_dense_replace"])
+    for key in ("first_k_dense_replace", "moe_layer_start_index"):
+        if config.get(key) is not None:
+            return index >= int(config[key])
     if index in (config.get("mlp_only_layers") or ()):
         return False
     return (index + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
 def _expert_count(config: Config) -> int:
-    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return int(next((config[key] for key in keys if config.get(key)), 0))
 
 
 def _experts(config: Config) -> _Block:
     kind, hidden = str(config.get("model_type", "")), int(config["hidden_size"])
     count = _expert_count(config)
-    per_token = int(config.get("num_experts_per_tok") or config.get("experts_per_token") or 1)
+    per_token = int(config.get("num_experts_per_tok") or config.get("experts_per_token") or config.get("moe_k") or 1)
     full = kind in _EXPERTS_OF_FULL_WIDTH or not config.get("moe_intermediate_size")
     width = int(config["intermediate_size"] if full else config["moe_intermediate_size"])
     expert = 3 * hidden * width + (2 * width + hidden if kind == "gpt_oss" else 0)
     router = count * hidden + (count if kind == "gpt_oss" else 0)
     shared_width = int(
-        config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0)
+        config.get("shared_expert_intermediate_size")
+        or width * int(config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 0)
     )
     edges: tuple[Edge, ...] = ()
     if shared_width:

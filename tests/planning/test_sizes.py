@@ -1,5 +1,6 @@
 """Parameter counts: exact against transformers' own modules, and against published totals."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.errors import UnsupportedError
-from ithaca.planning.config_names import DEFAULTS, text_of
+from ithaca.planning.config_names import COUNTED, DEFAULTS, cautions_of, text_of
+from ithaca.planning.known_models import known_config, known_names
 from ithaca.planning.sizes import ModelSizes
 from tests.planning.models import B1, B8, LLAMA_8B
 
@@ -64,6 +66,70 @@ def test_counts_are_those_of_the_modules(kind: str, more: dict[str, Any]) -> Non
     assert [layer.parameters for layer in sizes.layers] == layers
     assert sizes.total == sum(p.numel() for p in model.parameters())
     assert sizes.heads == 8
+
+
+def default_of(kind: str) -> Any:
+    """transformers' own config of a family, with eight layers."""
+    config = AutoConfig.for_model(kind)
+    text = config.get_text_config()
+    for name in ("num_hidden_layers", "n_layer"):
+        if hasattr(text, name):
+            setattr(text, name, 8)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(getattr(text, name, None), list):
+            setattr(text, name, getattr(text, name)[:8])
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(COUNTED))
+def test_families_said_to_be_counted_are(kind: str) -> None:
+    """To a percent: what a bias or a norm of its own adds is not worth a line."""
+    config = default_of(kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = ModelSizes.from_config(json.loads(json.dumps(config.to_dict(), default=str))).total
+    assert counted == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.01)
+    assert "sizes" not in cautions_of(config.to_dict())
+
+
+def test_a_family_that_is_not_counted_is_said_to_be() -> None:
+    assert "'jetmoe' are counted as Llama's" in cautions_of({**LLAMA_8B, "model_type": "jetmoe"})["sizes"]
+    assert not {str(config.get("model_type")) for config in map(known_config, known_names())} - COUNTED
+
+
+SLIDING = [
+    "afmoe",
+    "cohere2",
+    "cwm",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "granite_swa",
+    "olmo3",
+    "vaultgemma",
+]
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+def test_old_files_slide_where_transformers_does(kind: str) -> None:
+    """They say no layer_types."""
+    config = default_of(kind)
+    old = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
+    windows = [layer.window for layer in ModelSizes.from_config(old).layers]
+    assert windows == [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "smollm3"])
+def test_families_slide_where_they_are_told_to(kind: str) -> None:
+    old = {**AutoConfig.for_model(kind, num_hidden_layers=32).to_dict(), "sliding_window": 4096}
+    for key in ("layer_types", "use_sliding_window"):
+        old.pop(key, None)
+    assert {layer.window for layer in ModelSizes.from_config(old).layers} == {None}
+    if kind in ("qwen2", "qwen3"):
+        told = ModelSizes.from_config({**old, "use_sliding_window": True, "max_window_layers": 28})
+        assert [layer.window for layer in told.layers] == [None] * 28 + [4096] * 4
 
 
 GPT_2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": 128}
