@@ -92,7 +92,7 @@ class Mesh:
     @property
     def local_ranks(self) -> int:
         """How many ranks share this host, as the launcher says."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world)))
+        return ranks_here(self.world)
 
     @property
     def sp_group(self) -> dist.ProcessGroup:
@@ -199,6 +199,11 @@ def _read_mesh_param(param: MeshParam) -> tuple[int | None, int]:
     if isinstance(param, list | tuple) and len(param) == 2:
         return param[0], param[1]
     raise MeshError(f"mesh_param={param!r}: pass (dp, sp), or a dict or JSON with sequence_parallel_size")
+
+
+def ranks_here(otherwise: int = 1) -> int:
+    """How many ranks the launcher started on this host; `otherwise` where there is none."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(otherwise)))
 
 
 def _launched_world() -> int:

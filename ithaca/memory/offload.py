@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ithaca.errors import IthacaError
+from ithaca.mesh import ranks_here
 
 STAGED = 2
 # Host memory that is left to everybody else on the machine.
@@ -207,8 +208,7 @@ def _views(memory: Tensor, like: list[Tensor]) -> list[Tensor]:
 def _touch(memory: Tensor) -> None:
     """Have every page of fresh memory, asked for by this rank's share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with ThreadPoolExecutor(share) as pool:
+    with ThreadPoolExecutor(max(1, cores // ranks_here())) as pool:
         list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.split(_TOUCHED)))
 
 
