@@ -19,8 +19,6 @@ from ithaca.planning.wanted import Wanted
 
 STEPS = 1000
 USUAL_HEADROOM = 0.25
-
-
 # What a line of code has room for on a page of 80 columns.
 _LINE = 76
 
@@ -130,9 +128,8 @@ def script_change(wanted: Wanted, option: Option) -> str:
 
 
 def rehearsal(file: Path, machine: Machine) -> str:
-    """What rehearses the run on this machine, all of its ranks counted."""
-    card = f" --gpus {machine.device.name}"
-    return f"ithaca rehearse {file}{card}" + (f" --world {machine.world}" if machine.nodes > 1 else "")
+    """What rehearses one rank of the run on this machine, all of its nodes counted."""
+    return f"ithaca rehearse {file} --gpus {machine.device.name} --world {machine.world}"
 
 
 def launch_line(machine: Machine) -> str:
@@ -157,7 +154,7 @@ def spec_of(title: str, facts: dict[str, str], option: Option, wanted: Wanted) -
         share = part.seconds / option.time.seconds
         lines.append(f"| {part.name} | {part.seconds:.2f} | {share:.1%} | {_cell(part.meaning)} |")
     lines += [f"| all | {option.time.seconds:.2f} | 100% | |", "", "## In a plain script", ""]
-    lines += ["```diff", script_change(wanted, option), "```", "", f"`{launch_line(option.machine)}`", ""]
+    lines += ["```diff", script_change(wanted, option), "```", "", "```sh", launch_line(option.machine), "```", ""]
     return "\n".join(lines)
 
 
