@@ -39,8 +39,9 @@ _SHARED: ContextVar[dict[Any, Any] | None] = ContextVar("compiled by several mod
 
 @contextmanager
 def compiled_once() -> Iterator[None]:
-    """Models of one config that are parallelized inside share the code that is compiled for them."""
-    token = _SHARED.set({})
+    """Models of one config that are parallelized inside share the code that is compiled for them; one in another is
+    the same."""
+    token = _SHARED.set({} if (outer := _SHARED.get()) is None else outer)
     try:
         yield
     finally:
@@ -101,6 +102,10 @@ def compiled_way_back(module: nn.Module) -> WayBack:
 def _one_row(x_BtC: Tensor) -> Tensor:
     x_1TC = x_BtC.reshape(1, -1, x_BtC.shape[-1])
     torch._dynamo.maybe_mark_dynamic(x_1TC, 1)
+    # A view's code is guarded by the strides of what it is a view of, where the number of tokens is too.
+    base = x_1TC._base
+    for dim in range(0 if base is None else base.ndim - 1):
+        torch._dynamo.maybe_mark_dynamic(base, dim)
     return x_1TC
 
 

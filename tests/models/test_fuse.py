@@ -118,6 +118,30 @@ def test_models_of_one_config_may_share_what_is_compiled() -> None:
         assert once[1] == once[0]
 
 
+def compiled_until(kind: str, tile: int, rows: int) -> list[int]:
+    """How much was compiled until after a step of each length."""
+    # What the compiler learned of lengths from other models.
+    torch._dynamo.reset()
+    mesh = init_mesh(sp=2)
+    model = small_model(kind, dtype=torch.float32)
+    layers = model.config.get_text_config().num_hidden_layers
+    plan = MemoryPlan(("save", *["keep"] * (layers - 1)), (False,) * layers, tile, tile)  # type: ignore[arg-type]
+    model = parallelize(model, mesh, memory=plan, fuse=True)
+    counts = []
+    for length in (24, 40, 96, 64):
+        causal_loss(model, small_batch(rows, length), mesh).backward()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tile", "rows"), [(8, 1), (64, 1), (64, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_new_length_waits_for_the_compiler(kind: str, tile: int, rows: int) -> None:
+    for first, *later in run_ranks(2, compiled_until, kind, tile, rows, timeout=900):
+        assert set(later) == {first}
+
+
 def put_and_taken_off(kind: str) -> tuple[set[str], set[str], set[str]]:
     """Norms found in the first attention; those with a forward of their own when parallelized, and after."""
     model = small_model(kind, dtype=torch.float32)
