@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from ithaca.models.roles import signature
 
+# Numbers drawn for one weight; a larger one has them again and again, no two rows alike, as this is prime.
+_DRAWN = 2**22 - 3
+
 
 @contextmanager
 def stand_ins(model: nn.Module, layers: list[nn.Module], device: torch.device) -> Iterator[None]:
@@ -51,7 +54,8 @@ def _empty_places(
 
 def _drawn(empty: Tensor, draw: torch.Generator) -> Tensor:
     """Matrices that keep the size of what they multiply; vectors around one, as a norm's are."""
-    values = torch.randn(empty.shape, generator=draw, device=draw.device, dtype=torch.float32)
-    values = values * empty.shape[-1] ** -0.5 if empty.dim() > 1 else 1 + 0.1 * values
-    real = values.to(empty.dtype)
+    block = torch.randn(min(empty.numel(), _DRAWN), generator=draw, device=draw.device, dtype=torch.float32)
+    block = (block * empty.shape[-1] ** -0.5 if empty.dim() > 1 else 1 + 0.1 * block).to(empty.dtype)
+    times = -(-empty.numel() // _DRAWN)
+    real = block.repeat(times)[: empty.numel()].view(empty.shape)
     return nn.Parameter(real, requires_grad=empty.requires_grad) if isinstance(empty, nn.Parameter) else real

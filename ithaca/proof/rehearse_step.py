@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def measure(
         optimizer = build_optimizer(
             model, settings.name, lr=1e-5, betas=settings.betas, in_backward=settings.in_backward
         )
-        run = _Run(part, tuple(layers), model, optimizer, mesh, fake, list(model.parameters()))
+        run = _Run(part, tuple(layers), plan, model, optimizer, mesh, fake, list(model.parameters()))
         if mesh.device.type == "cuda":
             return run.on_device(once=bare, slow=layer_s > SLOW_S)
         return run.traced()
@@ -212,20 +213,34 @@ def only(model: nn.Module, wanted: Sequence[int]) -> Iterator[None]:
 
 def _fill(model: nn.Module) -> None:
     """Weights of a fresh model's size: matrices of small random numbers, vectors around one."""
-    draw = torch.Generator().manual_seed(0)
-    block = torch.randn(_DRAWN, generator=draw) * 0.02
+    block = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0)) * 0.02
+
+    @cache
+    def drawn(matrix: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return (block if matrix else 1 + block).to(device, dtype)
+
     with torch.no_grad():
         for parameter in model.parameters():
             own = local(parameter).view(-1)
-            values = (block if parameter.dim() > 1 else 1 + block).to(own.device, own.dtype)
+            values = drawn(parameter.dim() > 1, own.device, own.dtype)
             for start in range(0, own.numel(), _DRAWN):
                 own[start : start + _DRAWN].copy_(values[: own.numel() - start])
+
+
+def one_of_each(config: Any, plan: MemoryPlan) -> list[int]:
+    """A layer of each kind of attention and mode, as another mode runs other compiled code; one whose input is rebuilt
+    comes with those it is rebuilt from."""
+    types = getattr(config, "layer_types", None) or [None] * len(plan.layers)
+    kinds = list(zip(types, plan.layers, strict=True))
+    first = {kinds.index(kind) for kind in kinds}
+    return sorted({index for last in first for index in range(last - plan.chain[last], last + 1)})
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
     part: Part
     layers: tuple[int, ...]
+    plan: MemoryPlan
     model: nn.Module
     optimizer: torch.optim.Optimizer
     mesh: Mesh
@@ -254,9 +269,9 @@ class _Run:
             store.reserve([math.ceil(block.memory.nbytes * longer) + _ROUNDING for block in store.free])
 
     def _load_kernels(self) -> None:
-        """Libraries choose and load kernels at a shape's first call: one layer of each kind makes it, not the timed step."""
-        kinds = getattr(base_model(self.model).config.get_text_config(), "layer_types", None) or [None]
-        with only(self.model, sorted(kinds.index(kind) for kind in set(kinds))):
+        """Libraries choose and load kernels at a shape's first call: one layer of each kind and mode makes it, before the timed
+        step."""
+        with only(self.model, one_of_each(base_model(self.model).config.get_text_config(), self.plan)):
             self._loss(self.part.length).backward()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -410,7 +410,9 @@ def test_quick_steps_are_run_again_and_the_median_counts(took: tuple[float, ...]
     each = [Figures((0,), {"forward": t / 4, "backward": t * 3 / 4}, {}, round(t), 0, 0) for t in took]
     steps = iter(each)
     mesh: Any = SimpleNamespace(shards=1)
-    run = rehearse_step._Run(part(), (0,), nn.Module(), torch.optim.SGD([torch.zeros(1)]), mesh, None, [])
+    run = rehearse_step._Run(
+        part(), (0,), cut_plan(SAVE, (0,)), nn.Module(), torch.optim.SGD([torch.zeros(1)]), mesh, None, []
+    )
     kept = {name: lambda *given: None for name in ("_step", "_pin_ahead", "_load_kernels")}
     with patch.multiple(rehearse_step._Run, _timed=lambda self: next(steps), **kept):
         got = run.on_device()
@@ -418,11 +420,29 @@ def test_quick_steps_are_run_again_and_the_median_counts(took: tuple[float, ...]
     assert (got.step_s, got.reserved) == (counts, round(took[0]))
 
 
+@pytest.mark.parametrize(
+    ("modes", "types", "wanted"),
+    [
+        (("save",) * 3, None, [0]),
+        # The first step under another mode than the first layer's waited a second for the compiler.
+        (("save", "save", "keep"), None, [0, 2]),
+        (("recompute", "rebuild", "rebuild", "save"), None, [0, 1, 3]),
+        # What an input is rebuilt from comes too.
+        (("save", "rebuild", "rebuild", "keep"), ["a", "a", "b", "a"], [0, 1, 2, 3]),
+    ],
+)
+def test_kernels_are_loaded_under_every_mode(modes: Any, types: Any, wanted: list[int]) -> None:
+    plan = MemoryPlan(modes, (False,) * len(modes), mlp_tile=32, loss_tile=32)
+    assert rehearse_step.one_of_each(SimpleNamespace(layer_types=types), plan) == wanted
+
+
 @pytest.mark.parametrize(("slow", "once", "ahead"), [(False, False, True), (True, False, False), (True, True, True)])
 def test_kernels_are_loaded_ahead_without_attention_where_a_layer_is_slow(slow: bool, once: bool, ahead: bool) -> None:
     """At a million tokens a layer's attention takes longer than all that its first call could cost the step."""
     mesh: Any = SimpleNamespace(shards=1)
-    run = rehearse_step._Run(part(), (0,), nn.Module(), torch.optim.SGD([torch.zeros(1)]), mesh, None, [])
+    run = rehearse_step._Run(
+        part(), (0,), cut_plan(SAVE, (0,)), nn.Module(), torch.optim.SGD([torch.zeros(1)]), mesh, None, []
+    )
     real, seen = local_attention.choose, []
     kept = {name: lambda *given: None for name in ("_step", "_pin_ahead")}
     long = Figures((0,), {"forward": 9.0}, {}, 1, 0, 0)
