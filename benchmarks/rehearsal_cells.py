@@ -43,9 +43,9 @@ def cell(group: str, model: str, sp: int, length: str, *settings: str, options: 
 
 
 def cells_of(group: str) -> list[Cell]:
-    """What a group consists of, the quick cells first."""
+    """What a group consists of: cells of one sort together, the quick ones first."""
     if group == "plan":
-        return [_planned(model, sp, length) for sp, length in SHAPES for model in MODELS]
+        return [_planned(model, sp, length) for model in MODELS for sp, length in SHAPES]
     if group == "capped":
         return [_on_80_gb("capped", length, budget, "everything") for length, budget in CAPPED.items()]
     if group == "matched":
@@ -79,6 +79,12 @@ def key(of: Cell) -> str:
 def asked(of: Cell) -> list[Any]:
     """What is rehearsed; two groups may have the same."""
     return [of[name] for name in ("model", "sp", "length", "settings", "options")]
+
+
+def sort_of(of: Cell) -> list[Any]:
+    """What cells have in common that one process may rehearse: they differ in length, budget and the mesh alone."""
+    free = ("mesh.", "memory.budget=")
+    return [of["model"], [each for each in of["settings"] if not each.startswith(free)], of["options"]]
 
 
 def name_of(of: Cell) -> str:

@@ -12,9 +12,10 @@ matched  the same with states on the device, in as much memory as the published 
 scaling  Qwen3-4B at 128K over sp = 1 to 32: tokens a second of a GPU against sp=1's; exchanges predicted
 whole    Qwen3-8B, sp=8, 1,048,576 tokens: every layer of the rank run
 
-Each cell is an `ithaca rehearse` in a process of its own under a time limit: one rank under a process group of one
-process, few layers where the whole would take long, the rest derived and marked so. The next cells' processes import what
-they need while this one runs; that is most of a short rehearsal. The program goes on where it stopped: the JSON is written
+Each cell is an `ithaca rehearse` under a time limit: one rank under a process group of one process, few layers where the
+whole would take long, the rest derived and marked so. Cells of one model that differ in length and sp alone follow each
+other in one process, which imports and compiles once: that is most of a short rehearsal. One that fails or takes too long
+ends its process. The program goes on where it stopped: the JSON is written
 after every cell, and what is in it, in this group or another, is not run again unless it failed, would be planned
 otherwise today, or --again is given. What the plan says of a cell is always today's. Without --groups nothing runs, and
 tables and plot are made from the file.
@@ -31,20 +32,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+import traceback
 from contextlib import closing
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from select import select
 from typing import Any
 
-from benchmarks.rehearsal_cells import GROUPS, Cell, asked, cells_of, key, name_of
+from benchmarks.rehearsal_cells import GROUPS, Cell, asked, cells_of, key, name_of, sort_of
 from benchmarks.rehearsal_page import TABLES, detail, plot, put_into
 from benchmarks.rehearsal_plan import experts_config, planned_anew
 from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load, save
 
-# Processes that wait: importing takes longer than a short rehearsal.
-AHEAD = 3
 # What rehearsals import sooner or later.
 IMPORTED = (
     "ithaca.proof.rehearse",
@@ -64,48 +64,92 @@ def words_of(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
     return [*words, *of["options"], *extra]
 
 
-class Waiting:
-    """Processes that wait for the words of a rehearsal each; for one that has had them another is started."""
+class Rehearser:
+    """A process that rehearses cell after cell of one sort: it imports and compiles once."""
 
     def __init__(self) -> None:
-        self.next = deque(self._start() for _ in range(AHEAD))
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.rehearsals", "-", "--wait"]
-        pipe = subprocess.PIPE
+        self.sort: Any = None
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, "-m", "benchmarks.rehearsals", "-", "--serve"]
         # torch is imported before the command line, which would choose the same, has the word.
         environment = os.environ | ALLOCATOR
-        return subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, env=environment)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=environment
+        )
 
     def run(self, words: list[str], limit: float) -> tuple[int, str]:
-        """Its status and what it said on stderr; raises TimeoutExpired after `limit` seconds."""
-        self.next.append(self._start())
-        with self.next.popleft() as process:
-            try:
-                _, said = process.communicate(json.dumps(words) + "\n", timeout=limit)
-            finally:
-                process.kill()
-        return process.returncode, said
+        """The rehearsal's status and what it said on stderr; raises TimeoutExpired after `limit` seconds."""
+        process, before = self.process, self.errors.seek(0, os.SEEK_END)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.flush()
+        if not select([process.stdout], [], [], limit)[0]:
+            raise subprocess.TimeoutExpired(words, limit)
+        answer = process.stdout.readline()
+        status = int(answer) if answer else process.wait()
+        self.errors.seek(before)
+        return status, self.errors.read()
 
     def close(self) -> None:
-        for process in self.next:
-            with process:
-                process.kill()
+        with self.errors, self.process:
+            self.process.kill()
 
 
-def wait() -> None:
-    """What a waiting process does."""
+class Rehearsers:
+    """The one at work, and the next, which imports meanwhile."""
+
+    def __init__(self) -> None:
+        self.now, self.next = Rehearser(), Rehearser()
+
+    def run(self, of: Cell, words: list[str], limit: float) -> tuple[int, str]:
+        if self.now.sort not in (None, sort_of(of)):
+            self._change()
+        self.now.sort = sort_of(of)
+        status = None
+        try:
+            status, said = self.now.run(words, limit)
+            return status, said
+        finally:
+            # After a failure nobody knows what it still holds.
+            if status != 0:
+                self._change()
+
+    def _change(self) -> None:
+        self.now.close()
+        self.now, self.next = self.next, Rehearser()
+
+    def close(self) -> None:
+        self.now.close()
+        self.next.close()
+
+
+def serve() -> None:
+    """What such a process does: words arrive line by line, a status goes back for each."""
     for name in IMPORTED:
         importlib.import_module(name)
     from ithaca.cli import main
+    from ithaca.models.fuse import compiled_once
 
-    line = sys.stdin.readline()
-    if line:
-        sys.argv = ["ithaca", *json.loads(line)]
-        main()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with compiled_once():
+        for line in sys.stdin:
+            sys.argv = ["ithaca", *json.loads(line)]
+            try:
+                main()
+                status = 0
+            except SystemExit as ended:
+                status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            except Exception:
+                traceback.print_exc()
+                status = 1
+            sys.stderr.flush()
+            print(status, file=answers, flush=True)
 
 
-def run_cell(of: Cell, limit: float, extra: list[str], waiting: Waiting) -> Cell:
+def run_cell(of: Cell, limit: float, extra: list[str], rehearsers: Rehearsers) -> Cell:
     """The cell's result, or how its process ended."""
     with tempfile.TemporaryDirectory() as folder:
         answer, started = Path(folder, "answer.json"), time.monotonic()
@@ -113,7 +157,7 @@ def run_cell(of: Cell, limit: float, extra: list[str], waiting: Waiting) -> Cell
         if model == "experts":
             model = write_experts(Path(folder))
         try:
-            status, said = waiting.run(words_of(of, model, answer, extra), limit)
+            status, said = rehearsers.run(of, words_of(of, model, answer, extra), limit)
             got: Cell = {"outcome": "failed", "error": said.strip()[-3000:]} if status else {"outcome": "done"}
         except subprocess.TimeoutExpired:
             got = {"outcome": "over the limit", "error": f"not done after {limit:.0f} s"}
@@ -130,7 +174,7 @@ def write_experts(folder: Path) -> str:
     return str(folder)
 
 
-def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Namespace, waiting: Waiting) -> None:
+def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Namespace, rehearsers: Rehearsers) -> None:
     started = time.monotonic()
     settled = set() if arguments.again else {key(c) for c in result["cells"] if holds(c)}
     for of in cells:
@@ -142,7 +186,7 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
         if same and not arguments.again:
             got = same[0]
         else:
-            got = run_cell(of, min(arguments.limit, left), arguments.extra.split(), waiting)
+            got = run_cell(of, min(arguments.limit, left), arguments.extra.split(), rehearsers)
         if got["outcome"] == "over the limit" and left < arguments.limit:
             print(f"left: {name_of(of)}", flush=True)
             continue
@@ -181,10 +225,10 @@ def main() -> int:
     parser.add_argument("--extra", default="", help="options for every rehearsal, such as '--layers 2'")
     parser.add_argument("--plot", type=Path, help="also draw the plan against rehearsals, into this file")
     parser.add_argument("--page", type=Path, help="also put the tables into this page, between its marks")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.wait:
-        wait()
+    if arguments.serve:
+        serve()
         return 0
     result = load(arguments.file)
     result["cells"] = [planned_anew(of) for of in result["cells"]]
@@ -193,8 +237,8 @@ def main() -> int:
     if arguments.without:
         wanted = [of for of in wanted if not _named(of, arguments.without)]
     if wanted:
-        with closing(Waiting()) as waiting:
-            run_all(wanted, result, arguments, waiting)
+        with closing(Rehearsers()) as rehearsers:
+            run_all(wanted, result, arguments, rehearsers)
     if result["cells"]:
         save(arguments.file, result)
     if arguments.plot:

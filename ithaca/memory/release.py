@@ -7,12 +7,16 @@ its weights stay where they are.
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import torch
 
 
 def release(device: torch.device) -> None:
-    """Free what only cycles hold, and hand the allocator's empty segments to the device."""
+    """Free what only cycles hold, and hand the allocators' empty segments to the device and the host."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        # Under a name of its own from torch 2.12 on.
+        empty: Any = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        empty()

@@ -54,8 +54,8 @@ def test_tables_name_the_worst_and_what_failed(tmp_path: Path) -> None:
     cells = [done(first), done(second, memory_error=-0.2), rehearsal_cells.cells_of("plan")[2] | {"outcome": "failed"}]
     table = rehearsal_page.plan_table(cells)
     assert "| Llama-3.2-1B | 1 | 32K | 10.00 | 11.00 | +10.0% | 10.00 | 11.00 | +10.0% | derived |" in table
-    assert "Worst of 2, memory error: -20.0% (Meta-Llama-3-8B, sp=1, 32K)." in table
-    assert "| Qwen3-4B | 1 | 32K | failed |" in table
+    assert "Worst of 2, memory error: -20.0% (Llama-3.2-1B, sp=1, 128K)." in table
+    assert "| Llama-3.2-1B | 4 | 128K | failed |" in table
     rehearsal_page.plot(cells, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
@@ -74,7 +74,7 @@ def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
     result: dict[str, Any] = {"runs": [], "cells": [done(planned)]}
     arguments = argparse.Namespace(again=False, total=600.0, limit=600.0, extra="", file=tmp_path / "all.json")
     with patch.object(rehearsals, "run_cell") as run:
-        rehearsals.run_all(scaling, result, arguments, waiting=None)  # type: ignore[arg-type]
+        rehearsals.run_all(scaling, result, arguments, rehearsers=None)  # type: ignore[arg-type]
     run.assert_not_called()
     assert [c["group"] for c in result["cells"]] == ["plan", "scaling"]
     assert result["cells"][1] == rehearsal_plan.planned_anew(result["cells"][0] | {"group": "scaling"})
@@ -89,16 +89,26 @@ def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cell_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_cells_of_one_sort_run_in_one_process(tmp_path: Path) -> None:
     of = rehearsal_cells.cell("plan", "embedded", 2, "1K", "precision=fp32")
-    with closing(rehearsals.Waiting()) as waiting:
-        got = rehearsals.run_cell(of, 300, [], waiting)
+    with closing(rehearsals.Rehearsers()) as rehearsers:
+        got = rehearsals.run_cell(of, 300, [], rehearsers)
         assert got["outcome"] == "done", got.get("error")
         assert got["derived"] is False
         assert json.dumps(got)
-        short = rehearsals.run_cell(of, 0.5, [], waiting)
+        process = rehearsers.now.process
+        longer = rehearsals.run_cell(of | {"length": 2048}, 300, [], rehearsers)
+        assert rehearsers.now.process is process
+        assert (longer["outcome"], longer["length"]) == ("done", 2048)
+        assert longer["peak"] > got["peak"]
+        again = rehearsals.run_cell(of, 300, [], rehearsers)
+        assert again | {"spent_s": 0.0} == got | {"spent_s": 0.0}
+        other = rehearsals.run_cell(of | {"settings": ["precision=bf16", "mesh.sp=2"]}, 300, [], rehearsers)
+        assert other["outcome"] == "done"
+        assert rehearsers.now.process is not process
+        short = rehearsals.run_cell(of, 0.5, [], rehearsers)
         assert short["outcome"] == "over the limit"
-        wrong = rehearsals.run_cell(of | {"settings": ["mesh.sq=2"]}, 300, [], waiting)
+        wrong = rehearsals.run_cell(of | {"settings": ["mesh.sq=2"]}, 300, [], rehearsers)
     assert wrong["outcome"] == "failed"
     assert "unknown key 'sq' in mesh" in wrong["error"]
 
@@ -112,7 +122,7 @@ def test_what_would_be_planned_otherwise_is_run_again(tmp_path: Path) -> None:
     assert not result["cells"][0]["planned_so_today"]
     arguments = argparse.Namespace(again=False, total=600.0, limit=600.0, extra="", file=tmp_path / "all.json")
     with patch.object(rehearsals, "run_cell", return_value=done(of)) as run:
-        rehearsals.run_all([of], result, arguments, waiting=None)  # type: ignore[arg-type]
+        rehearsals.run_all([of], result, arguments, rehearsers=None)  # type: ignore[arg-type]
     run.assert_called_once()
     assert result["cells"][0]["planned_so_today"]
 
