@@ -53,9 +53,12 @@ def _empty_places(
 
 
 def _drawn(empty: Tensor, draw: torch.Generator) -> Tensor:
-    """Matrices that keep the size of what they multiply; vectors around one, as a norm's are."""
+    """Matrices that keep the size of what they multiply; vectors around one, as a norm's are. In fp32 where the
+    processor may be slow in anything less."""
+    short = draw.device.type == "cpu" and empty.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if short else empty.dtype
     block = torch.randn(min(empty.numel(), _DRAWN), generator=draw, device=draw.device, dtype=torch.float32)
-    block = (block * empty.shape[-1] ** -0.5 if empty.dim() > 1 else 1 + 0.1 * block).to(empty.dtype)
+    block = (block * empty.shape[-1] ** -0.5 if empty.dim() > 1 else 1 + 0.1 * block).to(dtype)
     times = -(-empty.numel() // _DRAWN)
     real = block.repeat(times)[: empty.numel()].view(empty.shape)
     return nn.Parameter(real, requires_grad=empty.requires_grad) if isinstance(empty, nn.Parameter) else real
