@@ -125,7 +125,7 @@ def job_of(
     on_host: bool = False,
 ) -> Job:
     """What is known of a step before its first batch. `on_host`: weights, gradients and optimizer state are there."""
-    width = next(p.element_size() for p in model.parameters() if p.is_floating_point())
+    width, trained = base_width(model), trained_width(model)
     return Job(
         length=1,
         sp=mesh.sp,
@@ -134,7 +134,8 @@ def job_of(
         replicas=replicas,
         weight_bytes=width,
         compute_bytes=width if compute_dtype is None else compute_dtype.itemsize,
-        gradient_bytes=width,
+        gradient_bytes=trained,
+        adapter_bytes=trained if compute_dtype is None else compute_dtype.itemsize,
         optimizer=optimizer,
         fused=fused,
         loss_in_place=fused and in_place_kernel(mesh.device, logits_spec(base_model(model))) is not None,
@@ -142,6 +143,15 @@ def job_of(
         gradients_on_host=on_host,
         optimizer_on_host=on_host,
     )
+
+
+def base_width(model: nn.Module) -> int:
+    return next(p.element_size() for p in model.parameters() if p.is_floating_point())
+
+
+def trained_width(model: nn.Module) -> int:
+    """Adapters are often kept in more bytes than what they adapt."""
+    return next((p.element_size() for p in model.parameters() if p.requires_grad), base_width(model))
 
 
 def sizes_of(model: nn.Module, base: PreTrainedModel) -> ModelSizes:
@@ -161,7 +171,22 @@ def sizes_of(model: nn.Module, base: PreTrainedModel) -> ModelSizes:
     beside = total - sum(layer.parameters for layer in layers)
     sizes = replace(sizes, layers=layers, final_norm=max(0, beside - sizes.embedding - sizes.head))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return replace(sizes, adapters=trained) if 2 * trained < total else sizes
+    if 2 * trained >= total:
+        return sizes
+    adapted = [_adapted(layer) for layer in decoder_layers(base)]
+    if len(adapted) == len(layers):
+        layers = tuple(replace(layer, adapted=own) for layer, own in zip(layers, adapted, strict=True))
+    return replace(sizes, layers=layers, adapters=trained)
+
+
+def _adapted(layer: nn.Module) -> tuple[int, int]:
+    """A token's values that go into the adapters of a layer's attention and of the rest of it."""
+    attention = rest = 0
+    for name, module in layer.named_modules():
+        if hasattr(module, "lora_A"):
+            size = int(module.in_features)
+            attention, rest = (attention + size, rest) if "att" in name else (attention, rest + size)
+    return attention, rest
 
 
 def _described(base: PreTrainedModel) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Flow:
     fused: bool
     loss_in_place: bool
     ring: int
+    trains: bool
+    cast: int
 
     @classmethod
     def of(cls, sizes: ModelSizes, job: Job, groups: int) -> Flow:
@@ -81,6 +83,9 @@ class Flow:
             fused=job.fused,
             loss_in_place=job.loss_in_place,
             ring=job.ring,
+            trains=not sizes.adapters,
+            # What adapters take is cast to what they compute in, and kept for their weights' gradients.
+            cast=job.tokens * job.adapter_bytes if job.adapter_bytes > c else 0,
         )
 
     @property
@@ -116,9 +121,8 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
         return (flow.x,)
     # Of one group among ranks q, k, v are kept as they arrived, and the output is there twice: as attention's backward
     # wants it, and as the projection after it does.
-    arrived = flow.arrives
-    qkv = flow.q_g + flow.kv_g if arrived else flow.q + flow.kv
-    attention = (qkv, flow.out, flow.lse, _normed(flow, layer), flow.out if arrived else 0)
+    qkv = flow.q_g + flow.kv_g if flow.arrives else flow.q + flow.kv
+    attention = (qkv, flow.out, flow.lse, _normed(flow, layer), _into_projection(flow, layer))
     if not _keeps_mlp(layer, mode, tiled=tiled):
         # What the first norm leaves (q, k, v are made of its output), and the input of the second, which runs again.
         return _norms(flow, layer) // 2 + flow.x, *attention
@@ -131,7 +135,17 @@ def _kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -
     if not _keeps_mlp(layer, mode, tiled=tiled):
         return 0
     wide = (3 if flow.fused else 4) if layer.gated else 2
+    if flow.cast:
+        return (wide - 1) * layer.width * flow.tokens * flow.c + flow.cast * layer.adapted[1]
     return wide * layer.width * flow.tokens * flow.c
+
+
+def _into_projection(flow: Flow, layer: LayerSizes) -> int:
+    """What the projection after attention wants of its input, beside attention's own. Adapters that compute in more bytes
+    keep their inputs in those, and what is frozen beside them none."""
+    if flow.cast:
+        return flow.cast * layer.adapted[0]
+    return flow.out if flow.arrives else 0
 
 
 def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
@@ -139,18 +153,22 @@ def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, til
     and the projection's input where that is not attention's own output."""
     if mode != "keep":
         return 0
-    norm = flow.x if not _keeps_mlp(layer, mode, tiled=tiled) else _norms(flow, layer) // 2
-    return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (flow.out if flow.arrives else 0)
+    kept = _keeps_mlp(layer, mode, tiled=tiled)
+    norm = _norms(flow, layer) // 2 if kept else flow.x
+    return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (flow.out if flow.arrives and not flow.cast else 0)
 
 
 def _norms(flow: Flow, layer: LayerSizes) -> int:
     """What a layer's norms leave: of those before attention and MLP input and output, of those after them the input;
-    uncompiled also the input in fp32 and the normalised values, where it is no LayerNorm, which is one operator."""
+    uncompiled also the input in fp32 and, where its weight is trained, the normalised values; a LayerNorm is one
+    operator."""
     before, after = (2, 2) if layer.sandwiched else (2, 0)
+    output = 0 if flow.cast else flow.x
     if flow.fused or not layer.gated:
-        return (2 * before + after) * flow.x
+        return before * (flow.x + output) + after * flow.x
     wide = flow.tokens * flow.hidden * FP32
-    return before * (wide + 2 * flow.x) + after * (wide + flow.x)
+    normalised = flow.x if flow.trains else 0
+    return before * (wide + output + normalised) + after * (wide + normalised)
 
 
 def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
@@ -159,8 +177,8 @@ def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
 
 
 def _normed(flow: Flow, layer: LayerSizes) -> int:
-    """What norms of queries and keys leave: their input; uncompiled in fp32, and the normalised values."""
-    return flow.tokens * layer.normed * (flow.c if flow.fused else FP32 + flow.c)
+    """What norms of queries and keys leave: their input; uncompiled in fp32, and the normalised values (as above)."""
+    return flow.tokens * layer.normed * (flow.c if flow.fused else FP32 + flow.c * flow.trains)
 
 
 def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode) -> list[Piece]:
@@ -186,6 +204,8 @@ def _returned(flow: Flow) -> int:
 def _queries(flow: Flow, layer: LayerSizes) -> list[Piece]:
     """What a layer that is run again makes for its attention."""
     pieces = [Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c")]
+    if flow.cast:
+        pieces.append(Piece("inputs of adapters", flow.cast * layer.adapted[0], "B*L*inputs*4"))
     if layer.normed:
         pieces.append(Piece("norms of q, k", _normed(flow, layer), "B*L*(H+K)*D*c, uncompiled (4 + c)"))
     return pieces
@@ -263,6 +283,8 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     if layer.experts:
         tile_bytes, formula = _expert_tile(flow, layer, tokens, trains=trains)
     pieces.append(Piece("MLP tile", tile_bytes, formula))
+    if flow.cast and not kept:
+        pieces.append(Piece("MLP's adapters", flow.cast * layer.adapted[1] * tokens // flow.tokens, "tokens*inputs*4"))
     each = (0 if reduces else flow.c) + (FP32 if tiled else 0)
     if trains and each:
         pieces.append(Piece("MLP weight gradients", layer.mlp * each, "a tile's, and their sum in fp32"))

@@ -42,7 +42,7 @@ class LayerSizes:
     `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add. `normed`: values of a token
     that norms inside attention take: of queries and keys, or of what those are made from. `last`: MLP parameters whose
     product only the residual stream takes, so that no gradient needs its value. `sandwiched`: what attention and MLP
-    give is normed too, beside what they take.
+    give is normed too, beside what they take. `adapted`: a token's values that go into adapters, of attention and MLP.
     """
 
     attention: int
@@ -58,6 +58,7 @@ class LayerSizes:
     normed: int = 0
     last: int = 0
     sandwiched: bool = False
+    adapted: tuple[int, int] = (0, 0)
 
     @property
     def parameters(self) -> int:

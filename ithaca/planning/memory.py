@@ -44,8 +44,10 @@ POSITIONS = "B*L*(2*D*c + 3*8)"
 
 
 def optimizer_bytes(job: Job) -> float:
-    """State of one parameter: two moments like the weight; in 8 bits with an fp32 scale for each 256; in bf16."""
-    return {"adamw": 2.0 * job.weight_bytes, "adamw8bit": 2 * (1 + 4 / 256), "bf16_sr": 4.0, "none": 0.0}[job.optimizer]
+    """State of one parameter: two moments like it; in 8 bits with an fp32 scale for each 256; in bf16."""
+    return {"adamw": 2.0 * job.gradient_bytes, "adamw8bit": 2 * (1 + 4 / 256), "bf16_sr": 4.0, "none": 0.0}[
+        job.optimizer
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,9 @@ class Job:
     into `sp` x `ring` shards.
 
     `weights`: "shard" (FSDP2 over the world, or over world / `replicas`), "replicate", or "none" (the model's own
-    parameters, nothing gathered). `accumulate`: gradients of earlier micro-batches exist when a step begins. `fused`:
-    token-wise work is compiled, and keeps less. `loss_in_place`: logits become their gradient where they are.
+    parameters, nothing gathered). `gradient_bytes`: of what is trained, and of its gradient. `adapter_bytes`: of what
+    adapters compute with. `accumulate`: gradients of earlier micro-batches exist when a step begins. `fused`: token-wise
+    work is compiled, and keeps less. `loss_in_place`: logits become their gradient where they are.
     """
 
     length: int
@@ -47,6 +48,7 @@ class Job:
     weight_bytes: int = 2
     compute_bytes: int = 2
     gradient_bytes: int = 2
+    adapter_bytes: int = 2
     optimizer: Optimizer = "adamw"
     accumulate: bool = False
     fused: bool = True

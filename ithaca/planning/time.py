@@ -279,5 +279,5 @@ class _Step:
         job = self.job
         if job.optimizer == "none":
             return 0.0
-        each = 2 * job.weight_bytes + 2 * job.gradient_bytes + 2 * optimizer_bytes(job)
+        each = 4 * job.gradient_bytes + 2 * optimizer_bytes(job)
         return self.sizes.trainable / job.shards * each / (HOST_STEP if job.optimizer_on_host else self.touch)

@@ -98,7 +98,9 @@ def job_of(wanted: Wanted, length: int, degrees: Degrees, recipe: Recipe) -> tup
     """One rank's job, and the rows that its sequence group takes one after another."""
     rows = (wanted.batch or degrees.dp) // degrees.dp
     width = 4 if recipe.precision == "mixed" else 2
-    alone = wanted.machine.world == 1 and recipe.precision != "mixed" and not recipe.on_host
+    # Adapters are kept in fp32, and cast.
+    casts = recipe.precision == "mixed" or wanted.sizes.adapters > 0
+    alone = wanted.machine.world == 1 and not casts and not recipe.on_host
     job = Job(
         length=length,
         sp=degrees.sp,
@@ -107,7 +109,7 @@ def job_of(wanted: Wanted, length: int, degrees: Degrees, recipe: Recipe) -> tup
         # On one rank FSDP2 is left out unless it casts or moves the weights.
         weights="none" if alone else "shard",
         weight_bytes=width,
-        gradient_bytes=width,
+        gradient_bytes=4 if casts else width,
         optimizer=recipe.optimizer,
         accumulate=rows > 1,
         weights_on_host=recipe.on_host,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -130,6 +131,9 @@ def measure(
         if bare:
             stack.enter_context(without_attention())
         model = build(part, layers, plan, mesh)
+        stack.enter_context(warnings.catch_warnings())
+        # FSDP2 looks whether adapters, which have values already, are where they were.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)) if part.fake else None
         materialize(model)
         if fake is None:

@@ -75,13 +75,17 @@ def choose_sp(run: Run, number: int, world: int, config: Any) -> int:
 
 
 def precision_of(run: Run, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
-    """What weights are kept in, and what they are cast to for computing (None: themselves)."""
+    """What weights are kept in, and what they are cast to for computing (None: themselves).
+
+    Adapters over weights in bf16 are kept in fp32, by PEFT; computing in that too, they would want every input twice.
+    """
     name = run.precision
     if name == "auto":
         mixed = device.type == "cuda" and run.optimizer.name != "bf16_sr"
         name = "mixed" if mixed else "bf16" if run.optimizer.name == "bf16_sr" else "fp32"
     weights = torch.bfloat16 if name == "bf16" else torch.float32
-    return weights, torch.bfloat16 if name == "mixed" else None
+    casts = name == "mixed" or (name == "bf16" and run.lora is not None)
+    return weights, torch.bfloat16 if casts else None
 
 
 def stage_config(run: Run, source: str, number: int) -> Any:

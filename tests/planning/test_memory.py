@@ -242,9 +242,13 @@ def test_a_short_step_is_worst_at_its_end() -> None:
     job = Job(128, weights="none", optimizer="adamw")
     memory = memory_of(B8, job, plan(offload=False))
     assert memory.moment == "optimizer step"
-    # Torch's AdamW has two states like the weights.
+    # Torch's AdamW has two states like the weights that are trained.
     assert memory.device_bytes == 8_030_261_248 * (2 + 2 + 4)
-    assert memory_of(B8, replace(job, weight_bytes=4), plan(offload=False)).device_bytes == 8_030_261_248 * (4 + 2 + 8)
+    wide = replace(job, weight_bytes=4, gradient_bytes=4)
+    assert memory_of(B8, wide, plan(offload=False)).device_bytes == 8_030_261_248 * (4 + 4 + 8)
+    adapted = B8.with_lora(16)
+    state = memory_of(adapted, replace(job, gradient_bytes=4), plan()).terms[1]
+    assert (state.name, state.device_bytes) == ("optimizer state", adapted.adapters * 8)
 
 
 def test_a_loss_in_place_has_one_tile_of_logits() -> None:

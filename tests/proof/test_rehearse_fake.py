@@ -15,6 +15,7 @@ from ithaca.attention.kernels import blockwise
 from ithaca.config import Optimizer
 from ithaca.mesh import init_mesh
 from ithaca.planning.plan import MemoryPlan
+from ithaca.proof import rehearse as rehearse_module
 from ithaca.proof.rehearse import rehearse
 from ithaca.proof.rehearse_group import alone
 from ithaca.proof.rehearse_step import Figures, measure
@@ -104,6 +105,30 @@ def test_the_plan_knows_experts_norms_after_and_layer_norms(kind: str) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": None}
     result = rehearse(replace(like, config=small_config(kind, num_hidden_layers=12, **sizes)))
     assert abs(result.memory_error) < TRACED_MEMORY
+
+
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "vocab_size": 1000, "num_hidden_layers": 24, "layer_types": ["full_attention"] * 24, "sliding_window": None,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("budget", ["8GiB", "1GiB"])
+def test_the_plan_knows_adapters(kind: str, casts: bool, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT keeps them in fp32 over weights in bf16. They compute in bf16, or else every input of theirs is there in
+    fp32 too."""
+    if not casts:
+        monkeypatch.setattr(rehearse_module, "precision_of", lambda *_: (torch.bfloat16, None))
+    one = [{"length": 16384, "steps": 1, "batch": 1}]
+    like = asked(0, 24, fake=True, precision="bf16", stages=one, memory={"budget": budget}, lora={"rank": 4})
+    result = rehearse(replace(like, config=small_config(kind, **WIDE)))
+    got, said = result.kinds, result.predicted.kinds
+    assert got.optimizer == pytest.approx(said.optimizer, rel=0.01)
+    assert abs(result.memory_error) < TRACED_MEMORY
+    assert result.predicted.job.adapter_bytes == (2 if casts else 4)
 
 
 def in_8_bits(numbers: int) -> int:
