@@ -33,7 +33,7 @@ def plan(
         None, help="adamw, adamw8bit or bf16_sr; the most exact that fits if left out."
     ),
     precision: str | None = typer.Option(None, help="mixed (fp32 weights, bf16 computing) or bf16."),
-    headroom: float = typer.Option(0.25, help="Share of all memory that is left free."),
+    headroom: float = typer.Option(0.25, help="Share of the memory that is left free; of the host's, at least 0.25."),
     target_tok_s: float | None = typer.Option(None, help="Tokens a second wanted: says how many GPUs give them."),
     tokens: str | None = typer.Option(None, help="Tokens to train on, 2B: hours and GPU-hours."),
     price: float | None = typer.Option(None, help="Price of a GPU-hour: the cost."),

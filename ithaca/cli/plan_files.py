@@ -105,7 +105,9 @@ def script_change(wanted: Wanted, option: Option) -> str:
     """The five lines of a plain PyTorch loop that change, with this plan's settings."""
     recipe, job = option.recipe, option.job
     settings = ["mesh"]
-    settings += ["compute_dtype=torch.bfloat16"] if recipe.precision == "mixed" else []
+    # PEFT keeps adapters in fp32.
+    casts = recipe.precision == "mixed" or wanted.sizes.adapters
+    settings += ["compute_dtype=torch.bfloat16"] if casts else []
     settings += ['on_host="everything"'] if recipe.on_host else []
     settings += [f"replicas={job.replicas}"] if job.replicas > 1 else []
     settings += [f'optimizer="{recipe.optimizer}"'] if recipe.optimizer != "adamw" else []

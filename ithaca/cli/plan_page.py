@@ -74,7 +74,7 @@ def page(facts: dict[str, str], wanted: Wanted, option: Option, reach: Sequence[
     head = f"at the {option.memory.moment}"
     parts: list[RenderableType] = [_facts(facts), Text(), _memory("device", terms, device, wanted.headroom, head)]
     if option.memory.host_bytes:
-        parts += [Text(), _memory("host", terms, host, wanted.headroom, "one GPU's share")]
+        parts += [Text(), _memory("host", terms, host, wanted.host_headroom, "one GPU's share")]
     parts += [Text(), _time(option), Text(), _reach(reach), Text("\nIn a plain script:", style="bold")]
     change = "\n".join(f"  {line}" for line in script_change(wanted, option).splitlines())
     parts += [_diff(change), Text(f"  {launch_line(option.machine)}", style="dim")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from ithaca.errors import MemoryPlanError
 from ithaca.planning.memory import GIB, Memory, Term
@@ -19,6 +20,18 @@ BAR = 24
 # Lengths are proposed in steps of this many tokens; memory in steps of one GiB, up to the largest worth naming.
 STEP = 1024
 MOST_HOST, MOST_DEVICE = 4096 * GIB, 512 * GIB
+
+
+class Words(NamedTuple):
+    """How a change is asked for: by arguments of the library, or as a command has them."""
+
+    on_host: str
+    host: Callable[[int], str]
+    sp: Callable[[int], str]
+    length: Callable[[int], str]
+
+
+LIBRARY = Words("on_host='everything'", "{} GiB of host memory".format, "sp={}".format, "length={:,}".format)
 
 
 def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) -> str:
@@ -47,13 +60,20 @@ def _bar(share: float) -> str:
 
 
 def refusal(
-    sizes: ModelSizes, job: Job, smallest: Memory, device_budget: int, host_budget: int, *, fits: Fits
+    sizes: ModelSizes,
+    job: Job,
+    smallest: Memory,
+    device_budget: int,
+    host_budget: int,
+    *,
+    fits: Fits,
+    words: Words = LIBRARY,
 ) -> MemoryPlanError:
     """The error for a job that no plan fits; `smallest` is the nearest miss."""
     host_is_short = smallest.host_bytes > host_budget
     blame = smallest.largest(host=host_is_short)
     size = blame.host_bytes if host_is_short else blame.device_bytes
-    changes = list(_changes(sizes, job, device_budget, host_budget, fits))
+    changes = list(_changes(sizes, job, device_budget, host_budget, fits, words))
     advice = "any one of these fits: " + "; ".join(changes) if changes else "no single change that was tried fits"
     return MemoryPlanError(
         f"{job.length:,} tokens over sp={job.sp} do not fit: the smallest plan takes "
@@ -63,22 +83,22 @@ def refusal(
     )
 
 
-def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits) -> Iterator[str]:
+def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits, words: Words) -> Iterator[str]:
     """Changes of one kind each that make the job fit, the cheapest first."""
     away = replace(job, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
-    for name, changed in (("", job), ("on_host='everything' (weights, gradients and optimizer state)", away)):
+    for name, changed in (("", job), (f"{words.on_host} (weights, gradients and optimizer state)", away)):
         # What the host has may do; more of it is named with the amount.
         needed = smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
         if needed is not None:
-            amount = f"{needed} GiB of host memory"
+            amount = words.host(needed)
             yield name if needed <= host // GIB else f"{name}, with {amount}" if name else amount
             break
     sp = next((sp for sp in _degrees(job.sp, sizes.heads) if fits(replace(job, sp=sp), device, host)), None)
     if sp:
-        yield f"sp={sp}"
+        yield words.sp(sp)
     steps = largest(job.length // STEP, lambda step: fits(replace(job, length=step * STEP), device, host))
     if steps:
-        yield f"length={steps * STEP:,}"
+        yield words.length(steps * STEP)
     larger = smallest(device // GIB + 1, MOST_DEVICE // GIB, lambda gib: fits(job, gib * GIB, host))
     if larger:
         yield f"{larger} GiB of device memory"

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ithaca.planning.activations import Flow, group_bytes, most_groups, rank_heads
-from ithaca.planning.advice import refusal
+from ithaca.planning.advice import LIBRARY, Words, refusal
 from ithaca.planning.candidates import (
     CHAINS,
     Bounds,
@@ -65,10 +65,11 @@ def choose_plan(
     mlp_tile: int | None = None,
     loss_tile: int | None = None,
     head_groups: int | None = None,
+    words: Words = LIBRARY,
 ) -> MemoryPlan:
     """The cheapest plan within both budgets, in bytes of one rank (its share of the host's); what is given stays.
 
-    Raises `MemoryPlanError` when nothing fits, with the largest term and the changes that would do.
+    Raises `MemoryPlanError` when nothing fits, with the largest term and the changes that would do, in these `words`.
     """
     count = len(sizes.layers)
     fixed = Fixed(
@@ -81,7 +82,7 @@ def choose_plan(
     plan = cheapest(sizes, job, device_budget, host_budget, fixed)
     if plan is None:
         miss = nearest_miss(sizes, job, host_budget, fixed)
-        raise refusal(sizes, job, miss, device_budget, host_budget, fits=partial(feasible, sizes, fixed))
+        raise refusal(sizes, job, miss, device_budget, host_budget, fits=partial(feasible, sizes, fixed), words=words)
     return plan
 
 

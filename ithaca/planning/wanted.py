@@ -14,6 +14,7 @@ from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.traffic import Machine
 
 Precision = Literal["mixed", "bf16"]
+HOST_HEADROOM = 0.25
 
 
 class Degrees(NamedTuple):
@@ -64,7 +65,12 @@ class Wanted:
     @property
     def host_budget(self) -> int:
         """One rank's share."""
-        return int((1 - self.headroom) * self.machine.host_memory / self.machine.gpus)
+        return int((1 - self.host_headroom) * self.machine.host_memory / self.machine.gpus)
+
+    @property
+    def host_headroom(self) -> float:
+        """A run leaves the host at least a quarter, whatever it is asked to leave the device."""
+        return max(self.headroom, HOST_HEADROOM)
 
     @property
     def budgets(self) -> tuple[int, int]:

@@ -104,9 +104,14 @@ def refusal(wanted: Wanted, length: int) -> MemoryPlanError | MeshError:
     return MemoryPlanError(
         f"{length:,} tokens do not fit {wanted.machine}: cut as {cut}, with {recipe}, the smallest plan takes "
         f"{memory.device_bytes / GIB:.1f} of {device / GIB:.1f} GiB on each GPU and {memory.host_bytes / GIB:.1f} of "
-        f"{host / GIB:.1f} GiB of host memory for each (headroom {wanted.headroom:.0%}), worst at the {memory.moment}. "
+        f"{host / GIB:.1f} GiB of host memory for each ({_headroom(wanted)}), worst at the {memory.moment}. "
         f"The largest term is {blame.name!r}, {size / GIB:.1f} GiB ({blame.formula}); {advice}"
     )
+
+
+def _headroom(wanted: Wanted) -> str:
+    alike = wanted.host_headroom == wanted.headroom
+    return f"headroom {wanted.headroom:.0%}" + ("" if alike else f", of the host {wanted.host_headroom:.0%}")
 
 
 def _changes(wanted: Wanted, length: int) -> Iterator[str]:

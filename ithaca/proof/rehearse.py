@@ -13,6 +13,7 @@ by what it says of those, without the kernels' workspace, as no trace sees that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from ithaca.models.auto import SHARE, job_of, sizes_of
 from ithaca.models.fuse import compiled_once
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model
+from ithaca.planning.advice import LIBRARY, Words
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import Memory, Term, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
@@ -222,7 +224,7 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
     )
     planned = replace(job, length=part.length, accumulate=part.rows > 1)
     budgets = _budgets(asked, gpu=gpu)
-    plan = choose_plan(sizes, planned, *budgets)
+    plan = choose_plan(sizes, planned, *budgets, words=_typed(asked, gpu=gpu))
     target = memory_of(sizes, planned, plan)
     # Without a GPU nothing is compiled.
     job = planned if gpu else replace(planned, fused=False)
@@ -234,6 +236,17 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
         step = step_time(sizes, job, plan, asked.machine, rows=part.rows).seconds
     total = sum(term.device_bytes for term in terms)
     return sizes, Predicted(job, plan, budgets, memory, target, total, kinds_of(terms), compute, step)
+
+
+def _typed(asked: Asked, *, gpu: bool) -> Words:
+    """Changes as they are typed after `ithaca rehearse`; on a GPU it is this machine's own host memory that is short."""
+    gpus = asked.machine.gpus
+    return Words(
+        "memory.on_host=everything",
+        LIBRARY.host if gpu else lambda gib: f"--host-memory {math.ceil(gib * gpus / SHARE)}GiB",
+        lambda sp: f"--world {max(asked.world, sp)} mesh.sp={sp}",
+        "--length {}".format,
+    )
 
 
 def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:

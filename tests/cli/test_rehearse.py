@@ -86,6 +86,27 @@ def test_a_job_of_many_gpus_without_one(run: Any, tmp_path: Path, words: tuple[s
     assert told["host"] == pytest.approx(planned, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("qwen3-8b", "--length", "2M"), ("llama-3.2-1b", "--length", "1M", "--host-memory", "100GB", "--cap", "30GB")],
+)
+def test_a_refusal_says_what_to_type(run: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--model", *words, "--world", "4")
+    status, out, err = run(*asked)
+    assert (status, out) == (2, "")
+    *changes, device = err.split("any one of these fits: ")[1].strip().split("; ")
+    assert "of device memory" in device
+    assert len(changes) >= 2
+
+    def planned(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(proof, "measure", planned)
+    for change in changes:
+        typed = [word for word in change.split() if "=" in word or word.lstrip("-")[0].isalnum()]
+        assert run(*asked, *typed)[0] == 130, change
+
+
 def test_ctrl_c_is_told_in_a_sentence(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -44,6 +44,13 @@ def test_the_choice_fits_runs_and_is_the_fastest() -> None:
             assert memory.host_bytes <= wanted.host_budget
 
 
+def test_a_run_leaves_its_host_a_quarter_whatever_the_headroom() -> None:
+    for headroom, left in ((0.05, 0.25), (0.25, 0.25), (0.4, 0.4)):
+        wanted = Wanted(B8, machine(), headroom=headroom)
+        assert wanted.host_budget == int((1 - left) * wanted.machine.host_memory / wanted.machine.gpus)
+        assert wanted.device_budget == int((1 - headroom) * wanted.machine.device.memory)
+
+
 def test_headroom_is_left() -> None:
     wanted = Wanted(B8, machine())
     assert wanted.device_budget == int(0.75 * wanted.machine.device.memory)
