@@ -24,6 +24,7 @@ tables and plot are made from the file.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -45,6 +46,8 @@ from benchmarks.rehearsal_page import TABLES, detail, plot, put_into
 from benchmarks.rehearsal_plan import experts_config, planned_anew
 from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load, save
 
+# A process that holds more of the device after a rehearsal takes no other one: that would count it.
+HELD = 256 * 2**20
 # What rehearsals import sooner or later.
 IMPORTED = (
     "ithaca.proof.rehearse",
@@ -69,6 +72,7 @@ class Rehearser:
 
     def __init__(self) -> None:
         self.sort: Any = None
+        self.holds = 0
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, "-m", "benchmarks.rehearsals", "-", "--serve"]
         # torch is imported before the command line, which would choose the same, has the word.
@@ -88,7 +92,7 @@ class Rehearser:
         if not select([process.stdout], [], [], limit)[0]:
             raise subprocess.TimeoutExpired(words, limit)
         answer = process.stdout.readline()
-        status = int(answer) if answer else process.wait()
+        status, self.holds = map(int, answer.split()) if answer else (process.wait(), 0)
         self.errors.seek(before)
         return status, self.errors.read()
 
@@ -113,7 +117,7 @@ class Rehearsers:
             return status, said
         finally:
             # After a failure nobody knows what it still holds.
-            if status != 0:
+            if status != 0 or self.now.holds > HELD:
                 self._change()
 
     def _change(self) -> None:
@@ -126,7 +130,7 @@ class Rehearsers:
 
 
 def serve() -> None:
-    """What such a process does: words arrive line by line, a status goes back for each."""
+    """What such a process does: words arrive line by line, a status goes back for each, and what it still holds."""
     for name in IMPORTED:
         importlib.import_module(name)
     from ithaca.cli import main
@@ -146,7 +150,15 @@ def serve() -> None:
                 traceback.print_exc()
                 status = 1
             sys.stderr.flush()
-            print(status, file=answers, flush=True)
+            print(status, _held(), file=answers, flush=True)
+
+
+def _held() -> int:
+    """Bytes of the device that a rehearsal left behind; libraries keep some."""
+    import torch
+
+    gc.collect()
+    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
 
 
 def run_cell(of: Cell, limit: float, extra: list[str], rehearsers: Rehearsers) -> Cell:

@@ -110,6 +110,7 @@ def test_a_switched_adapter_is_seen(change: Callable[[Any], None], mode: LayerMo
     assert max(worst) < COMPILED
 
 
+@pytest.mark.slow
 def test_layers_of_one_shape_may_scale_their_adapters_each_for_itself() -> None:
     [worst] = run_ranks(1, steps, as_it_is, {"alpha_pattern": {"layers.1.mlp.down_proj": 64}}, "save")
     assert max(worst) < COMPILED

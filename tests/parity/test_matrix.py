@@ -53,7 +53,7 @@ def test_several_rows(mesh: tuple[int, int], heads: tuple[int, int]) -> None:
     assert worst("llama", mesh, 3, list(KINDS), **settings(heads)) < FP64
 
 
-@pytest.mark.parametrize("weights", ["replicate", "none"])
+@pytest.mark.parametrize("weights", ["replicate", pytest.param("none", marks=pytest.mark.slow)])
 def test_other_homes_of_the_weights(weights: str) -> None:
     assert worst("llama", (2, 2), 1, ["plain", "packed"], weights=weights) < FP64
 

@@ -102,6 +102,7 @@ def test_gradients_are_the_plain_model_s(way: Callable[..., None], weights: str)
     assert max(run_ranks(2, _error, way, weights=weights)) < FP64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [backward_outside, unbound], ids=lambda way: way.__name__)
 def test_so_they_are_with_copies_of_shards(way: Callable[..., None]) -> None:
     assert max(run_ranks(4, _error, way, replicas=2)) < FP64

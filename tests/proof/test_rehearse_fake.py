@@ -76,7 +76,8 @@ def test_no_state_of_a_generator_is_faked() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("plan", [MIXED, pytest.param(SAVE, marks=pytest.mark.slow)], ids=["mixed", "save"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [MIXED, SAVE], ids=["mixed", "save"])
 def test_what_lives_on_the_host_counts_there(plan: MemoryPlan) -> None:
     here, away = figures(plan, fake=True), figures(plan, fake=True, on_host="everything", away=True)
     for phase, kinds in away.kinds.items():

@@ -183,7 +183,7 @@ def _state_bytes(name: str) -> tuple[float, float]:
     [state] = optimizer.state.values()
     held = sum(_bytes(x) for key, x in state.items() if key != "step")
     width = DTYPE[name].itemsize
-    job = Job(1, weight_bytes=width, optimizer=name)  # type: ignore[arg-type]
+    job = Job(1, weight_bytes=width, gradient_bytes=width, optimizer=name)  # type: ignore[arg-type]
     return held / (512 * 512 / mesh.world), optimizer_bytes(job)
 
 
