@@ -17,6 +17,8 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        # Under a name of its own from torch 2.12 on.
-        empty: Any = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
-        empty()
+        # Pinned memory's cache; a torch that cannot empty it keeps it.
+        private = getattr(torch._C, "_host_emptyCache", None)
+        empty: Any = getattr(torch.accelerator, "empty_host_cache", private)
+        if empty is not None:
+            empty()
