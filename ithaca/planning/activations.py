@@ -85,7 +85,7 @@ class Flow:
             ring=job.ring,
             trains=not sizes.adapters,
             # What adapters take is cast to what they compute in, and kept for their weights' gradients.
-            cast=job.tokens * job.adapter_bytes if job.adapter_bytes > c else 0,
+            cast=job.tokens * job.adapter_bytes if sizes.adapters and job.adapter_bytes > c else 0,
         )
 
     @property
