@@ -160,7 +160,8 @@ def plot(cells: list[Cell], file: Path) -> None:
         axis.fill_between(ends, low, high, color="gray", alpha=0.2, linewidth=0, label=f"within {within:.0%}")
         axis.set(title=title, xlabel="rehearsed", ylabel="planned", xscale="log", yscale="log")
         for side in (axis.xaxis, axis.yaxis):
-            side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            # Within a decade two of these would be all there is to read.
+            side.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[1] > 10 * ends[0] else (1, 2, 3, 4, 5, 7)))
             side.set_minor_locator(NullLocator())
             side.set_major_formatter(StrMethodFormatter("{x:g}"))
         if points:

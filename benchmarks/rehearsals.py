@@ -24,7 +24,6 @@ tables and plot are made from the file.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import os
@@ -46,7 +45,8 @@ from benchmarks.rehearsal_page import TABLES, detail, plot, put_into
 from benchmarks.rehearsal_plan import experts_config, planned_anew
 from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load, save
 
-# A process that holds more of the device after a rehearsal takes no other one: that would count it.
+# A process that holds more after a rehearsal, on the device or pinned on the host, takes no other one: the next would
+# count it, or plan with less.
 HELD = 256 * 2**20
 # What rehearsals import sooner or later.
 IMPORTED = (
@@ -154,11 +154,15 @@ def serve() -> None:
 
 
 def _held() -> int:
-    """Bytes of the device that a rehearsal left behind; libraries keep some."""
+    """Bytes of the device and of pinned memory that a rehearsal left behind; libraries keep some."""
     import torch
 
-    gc.collect()
-    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    from ithaca.memory.release import release
+
+    if not torch.cuda.is_initialized():
+        return 0
+    release(torch.device("cuda"))
+    return torch.cuda.memory_allocated() + torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
 
 
 def run_cell(of: Cell, limit: float, extra: list[str], rehearsers: Rehearsers) -> Cell:

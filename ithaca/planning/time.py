@@ -31,8 +31,9 @@ ROUTED_FORWARD, ROUTED_BACKWARD = 24, 37
 # AdamW on the host is bound by its memory: bytes a second for one rank (16 cores beside an H200, rehearsals.json).
 HOST_STEP = 85 * GIGA
 # A layer whose weights come from the host is launched in no less, forward, backward and for what is run again: short
-# sequences wait for the host (rehearsals.json, 8K: the mean of two such machines, of which one was a seventh faster).
-LAUNCH_FORWARD, LAUNCH_BACKWARD, LAUNCH_AGAIN = 4.6e-3, 6.8e-3, 4.5e-3
+# sequences wait for the host. Each further head group is attention and exchanges once more (rehearsals.json, 8K and 32K:
+# the middle of four such machines, whose steps at 8K took 0.86 to 1.06 s).
+LAUNCH_FORWARD, LAUNCH_BACKWARD, LAUNCH_AGAIN, LAUNCH_GROUP = 5.5e-3, 7.4e-3, 5.0e-3, 3.0e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,8 @@ class _Step:
         if not (self.job.gathers and self.job.weights_on_host):
             return 0.0, 0.0
         again = {"keep": 0, "save": 1, "rebuild": 2, "recompute": 1}[mode]
-        return LAUNCH_FORWARD, LAUNCH_BACKWARD + again * LAUNCH_AGAIN
+        groups = (self.plan.head_groups - 1) * LAUNCH_GROUP
+        return LAUNCH_FORWARD + groups, LAUNCH_BACKWARD + groups + again * LAUNCH_AGAIN
 
     def _copies(self, layer: LayerSizes, mode: LayerMode, forward: float, backward: float) -> float:
         moved = sum(saved(self.flow, layer, mode, tiled=self.tiles > 1)) / self.copy
