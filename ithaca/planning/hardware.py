@@ -178,8 +178,8 @@ def _plain(name: str) -> str:
 
 
 def words_of(name: str) -> frozenset[str]:
-    """Lower-case words; sizes lose their unit, since "80GB", "80G" and "80" are all written."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
+    """Lower-case words; sizes lose their unit, since "80GB", "80G" and "80" are all written, as is "RTX4090"."""
+    words = re.findall(r"rtx(?=\d)|[a-z0-9]+", name.lower())
     return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1", word) for word in words)
 
 

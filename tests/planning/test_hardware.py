@@ -24,6 +24,7 @@ from ithaca.planning.hardware import DEVICES, GIB, H200, LINKS, find_device, fin
         ("AMD Instinct MI300X OAM", "MI300X"),
         ("a100-80", "A100-80GB"),
         ("h100", "H100"),
+        ("RTX4090", "RTX-4090"),
     ],
 )
 def test_a_card_is_found(said: str, name: str) -> None:
