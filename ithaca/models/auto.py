@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from ithaca.memory.loss import in_place_kernel
 from ithaca.mesh import Mesh
+from ithaca.models.binding import binding_of
 from ithaca.models.exhausted import out_of_memory
 from ithaca.models.head import logits_spec
 from ithaca.models.support import base_model, decoder_layers
-from ithaca.planning.advice import explain
+from ithaca.planning.advice import LIBRARY, Words, explain
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import memory_of
 from ithaca.planning.plan import Job, MemoryPlan, Optimizer, Weights
@@ -48,6 +49,7 @@ class AutoMemory:
     given: MemoryPlan | None = None
     plan: MemoryPlan | None = None
     planned: int = 0
+    words: Words = LIBRARY
 
     @classmethod
     def of(
@@ -70,11 +72,18 @@ class AutoMemory:
             self.plan = self.given
             return None
         host = self._agree()
-        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host)
+        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host, words=self.words)
         if self.mesh.rank == 0:
             memory = memory_of(self.sizes, self.job, plan)
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
         return plan
+
+    def refuse(self, length: int, *, sp: int, dp: int, accumulate: bool, words: Words) -> None:
+        """Raise now what a row of `length` tokens, so cut, would raise when it comes."""
+        if self.given is None:
+            host = self._agree()
+            job = replace(self.job, length=length, batch=1, sp=sp, dp=dp, accumulate=accumulate)
+            choose_plan(self.sizes, job, self.budget, host, words=words)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -110,7 +119,14 @@ class AutoMemory:
         if self.plan is None:
             return error
         free = 0 if self.mesh.device.type != "cuda" else int(SHARE * psutil.virtual_memory().available)
-        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, free // self.mesh.local_ranks)
+        host = free // self.mesh.local_ranks
+        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, self.words)
+
+
+def planner_of(model: nn.Module) -> AutoMemory | None:
+    """What plans for a parallelized model; None where memory is left to autograd."""
+    planner: AutoMemory | None = getattr(binding_of(model).memory, "auto", None)
+    return planner
 
 
 def job_of(

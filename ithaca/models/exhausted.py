@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ithaca.errors import IthacaError, MemoryPlanError
-from ithaca.planning.advice import explain
+from ithaca.planning.advice import LIBRARY, Words, explain
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import GIB, Memory, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
@@ -25,7 +25,13 @@ class DeviceMemoryError(IthacaError, torch.OutOfMemoryError):
 
 
 def out_of_memory(
-    error: torch.OutOfMemoryError, model: nn.Module, sizes: ModelSizes, job: Job, plan: MemoryPlan, host: int
+    error: torch.OutOfMemoryError,
+    model: nn.Module,
+    sizes: ModelSizes,
+    job: Job,
+    plan: MemoryPlan,
+    host: int,
+    words: Words = LIBRARY,
 ) -> DeviceMemoryError:
     """The same error with an account of the step it happened in; one that has its account is given back."""
     if isinstance(error, DeviceMemoryError):
@@ -37,7 +43,7 @@ def out_of_memory(
         f"{first}\n{_by_kind(model)}\nThe plan in force ({plan.summary()}) counts on {memory.device_bytes / GIB:.2f} GiB "
         f"at the {memory.moment}:\n{explain(memory.terms, memory.device_bytes)}\n"
         f"The largest term is {blame.name!r}, {blame.device_bytes / GIB:.2f} GiB ({blame.formula}). "
-        f"{_change(sizes, job, memory, host)}"
+        f"{_change(sizes, job, memory, host, words)}"
     )
 
 
@@ -64,17 +70,14 @@ def _local_bytes(x: torch.Tensor) -> int:
     return local.nbytes
 
 
-def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int) -> str:
+def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int, words: Words) -> str:
     for share in SHARES:
         budget = int(share * memory.device_bytes)
         try:
-            smaller = choose_plan(sizes, job, budget, host)
+            smaller = choose_plan(sizes, job, budget, host, words=words)
         except MemoryPlanError as refused:
             return str(refused)
         saved = memory.device_bytes - memory_of(sizes, job, smaller).device_bytes
         if saved > 0:
-            return (
-                f"The smallest change: parallelize(..., memory_budget={budget}) takes {saved / GIB:.2f} GiB less "
-                f"({smaller.summary()})"
-            )
+            return f"The smallest change: {words.budget(budget)} takes {saved / GIB:.2f} GiB less ({smaller.summary()})"
     return "Shorter sequences or a larger sp would take less"

@@ -29,9 +29,16 @@ class Words(NamedTuple):
     host: Callable[[int], str]
     sp: Callable[[int], str]
     length: Callable[[int], str]
+    budget: Callable[[int], str]
 
 
-LIBRARY = Words("on_host='everything'", "{} GiB of host memory".format, "sp={}".format, "length={:,}".format)
+LIBRARY = Words(
+    "on_host='everything'",
+    "{} GiB of host memory".format,
+    "sp={}".format,
+    "length={:,}".format,
+    "parallelize(..., memory_budget={})".format,
+)
 
 
 def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) -> str:

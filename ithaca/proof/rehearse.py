@@ -246,6 +246,7 @@ def _typed(asked: Asked, *, gpu: bool) -> Words:
         LIBRARY.host if gpu else lambda gib: f"--host-memory {math.ceil(gib * gpus / SHARE)}GiB",
         lambda sp: f"--world {max(asked.world, sp)} mesh.sp={sp}",
         "--length {}".format,
+        "memory.budget={}".format,
     )
 
 

@@ -19,10 +19,11 @@ from ithaca.data.feed import Feed, open_feed
 from ithaca.data.prepare import Prepared
 from ithaca.errors import MeshError
 from ithaca.mesh import Mesh, init_mesh, largest_divisor
-from ithaca.models.auto import sizes_of
+from ithaca.models.auto import AutoMemory, planner_of, sizes_of
 from ithaca.models.pretrained import add_adapters, empty_model, read_config
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
+from ithaca.planning.advice import LIBRARY, Words
 from ithaca.planning.sizes import ModelSizes
 from ithaca.state.load import init_weights, load_weights
 from ithaca.state.optimizers import build_optimizer
@@ -117,6 +118,10 @@ def build_session(
         optimizer=run.optimizer.name,
         compute_dtype=compute,
     )
+    planner = planner_of(model)
+    if planner is not None:
+        planner.words = _settings(run, number, mesh)
+        _refuse_too_long(run, number, mesh, config, planner)
     if run.model.weights == "random":
         init_weights(model, seed=run.seed)
     else:
@@ -135,6 +140,30 @@ def build_session(
         held_out,
         state_tensors(model, optimizer),
         sizes_of(model, base_model(model)),
+    )
+
+
+def _refuse_too_long(run: Run, number: int, mesh: Mesh, config: Any, planner: AutoMemory) -> None:
+    """A stage that will not fit is told before the stages ahead of it are paid for."""
+    for at in range(number, len(run.stages)):
+        stage, sp = run.stages[at], choose_sp(run, at, mesh.world, config.get_text_config())
+        dp = mesh.world // sp
+        planner.refuse(stage.length, sp=sp, dp=dp, accumulate=stage.batch > dp, words=_settings(run, at, mesh))
+
+
+def _settings(run: Run, number: int, mesh: Mesh) -> Words:
+    """What would fit, as it is typed after `ithaca train run.yaml`."""
+    own = f"stages.{number}.sp" if run.stages[number].sp else "mesh.sp"
+
+    def degree(sp: int) -> str:
+        return f"{own}={sp}" if sp <= mesh.world else f"launch.processes={sp} {own}={sp}"
+
+    return Words(
+        "memory.on_host=everything",
+        LIBRARY.host,
+        degree,
+        lambda length: f"stages.{number}.length={length}",
+        "memory.budget={}".format,
     )
 
 
