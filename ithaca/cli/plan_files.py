@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,7 +57,7 @@ def _rope(known: KnownModel, length: int) -> Rope | None:
     """Positions stretched by YaRN where the model was trained on shorter ones; it replaces a scaling that is there."""
     if not known.positions or not known.original or length <= known.positions:
         return None
-    return Rope(kind="yarn", factor=2 ** math.ceil(math.log2(length / known.original)), original=known.original)
+    return Rope(kind="yarn", factor=length / known.original, original=known.original)
 
 
 @contextmanager

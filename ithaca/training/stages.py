@@ -150,8 +150,10 @@ def _original(plain: dict[str, Parameters]) -> int:
     return min(int(values[_ORIGINAL]) for values in plain.values())
 
 
-def _factor(original: int, length: int) -> int:
-    return 2 ** math.ceil(math.log2(length / max(1, original)))
+def _factor(original: int, length: int) -> float:
+    """The least that reaches `length`: also the one that transformers, which compares them, has no warning for."""
+    ratio = length / max(1, original)
+    return int(ratio) if ratio.is_integer() else ratio
 
 
 def _check_learned(kind: str, stage: Stage, known: int, number: int, *, random: bool) -> None:
@@ -170,12 +172,12 @@ def _check_reach(rope: Rope, original: int, length: int, number: int) -> int | N
     # llama3's factor slows the lowest frequencies only and says nothing of how far positions reach.
     if rope.factor is None or rope.kind in ("theta", "llama3") or not original:
         return None
-    if original * rope.factor < length:
+    if rope.factor < length / original:
         raise ConfigError(
             f"stage {number} has {length:,} tokens, but factor {rope.factor:g} over {original:,} positions reaches "
             f"{original * rope.factor:,.0f}: use factor: {_factor(original, length)}"
         )
-    return int(original * rope.factor)
+    return round(original * rope.factor)
 
 
 def _change_rope(text: Any, rope: Rope, plain: dict[str, Parameters]) -> None:

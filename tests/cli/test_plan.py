@@ -55,9 +55,9 @@ def test_the_run_is_the_plans(run: Any) -> None:
     assert (written.mesh.sp, written.mesh.ring, written.stages[0].length) == (8, 1, 2**20)
     assert (written.precision, written.optimizer.name, written.stages[0].tokens) == ("mixed", "adamw", 2 * 10**9)
     assert (written.model.name, written.launch.processes, written.memory.budget) == ("Qwen/Qwen3-8B", 8, None)
-    # 40,960 positions were trained: 32 times as many are needed.
+    # 40,960 positions were trained, and no more are wanted than the length.
     assert written.stages[0].rope is not None
-    assert (written.stages[0].rope.kind, written.stages[0].rope.factor) == ("yarn", 32)
+    assert (written.stages[0].rope.kind, written.stages[0].rope.factor) == ("yarn", 25.6)
 
 
 def test_a_scaling_is_replaced_over_what_it_was_over(run: Any) -> None:

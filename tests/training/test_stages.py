@@ -116,6 +116,22 @@ def test_a_factor_that_is_too_small_is_refused_with_the_right_one() -> None:
         apply_stages(llama(), [Stage(length=65_536, steps=1, rope=Rope(kind="yarn", factor=2))], random=False)
 
 
+@pytest.mark.parametrize("length", [9001, 100_000, 1_048_577])
+@pytest.mark.parametrize("known", [1000, 3000, 8192])
+def test_the_proposed_factor_is_the_ratio_that_transformers_looks_for(length: int, known: int) -> None:
+    config = llama()
+    config.max_position_embeddings = known
+    with pytest.raises(ConfigError) as raised:
+        apply_stages(config, [Stage(length=length, steps=1)], random=False)
+    proposed = re.search(r"factor: ([0-9.]+)}", str(raised.value))
+    assert proposed is not None
+    stage = Stage(length=length, steps=1, rope=Rope(kind="yarn", factor=float(proposed[1])))
+    for stages in ([stage], [stage, Stage(length=length, steps=1)]):
+        changed = apply_stages(config, stages, random=False)
+        assert changed.max_position_embeddings / known == changed.rope_parameters["factor"]
+        assert changed.rope_parameters["original_max_position_embeddings"] == known
+
+
 def stretched(**rope: Any) -> LlamaConfig:
     """A model that comes with a scaling; 8,192 positions were 1,024."""
     return LlamaConfig(max_position_embeddings=8192, rope_parameters={"rope_theta": 10_000.0, "factor": 8.0, **rope})
