@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
-from ithaca.planning.known_models import known_config
+from ithaca.planning.known_models import known_config, nearest_models
 
 CONFIG = "config.json"
 # What a causal language model is made of on the hub: no code, no pickles.
@@ -47,10 +48,11 @@ def find_folder(name: str, revision: str | None = None, *, typed: str = "model.n
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = re.split(r"\. |\n", str(error).strip())[0][:200]
+        near = ", ".join(nearest_models(name))
         raise ConfigError(
-            f"{typed} {name!r} is neither a folder here nor found on the hub ({reason}): check the name, or "
-            "download the model and name its folder"
+            f"{typed} {name!r} is neither a folder here nor found on the hub ({reason}): check the name"
+            f"{near and f' (the nearest known are {near})'}, or download the model and name its folder"
         ) from None
 
 
