@@ -24,11 +24,7 @@ from tests.planning.models import LLAMA_8B
 BASE = ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH100")
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "140")
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture

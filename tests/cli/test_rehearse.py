@@ -26,10 +26,7 @@ from tests.tolerances import TRACED_MEMORY
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: Any) -> Any:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "140")
+def run(typed: Any, own_folder: None) -> Any:
     return partial(typed, "rehearse")
 
 
