@@ -149,7 +149,7 @@ def evaluation(bench: Bench) -> Iterator[Line]:
     layers = bench.pair.config.num_hidden_layers
     sharded = seen.exchanges == 2 * layers
     error = errors.loss if sharded else float("inf")
-    detail = f"eval() and no_grad(): {seen.exchanges} exchanges in {layers} layers"
+    detail = f"eval() and no_grad(): {seen.exchanges} exchanges in {layers} layer{'s' * (layers > 1)}"
     yield Line("evaluation", error, bench.limits.loss, detail)
 
 
@@ -178,7 +178,8 @@ def sharded(bench: Bench) -> Iterator[Line]:
     missing = max(0, layers - min(len(attended) for _, attended in everyone))
     heads = [attended[0][1] if attended else 0 for _, attended in everyone]
     each = ", ".join(map(str, heads))
-    detail = f"{layers} layers, all {padded} tokens of {each} heads on a rank, {seen.exchanges} exchanges a step"
+    detail = f"{layers} layer{'s' * (layers > 1)}, all {padded} tokens of {each} heads on a rank"
+    detail += f", {seen.exchanges} exchanges a step"
     # Where all is frozen up to a layer's attention, as below the first adapter, nothing goes back through it.
     back = seen.learned if has_adapters(pair.parallel) else layers
     off = wrong + missing + abs(seen.exchanges - 2 * layers - 2 * back)
