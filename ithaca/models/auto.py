@@ -78,7 +78,7 @@ class AutoMemory:
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
         return plan
 
-    def refuse(self, length: int, *, sp: int, dp: int, accumulate: bool, words: Words) -> None:
+    def check_fits(self, length: int, *, sp: int, dp: int, accumulate: bool, words: Words) -> None:
         """Raise now what a row of `length` tokens, so cut, would raise when it comes."""
         if self.given is None:
             host = self._agree()

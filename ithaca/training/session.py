@@ -148,7 +148,7 @@ def _refuse_too_long(run: Run, number: int, mesh: Mesh, config: Any, planner: Au
     for at in range(number, len(run.stages)):
         stage, sp = run.stages[at], choose_sp(run, at, mesh.world, config.get_text_config())
         dp = mesh.world // sp
-        planner.refuse(stage.length, sp=sp, dp=dp, accumulate=stage.batch > dp, words=_settings(run, at, mesh))
+        planner.check_fits(stage.length, sp=sp, dp=dp, accumulate=stage.batch > dp, words=_settings(run, at, mesh))
 
 
 def _settings(run: Run, number: int, mesh: Mesh) -> Words:
