@@ -32,7 +32,7 @@ ROUTED_FORWARD, ROUTED_BACKWARD = 24, 37
 HOST_STEP = 85 * GIGA
 # A layer whose weights come from the host is launched in no less, forward, backward and for what is run again: short
 # sequences wait for the host. Each further head group is attention and exchanges once more (rehearsals.json, 8K and 32K:
-# the middle of four such machines, whose steps at 8K took 0.86 to 1.06 s).
+# fitted between four such machines, whose steps at 8K took 0.86 to 1.06 s and are met within 12%).
 LAUNCH_FORWARD, LAUNCH_BACKWARD, LAUNCH_AGAIN, LAUNCH_GROUP = 5.5e-3, 7.4e-3, 5.0e-3, 3.0e-3
 
 
