@@ -19,6 +19,8 @@ from ithaca.planning.time import (
     ELEMENTWISE_SHARE,
     EXPERTS_SHARE,
     GIGA,
+    LAUNCH_BACKWARD,
+    LAUNCH_FORWARD,
     ROUTED_BACKWARD,
     ROUTED_FORWARD,
     TERA,
@@ -166,3 +168,4 @@ def test_the_documented_predictions_are_the_predictions() -> None:
     for cell in CELLS:
         name = f"| {cell['model']}, {cell['length'] // K}K, {cell['settings']['budget_gib']:.0f} GiB |"
         assert f"{name} {cell['seconds']:.2f} s | {predicted(cell).seconds:.2f} s |" in text
+    assert f"({LAUNCH_FORWARD * 1e3:.1f} ms forward, {LAUNCH_BACKWARD * 1e3:.1f} ms backward there)" in text
