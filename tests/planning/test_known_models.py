@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from importlib.resources import files
 from typing import Any
 
@@ -85,3 +86,15 @@ def test_windows_alternate_in_gpt_oss() -> None:
     known = find_model("gpt-oss-20b")
     assert known is not None
     assert [layer.window for layer in known.sizes.layers[:4]] == [128, None, 128, None]
+
+
+def test_transformers_builds_each_of_them_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ithaca.models.pretrained import known_model
+
+    said: list[str] = []
+    for name in ("transformers", *logging.root.manager.loggerDict):
+        if name.startswith("transformers"):
+            monkeypatch.setattr(logging.getLogger(name), "handle", lambda record: said.append(record.getMessage()))
+    for name in known_names():
+        assert known_model(name) is not None
+        assert not said, name
