@@ -1,4 +1,5 @@
-"""Values as a run file or a caller may write them: lengths such as `128k`, amounts such as `2B` and `80GB`, paths with `~`."""
+"""Values as a run file or a caller may write them: lengths such as `128k`, amounts such as `2B` and `80GB`, paths with `~`;
+and amounts of memory as they are said."""
 
 from __future__ import annotations
 
@@ -30,6 +31,22 @@ def parse_bytes(value: object) -> object:
     if found is None:
         raise ValueError(f"{value!r} is no amount of memory such as 60GiB or 80GB")
     return parse_number(found[1], 1024 if found[2] else 1000)
+
+
+def unit_of(size: float) -> tuple[int, str]:
+    """GiB; below a quarter of one MiB, so that toys too are told apart."""
+    return (2**30, "GiB") if size >= 2**28 else (2**20, "MiB")
+
+
+def show_bytes(size: float, digits: int = 2) -> str:
+    unit, name = unit_of(size)
+    return f"{size / unit:.{digits}f} {name}"
+
+
+def show_of(part: float, whole: float) -> str:
+    """`89.9 of 79.1 GiB`, in the unit of the larger."""
+    unit, name = unit_of(max(part, whole))
+    return f"{part / unit:.1f} of {whole / unit:.1f} {name}"
 
 
 def no_truth(value: object) -> object:

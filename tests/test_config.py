@@ -166,3 +166,12 @@ def test_the_sentence_that_refuses_a_ring_stands_once() -> None:
     run = load_run(None, ["mesh.ring=2"])
     with pytest.raises(ConfigError, match=f"{said}: use mesh.ring=1"):
         run.mesh.refuse_ring()
+
+
+def test_amounts_are_said_in_a_unit_that_shows_them() -> None:
+    from ithaca.values import show_bytes, show_of
+
+    assert show_bytes(80 * 2**30, 1) == "80.0 GiB"
+    assert show_bytes(2**20) == "1.00 MiB"
+    assert show_of(0, 2**34) == "0.0 of 16.0 GiB"
+    assert show_of(3 * 2**20, 2**20) == "3.0 of 1.0 MiB"

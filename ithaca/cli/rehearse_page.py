@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ithaca.planning.memory import GIB
 from ithaca.planning.traffic import LINK_SHARE
 from ithaca.proof.rehearse import Asked, Rehearsed, kinds_of
+from ithaca.values import show_bytes
 
 _NAMES = {
     "weights": "weights",
@@ -59,20 +59,26 @@ def _memory(asked: Asked, result: Rehearsed) -> RenderableType:
         table.add_column(column, justify="left" if not column else "right")
 
     def row(name: str, of: str, plan: str = "", off: str = "", target: float | None = None) -> None:
-        table.add_row(name, of, plan, off, *([] if here else [_size(target) if target is not None else ""]))
+        table.add_row(name, of, plan, off, *([] if here else [show_bytes(target) if target is not None else ""]))
 
     planned, target = asdict(said.kinds), asdict(kinds_of(said.target.allocated))
     for kind, size in asdict(result.kinds).items():
-        row(_NAMES[kind], _size(size), _size(planned[kind]), _off(planned[kind], size), target[kind])
-    row("all", _size(result.peak), _size(said.device_bytes), f"{result.memory_error:+.1%}", sum(target.values()))
+        row(_NAMES[kind], show_bytes(size), show_bytes(planned[kind]), _off(planned[kind], size), target[kind])
+    row(
+        "all",
+        show_bytes(result.peak),
+        show_bytes(said.device_bytes),
+        f"{result.memory_error:+.1%}",
+        sum(target.values()),
+    )
     for phase, peak in result.peaks.items():
-        row(f"peak in {phase}", _size(peak))
+        row(f"peak in {phase}", show_bytes(peak))
     total = said.memory.device_bytes
-    reserved = (_size(result.reserved), _off(total, result.reserved)) if here else ("not known", "")
-    row("reserved by the allocator", reserved[0], _size(total), reserved[1], said.target.device_bytes)
+    reserved = (show_bytes(result.reserved), _off(total, result.reserved)) if here else ("not known", "")
+    row("reserved by the allocator", reserved[0], show_bytes(total), reserved[1], said.target.device_bytes)
     host = said.memory.host_bytes
-    row("host", _size(result.host), _size(host), _off(host, result.host), said.target.host_bytes)
-    row("host, pinned by the driver", _size(result.pinned))
+    row("host", show_bytes(result.host), show_bytes(host), _off(host, result.host), said.target.host_bytes)
+    row("host, pinned by the driver", show_bytes(result.pinned))
     return table
 
 
@@ -103,7 +109,7 @@ def _exchanges(result: Rehearsed) -> RenderableType:
     for column in ("", "sent", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
     for each in result.exchanges:
-        table.add_row(each.name, _size(each.bytes), f"{each.seconds:.3f}")
+        table.add_row(each.name, show_bytes(each.bytes), f"{each.seconds:.3f}")
     return table
 
 
@@ -133,10 +139,6 @@ def as_json(asked: Asked, result: Rehearsed) -> dict[str, Any]:
         "memory_error": result.memory_error,
         "time_error": result.time_error,
     } | asdict(result)
-
-
-def _size(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 4 else f"{size / 2**20:.2f} MiB"
 
 
 def _off(planned: float, measured: float) -> str:

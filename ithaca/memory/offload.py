@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ithaca.errors import IthacaError
 from ithaca.mesh import ranks_here
+from ithaca.values import show_bytes
 
 STAGED = 2
 # Host memory that is left to everybody else on the machine.
@@ -119,14 +120,14 @@ class HostStore:
             room = _room()
         if size > room:
             raise HostMemoryError(
-                f"{size / 2**30:.1f} GiB more host memory is needed beside the {self.pinned / 2**30:.1f} GiB pinned, "
-                f"{max(room, 0) / 2**30:.1f} GiB can be had: offload fewer layers, or recompute attention in some"
+                f"{show_bytes(size, 1)} more host memory is needed beside the {show_bytes(self.pinned, 1)} pinned, "
+                f"{show_bytes(max(room, 0), 1)} can be had: offload fewer layers, or recompute attention in some"
             )
         memory = torch.empty(size, dtype=torch.uint8)
         _touch(memory)
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
         if code:
-            raise HostMemoryError(f"the driver did not pin {size / 2**30:.1f} GiB (error {code}): check `ulimit -l`")
+            raise HostMemoryError(f"the driver did not pin {show_bytes(size, 1)} (error {code}): check `ulimit -l`")
         self.pinned += size
         return _Block(memory)
 

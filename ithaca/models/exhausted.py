@@ -12,9 +12,10 @@ from torch import nn
 from ithaca.errors import IthacaError, MemoryPlanError
 from ithaca.planning.advice import LIBRARY, Words, explain
 from ithaca.planning.choose import choose_plan
-from ithaca.planning.memory import GIB, Memory, memory_of
+from ithaca.planning.memory import Memory, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
+from ithaca.values import show_bytes
 
 # Shares of what the failed plan takes, tried from above.
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -40,9 +41,9 @@ def out_of_memory(
     blame = memory.largest()
     first = str(error).strip().splitlines()[0]
     return DeviceMemoryError(
-        f"{first}\n{_by_kind(model)}\nThe plan in force ({plan.summary()}) counts on {memory.device_bytes / GIB:.2f} GiB "
+        f"{first}\n{_by_kind(model)}\nThe plan in force ({plan.summary()}) counts on {show_bytes(memory.device_bytes)} "
         f"at the {memory.moment}:\n{explain(memory.terms, memory.device_bytes)}\n"
-        f"The largest term is {blame.name!r}, {blame.device_bytes / GIB:.2f} GiB ({blame.formula}). "
+        f"The largest term is {blame.name!r}, {show_bytes(blame.device_bytes)} ({blame.formula}). "
         f"{_change(sizes, job, memory, host, words)}"
     )
 
@@ -62,7 +63,7 @@ def _by_kind(model: nn.Module) -> str:
             "gaps of the allocator": reserved - allocated,
             "others on this device": max(0, total - free - reserved),
         }
-    return "Held now: " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in kinds.items()) + "."
+    return "Held now: " + ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds.items()) + "."
 
 
 def _local_bytes(x: torch.Tensor) -> int:
@@ -79,5 +80,5 @@ def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int, words: Words
             return str(refused)
         saved = memory.device_bytes - memory_of(sizes, job, smaller).device_bytes
         if saved > 0:
-            return f"The smallest change: {words.budget(budget)} takes {saved / GIB:.2f} GiB less ({smaller.summary()})"
+            return f"The smallest change: {words.budget(budget)} takes {show_bytes(saved)} less ({smaller.summary()})"
     return "Shorter sequences or a larger sp would take less"

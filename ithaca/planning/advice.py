@@ -14,6 +14,7 @@ from ithaca.errors import MemoryPlanError
 from ithaca.planning.memory import GIB, Memory, Term
 from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
+from ithaca.values import show_bytes, show_of, unit_of
 
 Fits = Callable[[Job, int, int], bool]
 BAR = 24
@@ -42,7 +43,7 @@ LIBRARY = Words(
 
 
 def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) -> str:
-    """Every term in GiB with a bar, device first; the bars' full width is the budget."""
+    """Every term with a bar, device first; the bars' full width is the budget."""
     device = [(term.name, term.device_bytes, term.formula) for term in terms if term.device_bytes]
     host = [(term.name, term.host_bytes, term.formula) for term in terms if term.host_bytes]
     lines = _table("device", device, budget)
@@ -54,10 +55,11 @@ def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) 
 def _table(place: str, rows: list[tuple[str, int, str]], budget: int | None) -> list[str]:
     total = sum(size for _, size, _ in rows)
     scale = max(budget or total, total, 1)
-    lines = [f"{name:<24}{size / GIB:>8.2f}  {_bar(size / scale)}  {formula}" for name, size, formula in rows]
-    of = f" of {budget / GIB:.1f}" if budget else ""
-    over = "" if not budget or total <= budget else f", {(total - budget) / GIB:.2f} too much"
-    return [*lines, f"{place + ', GiB':<24}{total / GIB:>8.2f}{of}{over}"]
+    unit, named = unit_of(total)
+    lines = [f"{name:<24}{size / unit:>8.2f}  {_bar(size / scale)}  {formula}" for name, size, formula in rows]
+    of = f" of {show_bytes(budget, 1)}" if budget else ""
+    over = "" if not budget or total <= budget else f", {show_bytes(total - budget)} too much"
+    return [*lines, f"{f'{place}, {named}':<24}{total / unit:>8.2f}{of}{over}"]
 
 
 def _bar(share: float) -> str:
@@ -84,9 +86,9 @@ def refusal(
     advice = "any one of these fits: " + "; ".join(changes) if changes else "no single change that was tried fits"
     return MemoryPlanError(
         f"{job.length:,} tokens over sp={job.sp} do not fit: the smallest plan takes "
-        f"{smallest.device_bytes / GIB:.1f} of {device_budget / GIB:.1f} GiB on the device and "
-        f"{smallest.host_bytes / GIB:.1f} of {host_budget / GIB:.1f} GiB on the host, worst at the {smallest.moment}. "
-        f"The largest term is {blame.name!r}, {size / GIB:.1f} GiB ({blame.formula}); {advice}"
+        f"{show_of(smallest.device_bytes, device_budget)} on the device and "
+        f"{show_of(smallest.host_bytes, host_budget)} on the host, worst at the {smallest.moment}. "
+        f"The largest term is {blame.name!r}, {show_bytes(size, 1)} ({blame.formula}); {advice}"
     )
 
 

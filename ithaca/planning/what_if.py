@@ -11,11 +11,12 @@ from dataclasses import replace
 from ithaca.errors import MemoryPlanError, MeshError
 from ithaca.planning.advice import smallest
 from ithaca.planning.cuts import all_degrees
-from ithaca.planning.hardware import DEVICES, GIB
+from ithaca.planning.hardware import DEVICES
 from ithaca.planning.longest import fits_any, longest_length, miss
 from ithaca.planning.mesh_search import Option, best_options
 from ithaca.planning.traffic import Machine
 from ithaca.planning.wanted import Wanted
+from ithaca.values import show_bytes, show_of
 
 # The most nodes and the most host memory of one (bytes) worth naming; how many cards a node has.
 MOST_NODES, MOST_HOST, NODE = 64, 4 * 10**12, 8
@@ -103,9 +104,9 @@ def refusal(wanted: Wanted, length: int) -> MemoryPlanError | MeshError:
     cut = f"{degrees}{show_used(wanted.machine, used.machine)}"
     return MemoryPlanError(
         f"{length:,} tokens do not fit {wanted.machine}: cut as {cut}, with {recipe}, the smallest plan takes "
-        f"{memory.device_bytes / GIB:.1f} of {device / GIB:.1f} GiB on each GPU and {memory.host_bytes / GIB:.1f} of "
-        f"{host / GIB:.1f} GiB of host memory for each ({_headroom(wanted)}), worst at the {memory.moment}. "
-        f"The largest term is {blame.name!r}, {size / GIB:.1f} GiB ({blame.formula}); {advice}"
+        f"{show_of(memory.device_bytes, device)} on each GPU and {show_of(memory.host_bytes, host)} of host memory for each "
+        f"({_headroom(wanted)}), worst at the {memory.moment}. "
+        f"The largest term is {blame.name!r}, {show_bytes(size, 1)} ({blame.formula}); {advice}"
     )
 
 

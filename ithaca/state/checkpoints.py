@@ -29,6 +29,7 @@ from ithaca.mesh import Mesh
 from ithaca.state import manifest
 from ithaca.state.storage import read_tensors, write_tensors
 from ithaca.state.tensors import fingerprint, state_tensors
+from ithaca.values import show_bytes
 
 __all__ = ["Checkpoints", "fingerprint", "state_tensors"]
 
@@ -232,7 +233,7 @@ def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(where).free
     if free < needed * _ROOM:
         raise CheckpointError(
-            f"a checkpoint needs {needed * _ROOM / 2**30:.2f} GiB and {folder} has {free / 2**30:.2f} GiB free: make room, "
+            f"a checkpoint needs {show_bytes(needed * _ROOM)} and {folder} has {show_bytes(free)} free: make room, "
             "name an output folder on a larger disk, or keep fewer checkpoints"
         )
 

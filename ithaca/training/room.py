@@ -18,6 +18,7 @@ from ithaca.config import Run
 from ithaca.errors import CheckpointError
 from ithaca.state.manifest import PINNED, listed
 from ithaca.training.place import Place
+from ithaca.values import show_bytes
 
 # Headers, names and the file system's own needs.
 _SLACK = 1.02
@@ -47,9 +48,9 @@ class Room:
         larger = "set output=... to a folder on a larger disk"
         advice = f"{larger}, or checkpoints.keep=1" if self.rotated > 1 else f"or {larger}"
         raise CheckpointError(
-            f"this run will write {_many(self.rotated + self.stages, 'checkpoint')} of {_gib(checkpoint)} and "
-            f"{_many(self.stages, 'model')} of {_gib(model)}, {_gib(needed)} in all, and {folder} has {_gib(free)} free: "
-            f"make room, {advice}"
+            f"this run will write {_many(self.rotated + self.stages, 'checkpoint')} of {show_bytes(checkpoint)} and "
+            f"{_many(self.stages, 'model')} of {show_bytes(model)}, {show_bytes(needed)} in all, and {folder} has "
+            f"{show_bytes(free)} free: make room, {advice}"
         )
 
 
@@ -70,7 +71,3 @@ def _saves(run: Run, place: Place) -> int:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"
