@@ -12,6 +12,7 @@ import gc
 import io
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -86,12 +87,17 @@ def serve(descriptor: int, rank: int, port: int) -> None:
     # What is imported stays: without this, the collection after every call walks over all of it, for 0.2 s a rank.
     gc.freeze()
     connection.send(Idle())
-    joined = -1
+    joined, imported = -1, len(sys.modules)
     while True:
         call = calls.get()
         try:
             if call.generation != joined:
                 _leave()
+                if len(sys.modules) > imported:
+                    # By calls since, torch's compiler with them. Here no group is open that would stay for good.
+                    gc.collect()
+                    gc.freeze()
+                    imported = len(sys.modules)
                 _join(store, rank, call)
                 joined = call.generation
             fn, args, kwargs = unpack(call.payload)
