@@ -5,6 +5,7 @@ The environment is set here, before any test imports transformers, because it is
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen = [f"-{name} {value}" for name in "mk" if (value := config.getoption(f"-{name}"))]
         paths = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
         config.pluginmanager.register(Recorder(file, " ".join([*paths, *chosen])))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection, which every rehearsed run asks for, need not walk over it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
