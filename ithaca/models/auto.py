@@ -211,7 +211,9 @@ def _described(base: PreTrainedModel) -> dict[str, Any]:
     usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     named = {key: getattr(config, key, None) for key in usual}
     named["num_hidden_layers"] = named["num_hidden_layers"] or len(decoder_layers(base))
-    named["intermediate_size"] = named["intermediate_size"] or 4 * int(config.hidden_size)
+    named["intermediate_size"] = (
+        named["intermediate_size"] or getattr(config, "n_inner", None) or 4 * int(config.hidden_size)
+    )
     return {**config.to_dict(), **named}
 
 

@@ -40,8 +40,9 @@ class HeadForward:
 
     @property
     def reads_weight(self) -> bool:
-        """Whether the head is still its weight and no more: hooks, adapters and the like may come at any time."""
-        return self.model.get_output_embeddings() is self.head and _is_bare(self.head)
+        """Whether the head is still its weight and no more: hooks, adapters, another softcap may come at any time."""
+        same = self.model.get_output_embeddings() is self.head and logits_spec(self.model) == self.spec
+        return same and _is_bare(self.head)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         targets_BL = kwargs.pop(TARGETS, None)

@@ -59,7 +59,9 @@ def read_loss(
     total = output[0] if logits is None else token_loss(logits, shard.targets, smoothing=smoothing, z=z, each=each)[0]
     if binding.memory is None:
         return total, getattr(output, "router_logits", None) or ()
-    return total, binding.router_logits
+    # Handed on, not kept: a loss that nobody goes back from is freed with its graph.
+    taken, binding.router_logits = binding.router_logits, []
+    return total, taken
 
 
 def shown_sum(part: Tensor, group: dist.ProcessGroup, binding: Binding, scale: float = 1.0) -> Tensor:

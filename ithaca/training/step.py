@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ithaca.errors import BatchError, MeshError, PeerError, UnsupportedError
 from ithaca.memory.anchors import WHOLE_BACKWARD
@@ -84,30 +83,42 @@ def _check_options(count: object, label_smoothing: object, z_loss: object) -> No
         )
 
 
-def _accounted(loss: Tensor, binding: Binding) -> Tensor:
-    """The loss with a `backward` of its own, which, should memory run out, says what held it.
+class Loss(Tensor):
+    """The loss with a `backward` of its own, which, should memory run out, says what held it; all else is a tensor's.
 
-    Layers that are run again say so themselves; the others' backward is autograd's alone.
+    Layers that are run again say so themselves; the others' backward is autograd's alone. A class, not an attribute that
+    knows the graph of its making: `loss /= 4` changes the graph of the same tensor. What is computed from it is a plain
+    tensor.
     """
-    if not loss.requires_grad:
-        return loss
-    # The node, not the loss: held by its own method, a loss nobody goes back from would not be freed with its graph.
-    edge, one = get_gradient_edge(loss), torch.ones_like(loss, requires_grad=False)
-    # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
-    replays = binding.memory is not None and binding.replays
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    binding: Binding
 
     def backward(
-        gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
-        if inputs is not None and replays:
+        # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
+        if inputs is not None and self.binding.memory is not None and self.binding.replays:
             raise UnsupportedError(WHOLE_BACKWARD)
-        with binding.accounting():
-            torch.autograd.backward(
-                [edge], [one if gradient is None else gradient], retain_graph, create_graph, inputs=inputs
+        if create_graph:
+            raise UnsupportedError(
+                "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
+                "use a model without parallelize for them"
             )
+        with self.binding.accounting():
+            torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
 
-    loss.backward = backward  # type: ignore[method-assign]
-    return loss
+
+def _accounted(loss: Tensor, binding: Binding) -> Tensor:
+    if not loss.requires_grad:
+        return loss
+    found = loss.as_subclass(Loss)
+    found.binding = binding
+    return found
 
 
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:

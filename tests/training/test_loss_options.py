@@ -16,7 +16,7 @@ from ithaca.proof.parity import gradient_errors
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
 from ithaca.training.step import causal_loss
-from tests.ranks import run_ranks
+from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 
 
@@ -82,3 +82,37 @@ def test_the_options_are_not_nothing() -> None:
     logits, targets = torch.randn(5, 7, dtype=torch.float64), torch.arange(5)
     plain = F.cross_entropy(logits, targets)
     assert abs(F.cross_entropy(logits, targets, label_smoothing=0.1) - plain) > 1e3 * FP64
+
+
+def _changed_in_place(change: str) -> float:
+    mesh = init_mesh(sp=1)
+    with promoted():
+        alone, batch = small_model("llama"), small_batch(1, 12)
+        model = parallelize(small_model("llama"), mesh)
+        losses = {alone: alone(**batch).loss, model: causal_loss(model, batch, mesh)}
+        for each, loss in losses.items():
+            if change == "divided":
+                loss /= 4
+            elif change == "in one line":
+                loss = loss.div_(4)
+            else:
+                loss += 0.1 * each.get_input_embeddings().weight.square().sum()
+            loss.backward()
+    assert type(losses[model] * 2) is torch.Tensor
+    grads = {key: p.grad for key, p in alone.named_parameters() if p.grad is not None}
+    return max(gradient_errors(model, grads).values())
+
+
+@pytest.mark.parametrize("change", ["divided", "in one line", "added to"])
+def test_a_loss_changed_in_place_goes_back_as_it_is_now(change: str) -> None:
+    assert max(run_ranks(1, _changed_in_place, change)) < FP64
+
+
+def _second_derivatives() -> None:
+    mesh = init_mesh(sp=1)
+    model = parallelize(small_model("llama"), mesh)
+    causal_loss(model, small_batch(1, 8), mesh).backward(create_graph=True)
+
+
+def test_second_derivatives_are_refused() -> None:
+    expect_refusal(1, _second_derivatives, error="UnsupportedError", match="have no second derivatives")
