@@ -6,6 +6,7 @@ back, ready for `causal_loss`. Everything that could be wrong is refused before 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -22,6 +23,7 @@ from ithaca.models.layers import install_memory, manages_memory
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import MemoryPlan, Optimizer
+from ithaca.state.on_host import held_on_host
 from ithaca.state.safetensors import refuse_plain_save
 from ithaca.state.shardable import check_shardable
 from ithaca.state.weights import (
@@ -95,6 +97,7 @@ def parallelize(
         )
         given = memory if isinstance(memory, MemoryPlan) else None
         planner = AutoMemory.of(model, base, mesh, job, budget, given)
+        planner.held = partial(held_on_host, model)
         with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
             install_memory(binding, decoder_layers(base), planner, fuse=fuse)
 

@@ -7,6 +7,7 @@ the same numbers but for free host memory, so the smallest of those is taken and
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ithaca.memory.loss import in_place_kernel
+from ithaca.memory.offload import HostStore
 from ithaca.mesh import Mesh
 from ithaca.models.binding import binding_of
 from ithaca.models.exhausted import out_of_memory
@@ -39,7 +41,10 @@ logger = logging.getLogger("ithaca")
 
 @dataclass(eq=False)
 class AutoMemory:
-    """Plans for one model on one mesh. `budget` is bytes of device memory a rank may use, weights and all."""
+    """Plans for one model on one mesh. `budget` is bytes of device memory a rank may use, weights and all.
+
+    `held` gives the bytes of its state that are on the host already, `store` is where its saved tensors go.
+    """
 
     sizes: ModelSizes
     mesh: Mesh
@@ -50,6 +55,8 @@ class AutoMemory:
     plan: MemoryPlan | None = None
     planned: int = 0
     words: Words = LIBRARY
+    held: Callable[[], int] = int
+    store: HostStore | None = None
 
     @classmethod
     def of(
@@ -107,19 +114,22 @@ class AutoMemory:
         """Host memory that every rank may take; what else the plan goes by becomes what all ranks have."""
         if self.mesh.device.type != "cuda":
             return 0
-        free = int(SHARE * psutil.virtual_memory().available / self.mesh.local_ranks)
-        least = torch.tensor([free, self.budget, int(self.job.loss_in_place)], device=self.mesh.device)
+        least = torch.tensor([self._host(), self.budget, int(self.job.loss_in_place)], device=self.mesh.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
         host, self.budget, in_place = least.tolist()
         self.job = replace(self.job, loss_in_place=bool(in_place))
         return int(host)
 
+    def _host(self) -> int:
+        """This rank's share of the host. What it holds there is no longer free, but the plan counts it again."""
+        held = self.held() + (0 if self.store is None else self.store.pinned)
+        return int(SHARE * (psutil.virtual_memory().available / self.mesh.local_ranks + held))
+
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force."""
         if self.plan is None:
             return error
-        free = 0 if self.mesh.device.type != "cuda" else int(SHARE * psutil.virtual_memory().available)
-        host = free // self.mesh.local_ranks
+        host = self._host() if self.mesh.device.type == "cuda" else 0
         return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, self.words)
 
 
@@ -210,7 +220,8 @@ def _described(base: PreTrainedModel) -> dict[str, Any]:
     config: Any = base.config.get_text_config()
     usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     named = {key: getattr(config, key, None) for key in usual}
-    named["num_hidden_layers"] = named["num_hidden_layers"] or len(decoder_layers(base))
+    # Found rather than said: a config may count a layer as often as it runs in a pass (hrm_text).
+    named["num_hidden_layers"] = len(decoder_layers(base)) or named["num_hidden_layers"]
     named["intermediate_size"] = (
         named["intermediate_size"] or getattr(config, "n_inner", None) or 4 * int(config.hidden_size)
     )

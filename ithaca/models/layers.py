@@ -147,6 +147,8 @@ class Installed:
         check_plan(self.binding.model, [layer.module for layer in self.layers], plan)
         if any(plan.offload) and self.store is None:
             self.store = HostStore(self.binding.mesh.device)
+            if self.auto is not None:
+                self.auto.store = self.store
         for layer, runner, mode, away in zip(self.layers, self.runners, plan.layers, plan.offload, strict=True):
             layer.mode, layer.store, runner.keeps = mode, self.store if away else None, mode == "keep"
         for unit in self.units:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.errors import UnsupportedError
 from ithaca.planning.plan import Optimizer as Name
+from ithaca.state.on_host import note_optimizer
 from ithaca.state.weights import averages_gradients
 from ithaca.values import as_number
 
@@ -79,6 +80,7 @@ def build_optimizer(
         _Rounding(optimizer, {p: place for place, p in enumerate(trained.values())}, seed).install()
     if in_backward:
         _InBackward(optimizer, {p: key for key, p in trained.items()}).install()
+    note_optimizer(model, optimizer)
     return optimizer
 
 

@@ -1,0 +1,84 @@
+"""What a plan goes by: the host's memory with what the job itself has put there, and the layers that are there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from ithaca.mesh import init_mesh
+from ithaca.models import auto
+from ithaca.models.auto import SHARE, AutoMemory, planner_of, sizes_of
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import Job
+from ithaca.proof.small import small_batch, small_model
+from ithaca.proof.small_more import survey_config
+from ithaca.state.on_host import held_on_host
+from ithaca.state.optimizers import build_optimizer
+from ithaca.training.step import causal_loss
+from tests.ranks import run_ranks
+
+
+def _held_through_a_step() -> list[int]:
+    mesh = init_mesh(sp=1)
+    model = parallelize(small_model("llama"), mesh, optimizer="adamw")
+    optimizer = build_optimizer(model, "adamw", lr=1e-3)
+    held = [held_on_host(model)]
+    causal_loss(model, small_batch(1, 12), mesh).backward()
+    held.append(held_on_host(model))
+    optimizer.step()
+    optimizer.zero_grad()
+    planner: Any = planner_of(model)
+    held.append(planner.held())
+    del optimizer
+    return [*held, held_on_host(model), sum(p.nbytes for p in model.parameters())]
+
+
+def test_what_the_job_holds_on_the_host_is_counted_as_it_comes() -> None:
+    [(before, with_gradients, with_state, without, weights)] = run_ranks(1, _held_through_a_step)
+    assert (before, with_gradients, without) == (weights, 2 * weights, weights)
+    # Two moments and a step count for each weight.
+    assert 3 * weights <= with_state < 3.1 * weights
+
+
+def test_a_plan_has_the_same_room_before_and_after_its_state_is_there() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    job = Job(length=1, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
+    mesh: Any = SimpleNamespace(local_ranks=2)
+    planner = AutoMemory(small_sizes(), mesh, job, 1, model)
+    total, taken = 200_000, 0
+    free = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=total - taken))
+    with patch.object(auto, "psutil", free):
+        assert planner._host() == SHARE * total / 2
+        # Both ranks of the host have put 30,000 bytes of state there, and 5,000 of saved tensors.
+        taken, planner.held = 70_000, lambda: 30_000
+        store: Any = SimpleNamespace(pinned=5_000)
+        planner.store = store
+        assert planner._host() == SHARE * total / 2
+
+
+def small_sizes() -> Any:
+    model = small_model("llama")
+    return sizes_of(model, model)
+
+
+def test_a_width_of_its_own_is_planned() -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, n_inner=96, vocab_size=64, n_positions=32)
+    model = GPT2LMHeadModel(config)
+    assert sizes_of(model, model).layers[0].width == 96
+
+
+def _layers_run_several_times() -> int:
+    mesh = init_mesh(sp=1)
+    model: Any = parallelize(AutoModelForCausalLM.from_config(survey_config("hrm_text")), mesh)
+    causal_loss(model, {"input_ids": torch.arange(3, 35)[None]}, mesh).backward()
+    planner: Any = planner_of(model)
+    return len(planner.plan.layers)
+
+
+def test_layers_are_counted_as_they_are_there() -> None:
+    """A config may count a layer as often as it runs in a pass."""
+    assert run_ranks(1, _layers_run_several_times) == [4]
