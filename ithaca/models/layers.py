@@ -241,6 +241,8 @@ def install_memory(
     _install_head(installed, plain, fuse=fuse)
     given = memory if isinstance(memory, MemoryPlan) else memory.given
     installed.auto = None if isinstance(memory, MemoryPlan) else memory
+    if installed.auto is not None:
+        installed.auto.job = replace(installed.auto.job, whole_logits=installed.head is None)
     if given is not None:
         installed.apply(given)
     installed.stacks = [m for m in binding.model.modules() if isinstance(m, nn.ModuleList) and set(m) & set(layers)]

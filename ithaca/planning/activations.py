@@ -49,6 +49,7 @@ class Flow:
     shares_kv: bool
     fused: bool
     loss_in_place: bool
+    whole_logits: bool
     ring: int
     trains: bool
     cast: int
@@ -82,6 +83,7 @@ class Flow:
             shares_kv=kv_heads * job.sp > sizes.kv_heads,
             fused=job.fused,
             loss_in_place=job.loss_in_place,
+            whole_logits=job.whole_logits,
             ring=job.ring,
             trains=not sizes.adapters,
             # What adapters take is cast to what they compute in, and kept for their weights' gradients.
@@ -325,6 +327,12 @@ def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int, *, trains: bool) ->
 
 def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:
     """What lives while the head and the loss run, forward and backward, tile by tile."""
+    if flow.whole_logits:
+        pieces = [
+            Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
+            Piece("whole logits", flow.tokens * sizes.vocabulary * (flow.c + 2 * FP32), "B*L*V*(c + 2 * 4)"),
+        ]
+        return [*pieces, Piece("head weight gradient", sizes.embedding * flow.c, "V*hidden*c")] if trains else pieces
     tokens = min(tile, flow.tokens)
     # Logits and their gradient; uncompiled, what lies between them in fp32 and a mark of each target.
     each, formula = (2 * flow.c, "2 * c") if flow.fused else (2 * flow.c + 4 * FP32 + 1, "(2 * c + 4 * 4 + 1)")

@@ -102,9 +102,9 @@ def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits, wo
             amount = words.host(needed)
             yield name if needed <= host // GIB else f"{name}, with {amount}" if name else amount
             break
-    sp = next((sp for sp in _degrees(job.sp, sizes.heads) if fits(replace(job, sp=sp), device, host)), None)
-    if sp:
-        yield words.sp(sp)
+    cut = next((cut for cut in _cuts(job, sizes.heads) if fits(cut, device, host)), None)
+    if cut is not None:
+        yield words.sp(cut.sp)
     steps = largest(job.length // STEP, lambda step: fits(replace(job, length=step * STEP), device, host))
     if steps:
         yield words.length(steps * STEP)
@@ -117,9 +117,13 @@ def _fits_host(fits: Fits, job: Job, device: int, gib: int) -> bool:
     return fits(job, device, gib * GIB)
 
 
-def _degrees(sp: int, heads: int) -> Iterator[int]:
+def _cuts(job: Job, heads: int) -> Iterator[Job]:
+    """The job over more ranks a row: the ranks there are, which then have fewer rows at a time, or as many as it takes."""
+    sp, ranks = job.sp, job.world // job.ring
     while (sp := 2 * sp) <= heads:
-        yield sp
+        if ranks % sp == 0 or sp > ranks:
+            dp = max(1, ranks // sp)
+            yield replace(job, sp=sp, dp=dp, accumulate=job.accumulate or dp < job.dp)
 
 
 def smallest(low: int, high: int, works: Callable[[int], bool]) -> int | None:

@@ -153,6 +153,8 @@ def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:
 
 def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
     """At most about 2 GiB of logits and their gradient, in fp32 where they are not compiled."""
+    if job.whole_logits:
+        return job.tokens
     each = 2 * job.compute_bytes + (0 if job.fused else 17)
     return _tile(LOSS_TILE_BYTES // (each * sizes.vocabulary), SMALLEST_LOSS_TILE, job.tokens)
 
@@ -184,7 +186,7 @@ def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Fixed) -> Pieces:
 def _small(sizes: ModelSizes, job: Job, fixed: Fixed) -> Pieces:
     return Pieces(
         mlp_tile=fixed.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),
-        loss_tile=fixed.loss_tile or min(SMALLEST_LOSS_TILE, job.tokens),
+        loss_tile=fixed.loss_tile or (job.tokens if job.whole_logits else min(SMALLEST_LOSS_TILE, job.tokens)),
         head_groups=fixed.head_groups or head_groups_for(sizes, job, 0),
     )
 

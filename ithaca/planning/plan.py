@@ -36,6 +36,7 @@ class Job:
     parameters, nothing gathered). `gradient_bytes`: of what is trained, and of its gradient. `adapter_bytes`: of what
     adapters compute with. `accumulate`: gradients of earlier micro-batches exist when a step begins. `fused`: token-wise
     work is compiled, and keeps less. `loss_in_place`: logits become their gradient where they are.
+    `whole_logits`: the head does more than its weight says, and is not tiled.
     """
 
     length: int
@@ -53,6 +54,7 @@ class Job:
     accumulate: bool = False
     fused: bool = True
     loss_in_place: bool = False
+    whole_logits: bool = False
     weights_on_host: bool = False
     gradients_on_host: bool = False
     optimizer_on_host: bool = False
@@ -124,6 +126,12 @@ class MemoryPlan:
         for flag in self.offload:
             if not isinstance(flag, bool):
                 raise MemoryPlanError(f"offload flag {flag!r}: True or False is needed")
+        for index, (mode, flag) in enumerate(zip(self.layers, self.offload, strict=True)):
+            if mode == "keep" and flag:
+                raise MemoryPlanError(
+                    f"layer {index} keeps everything and is to be offloaded: what autograd keeps stays on the device, use "
+                    '"save" or False'
+                )
         for name in ("mlp_tile", "loss_tile", "head_groups"):
             if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 1:
                 raise MemoryPlanError(f"{name}={value!r}: a whole number of at least 1 is needed")

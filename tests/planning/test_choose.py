@@ -203,3 +203,31 @@ def test_the_error_counts_what_is_already_on_the_host() -> None:
     job = Job(8 * K, weights="none", optimizer_on_host=True)
     with pytest.raises(MemoryPlanError, match=r"29\.9 of 0\.0 GiB on the host.*'optimizer state'"):
         choose_plan(B8, job, 60 * GIB)
+
+
+@pytest.mark.parametrize(("length", "dp", "device"), [(128 * K, 2, 60), (32 * K, 4, 36)])
+def test_an_advised_degree_fits_on_the_ranks_there_are(length: int, dp: int, device: int) -> None:
+    job = Job(length, sp=1, dp=dp, weight_bytes=4, gradient_bytes=4)
+    with pytest.raises(MemoryPlanError) as refused:
+        choose_plan(B8, job, device * GIB)
+    [said] = (int(found) for found in re.findall(r"[:;] sp=(\d+)", str(refused.value)))
+    choose_plan(B8, replace(job, sp=said, dp=max(1, dp // said)), device * GIB)
+
+
+def test_what_is_kept_cannot_be_away() -> None:
+    with pytest.raises(MemoryPlanError, match="layer 1 keeps everything and is to be offloaded"):
+        MemoryPlan(("save", "keep"), (True, True), 8, 8)
+
+
+def test_logits_that_are_not_tiled_are_planned_whole() -> None:
+    tiled = Job(64 * K, weights="none", optimizer="none")
+    whole = replace(tiled, whole_logits=True)
+    plan = choose_plan(B8, whole, 130 * GIB, 60 * GIB)
+    memory = memory_of(B8, whole, plan)
+    assert plan.loss_tile == whole.tokens
+    assert memory.moment == "loss"
+    terms = {term.name: term.device_bytes for term in memory.terms}
+    assert terms["whole logits"] == whole.tokens * B8.vocabulary * (2 + 2 * 4)
+    assert choose_plan(B8, tiled, 130 * GIB, 60 * GIB).loss_tile < whole.tokens
+    # A tile that was asked for is no tile either.
+    assert memory_of(B8, whole, replace(plan, loss_tile=64)) == memory
