@@ -33,6 +33,8 @@ from ithaca.values import show_bytes
 STAGED = 2
 # Host memory that is left to everybody else on the machine.
 RESERVE = 4 * 2**30
+# Pinned memory is at most so many times what was ever in use at once: blocks of lengths gone by are given back.
+SPARE = 1.25
 _ALIGN = 512
 # Bytes whose pages one thread asks for at a time.
 _TOUCHED = 2**26
@@ -62,6 +64,7 @@ class HostStore:
     free: list[_Block] = field(default_factory=list)
     staged: deque[Ticket] = field(default_factory=deque)
     pinned: int = 0
+    most: int = 0
     _streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     def put(self, tensors: list[Tensor]) -> Ticket:
@@ -86,6 +89,7 @@ class HostStore:
     def reserve(self, sizes: list[int]) -> None:
         """Have blocks of these sizes instead of those that lie free: a step that finds them does not wait for pinning."""
         self.close()
+        self.most = max(self.most, self.pinned + sum(sizes))
         self.free += [self._pin(size) for size in sizes]
 
     @property
@@ -103,20 +107,33 @@ class HostStore:
 
     def _take(self, size: int) -> _Block:
         """A free block, one far too large only where no other can be had."""
+        self.most = max(self.most, self._used + size)
         fitting = [block for block in self.free if block.memory.nbytes >= size]
-        if fitting and (min(block.memory.nbytes for block in fitting) <= 2 * size or size > _room()):
-            block = min(fitting, key=lambda b: b.memory.nbytes)
+        block = min(fitting, key=lambda b: b.memory.nbytes, default=None)
+        if block is not None and (block.memory.nbytes <= 2 * size or size > min(_room(), self._spare)):
             self.free.remove(block)
             if block.free_after is not None:
                 self.streams[0].wait_event(block.free_after)
             return block
         return self._pin(size)
 
+    @property
+    def _used(self) -> int:
+        return self.pinned - sum(block.memory.nbytes for block in self.free)
+
+    @property
+    def _spare(self) -> int:
+        """What may yet be pinned beside what lies free: rows of many lengths are not to take the whole host for a pool."""
+        return int(SPARE * self.most) - self.pinned
+
     def _pin(self, size: int) -> _Block:
         room = _room()
-        while size > room and self.free:
+        while size > min(room, self._spare) and self.free:
             # Too small for this, and for what comes: pinned anew they may fit.
-            self.pinned -= self.free.pop().memory.nbytes
+            smallest = min(self.free, key=lambda b: b.memory.nbytes)
+            self.free.remove(smallest)
+            self.pinned -= smallest.memory.nbytes
+            del smallest
             room = _room()
         if size > room:
             raise HostMemoryError(

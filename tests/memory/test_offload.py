@@ -96,6 +96,18 @@ def test_a_block_is_reused_where_it_is_not_far_too_large(driver: Driver) -> None
     assert pool.pinned == 1024 + 1000 + 4096
 
 
+def test_rows_of_many_lengths_do_not_take_the_whole_host(driver: Driver) -> None:
+    pool, layers, longest = store(), 8, 0
+    for size in (1000, 1100, 1200, 400, 1300, 300, 1400, 1500, 200, 1600):
+        blocks = [pool._take(size) for _ in range(layers)]
+        assert all(block.memory.nbytes >= size for block in blocks)
+        longest = max(longest, size)
+        assert pool.pinned <= offload.SPARE * layers * longest
+        assert sum(driver.held.values()) == pool.pinned
+        pool.free += blocks
+        blocks.clear()
+
+
 def test_reserving_changes_what_lies_free_and_closing_gives_it_back(driver: Driver) -> None:
     pool = store()
     pool.reserve([512, 512])
