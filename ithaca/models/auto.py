@@ -194,6 +194,9 @@ def sizes_of(model: nn.Module, base: PreTrainedModel) -> ModelSizes:
         replace(layer, attention=min(layer.attention, count), mlp=max(0, count - layer.attention), norms=0)
         for layer, count in zip(sizes.layers, counts, strict=True)
     )
+    if any(_norms_heads(layer) for layer in decoder_layers(base)):
+        heads = (sizes.heads + sizes.kv_heads) * sizes.key_size
+        layers = tuple(replace(layer, normed=layer.normed or heads) for layer in layers)
     beside = total - sum(layer.parameters for layer in layers)
     sizes = replace(sizes, layers=layers, final_norm=max(0, beside - sizes.embedding - sizes.head))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -203,6 +206,13 @@ def sizes_of(model: nn.Module, base: PreTrainedModel) -> ModelSizes:
     if len(adapted) == len(layers):
         layers = tuple(replace(layer, adapted=own) for layer, own in zip(layers, adapted, strict=True))
     return replace(sizes, layers=layers, adapters=trained)
+
+
+def _norms_heads(layer: nn.Module) -> bool:
+    """Whether queries and keys are normed: a config does not say."""
+    return any(
+        "norm" in own and "att" in path for path, _, own in (n.rpartition(".") for n, _ in layer.named_modules())
+    )
 
 
 def _adapted(layer: nn.Module) -> tuple[int, int]:

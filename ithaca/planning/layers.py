@@ -17,6 +17,10 @@ Edge = tuple[int, int]
 _QKV_BIAS_ALWAYS = ("qwen2",)
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3")
 _WHOLE_HEAD_NORMS = ("olmo2", "olmo3")
+# Those that are not counted otherwise.
+_OTHER_HEAD_NORMS = (
+    "apertus", "exaone4", "exaone_moe", "flex_olmo", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2", "nanochat", "olmoe",
+)  # fmt: skip
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
 _NORM_AFTER_MLP = (*_FOUR_NORMS, "olmo2", "olmo3")
 # Norms and linear maps with biases, and an MLP without a gate.
@@ -93,7 +97,7 @@ def _normed(config: Config, key: int) -> int:
         return int(config["kv_lora_rank"]) + int(config.get("q_lora_rank") or 0)
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    has = str(config.get("model_type", "")) in (*_HEAD_NORMS, *_WHOLE_HEAD_NORMS)
+    has = str(config.get("model_type", "")) in (*_HEAD_NORMS, *_WHOLE_HEAD_NORMS, *_OTHER_HEAD_NORMS)
     return (heads + kv_heads) * key if has else 0
 
 

@@ -104,9 +104,14 @@ def _torchao(name: Name) -> Any:
         ) from error
 
 
+def _owner(key: str) -> str:
+    """The name of the module that has the parameter."""
+    return key.rpartition(".")[0].rpartition(".")[2].lower()
+
+
 def _groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with decay, vectors without; by name too, since the biases of stacked experts are matrices."""
-    vectors = {key for key, p in trained.items() if p.ndim < 2 or key.endswith("bias")}
+    """Matrices with decay, vectors without; by name too, since biases of stacked experts and norms by head are matrices."""
+    vectors = {key for key, p in trained.items() if p.ndim < 2 or key.endswith("bias") or "norm" in _owner(key)}
     groups = [
         {"params": [p for key, p in trained.items() if key not in vectors], "weight_decay": weight_decay},
         {"params": [p for key, p in trained.items() if key in vectors], "weight_decay": 0.0},

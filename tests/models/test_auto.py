@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -82,3 +83,11 @@ def _layers_run_several_times() -> int:
 def test_layers_are_counted_as_they_are_there() -> None:
     """A config may count a layer as often as it runs in a pass."""
     assert run_ranks(1, _layers_run_several_times) == [4]
+
+
+@pytest.mark.parametrize(("kind", "normed"), [("exaone4", True), ("qwen3", True), ("olmo2", True), ("llama", False)])
+def test_norms_of_heads_are_found_where_they_are(kind: str, normed: bool) -> None:
+    model = small_model(kind)
+    sizes = sizes_of(model, model)
+    heads = (sizes.heads + sizes.kv_heads) * sizes.key_size
+    assert {layer.normed for layer in sizes.layers} == {heads if normed else 0}

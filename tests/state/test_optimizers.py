@@ -79,6 +79,15 @@ def test_vectors_and_biases_are_not_decayed() -> None:
     assert len(decayed["params"]) + len(plain["params"]) == trained < len(names)
 
 
+def test_norms_by_head_are_not_decayed_either() -> None:
+    model = small_model("cohere", use_qk_norm=True)
+    names = {p: key for key, p in model.named_parameters()}
+    matrices = [key for p, key in names.items() if "norm" in key and p.ndim > 1]
+    decayed, _ = build_optimizer(model, **SETTINGS).param_groups
+    assert matrices
+    assert not [names[p] for p in decayed["params"] if "norm" in names[p]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_arrive(name: str) -> None:
     optimizer = build_optimizer(matrix(name), name, lr=0.5, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.25)
