@@ -167,10 +167,14 @@ class MeshDegrees(Section):
 
 
 class Memory(Section):
-    """`plan: auto` keeps as much as fits `budget` (three quarters of the device); "none" leaves it to autograd."""
+    """`plan: auto` keeps as much as fits `budget` (three quarters of the device); "none" leaves it to autograd.
+
+    `host_budget` bounds what one rank takes of the host's memory, below three quarters of its share.
+    """
 
     plan: Literal["auto", "none"] = "auto"
     budget: Bytes | None = None
+    host_budget: Bytes | None = None
     on_host: Literal["nothing", "everything"] = "nothing"
 
 

@@ -14,7 +14,7 @@ from ithaca.planning.known_models import KnownModel
 from ithaca.planning.memory import GIB
 from ithaca.planning.mesh_search import Option
 from ithaca.planning.traffic import Machine
-from ithaca.planning.wanted import Wanted
+from ithaca.planning.wanted import HOST_HEADROOM, Wanted
 
 STEPS = 1000
 USUAL_HEADROOM = 0.25
@@ -26,6 +26,7 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
     """The run that the plan is of; the documents are the user's to name."""
     recipe, job = option.recipe, option.job
     budget = None if wanted.headroom == USUAL_HEADROOM else wanted.device_budget
+    host = replace(wanted, machine=option.machine).host_budget if wanted.headroom > HOST_HEADROOM else None
     stage = Stage(
         length=job.length,
         steps=None if tokens else STEPS,
@@ -42,7 +43,7 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
         data=Data(sources=[Source(path="documents.jsonl")]),
         stages=[stage],
         mesh=MeshDegrees(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
-        memory=MemorySection(budget=budget, on_host="everything" if recipe.on_host else "nothing"),
+        memory=MemorySection(budget=budget, host_budget=host, on_host="everything" if recipe.on_host else "nothing"),
         optimizer=Optimizer(name=optimizer),
         launch=Launch(processes=option.machine.gpus, device="cuda"),
     )

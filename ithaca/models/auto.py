@@ -43,7 +43,8 @@ logger = logging.getLogger("ithaca")
 class AutoMemory:
     """Plans for one model on one mesh. `budget` is bytes of device memory a rank may use, weights and all.
 
-    `held` gives the bytes of its state that are on the host already, `store` is where its saved tensors go.
+    `held` gives the bytes of its state that are on the host already, `store` is where its saved tensors go;
+    `most_host` bounds what a rank takes there.
     """
 
     sizes: ModelSizes
@@ -57,6 +58,7 @@ class AutoMemory:
     words: Words = LIBRARY
     held: Callable[[], int] = int
     store: HostStore | None = None
+    most_host: int | None = None
 
     @classmethod
     def of(
@@ -123,7 +125,8 @@ class AutoMemory:
     def _host(self) -> int:
         """This rank's share of the host. What it holds there is no longer free, but the plan counts it again."""
         held = self.held() + (0 if self.store is None else self.store.pinned)
-        return int(SHARE * (psutil.virtual_memory().available / self.mesh.local_ranks + held))
+        share = int(SHARE * (psutil.virtual_memory().available / self.mesh.local_ranks + held))
+        return min(share, self.most_host or share)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force."""

@@ -256,6 +256,7 @@ def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
     most = min(here, asked.cap or here)
     device = min(asked.run.memory.budget or int(SHARE * most), most)
     host = int(SHARE * asked.machine.host_memory / asked.machine.gpus)
+    host = min(host, asked.run.memory.host_budget or host)
     return device, min(host, int(SHARE * psutil.virtual_memory().available)) if gpu else host
 
 

@@ -120,7 +120,7 @@ def build_session(
     )
     planner = planner_of(model)
     if planner is not None:
-        planner.words = _settings(run, number, mesh)
+        planner.words, planner.most_host = _settings(run, number, mesh), run.memory.host_budget
         _refuse_too_long(run, number, mesh, config, planner)
     if run.model.weights == "random":
         init_weights(model, seed=run.seed)

@@ -59,6 +59,8 @@ def test_a_plan_has_the_same_room_before_and_after_its_state_is_there() -> None:
         store: Any = SimpleNamespace(pinned=5_000)
         planner.store = store
         assert planner._host() == SHARE * total / 2
+        planner.most_host = 4_000
+        assert planner._host() == 4_000
 
 
 def small_sizes() -> Any:
