@@ -49,7 +49,7 @@ class Unit:
 
     def forward(self, x_BLC: Tensor) -> tuple[Tensor, ...]:
         """All outputs over all tokens, without a graph."""
-        spans = self.spans(x_BLC)
+        spans = self.spans(x_BLC, self.tile)
         if len(spans) == 1:
             return tuple(self.pieces(x_BLC))
         whole: list[Tensor] = []
@@ -72,15 +72,17 @@ class Unit:
         self.tails = [(piece.shape[2:], piece.dtype) for piece in pieces]
         return pieces
 
-    def spans(self, x_BLC: Tensor) -> list[slice]:
+    @staticmethod
+    def spans(x_BLC: Tensor, tile: int) -> list[slice]:
         length = x_BLC.shape[1]
-        return [slice(start, min(start + self.tile, length)) for start in range(0, length, self.tile)]
+        return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BLC: Tensor, unit: Unit, value: bool, *wanted: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.rng = unit, Rng(x_BLC.device) if unit.draws else None
+        # A longer pass before backward may change the unit's tile: other tiles would draw other numbers.
+        ctx.unit, ctx.tile, ctx.rng = unit, unit.tile, Rng(x_BLC.device) if unit.draws else None
         ctx.save_for_backward(x_BLC, *wanted)
         if value or unit.tails is None:
             return unit.forward(x_BLC)
@@ -90,7 +92,7 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dout: Tensor | None) -> tuple[Tensor | None, ...]:
         x_BLC, *wanted = ctx.saved_tensors
-        inward, spans = ctx.needs_input_grad[0], ctx.unit.spans(x_BLC)
+        inward, spans = ctx.needs_input_grad[0], ctx.unit.spans(x_BLC, ctx.tile)
         sums: list[Tensor | None] = [None] * len(wanted)
         with nullcontext() if ctx.rng is None else ctx.rng.again():
             if len(spans) == 1:

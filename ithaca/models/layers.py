@@ -226,12 +226,14 @@ def install_memory(
     compiled = compilations()
     for layer in layers:
         runner = LayerRunner(binding, layer.forward)
-        for role in roles[signature(layer)]:
+        units = [
             _install_unit(installed, runner, layer, role, _fused(layer, role, compiled) if fuse else None)
+            for role in roles[signature(layer)]
+        ]
         if fuse:
             _fuse_attention(installed, layer, compiled)
         installed.runners.append(runner)
-        installed.layers.append(Layer(layer, runner, installed.chain, "keep"))
+        installed.layers.append(Layer(layer, runner, installed.chain, "keep", units=units))
         installed.put(layer, installed.layers[-1])
     for stack, role in around:
         fused = _fused(stack, role, compiled) if fuse else None
@@ -349,7 +351,7 @@ def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, 
 
 def _install_unit(
     installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, fused: Fused | None = None
-) -> None:
+) -> Unit:
     children = role.children(layer)
     main = layer.get_submodule(role.main)
     router, index = router_of(installed.binding.model, main)
@@ -362,3 +364,4 @@ def _install_unit(
     child = TiledChild(forward, main, runner, unit, role.silent, router is not None)
     for other in children:
         installed.put(other, child if other is main else HandThrough(forward, other))
+    return unit

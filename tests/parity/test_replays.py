@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import unsharded
+from ithaca.models.binding import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MODES, LayerMode, MemoryPlan
 from ithaca.proof.parity import gradient_errors
@@ -99,6 +100,28 @@ def test_tiles_draw_their_numbers_again(kind: str, mode: LayerMode) -> None:
     [(slope, difference)] = run_ranks(1, _along_a_line, kind, mode)
     assert abs(slope) > 0.1
     assert slope == pytest.approx(difference, rel=DIFFERENCE)
+
+
+def _planned_again(mode: LayerMode, tiles: tuple[int, int]) -> float:
+    """A longer pass before backward has its own plan: other modes and other tiles."""
+    then, now = tiles
+    whole, _ = drawn("starcoder2", plan(mode, then), training=True)
+    model = parallelize(small_model("starcoder2", **DRAWING["starcoder2"]).train(), init_mesh(sp=1), memory="auto")
+    memory: Any = binding_of(model).memory
+    plans = iter([plan(mode, then), plan("keep" if mode != "keep" else "save", now)])
+    with promoted(), patch.object(memory.auto, "plan_for", lambda layout: next(plans)):
+        loss = seeded_loss(model)
+        with torch.no_grad():
+            causal_loss(model, small_batch(2, 24), init_mesh(sp=1))
+        loss.backward()
+    assert [unit.tile for unit in memory.units] == [now] * len(memory.units)
+    return max(gradient_errors(model, gradients(whole)).values())
+
+
+@pytest.mark.parametrize("tiles", [(4, 100), (100, 5)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_are_those_of_the_forward_pass(mode: LayerMode, tiles: tuple[int, int]) -> None:
+    assert max(run_ranks(1, _planned_again, mode, tiles)) < FP64
 
 
 def plain(batch: dict[str, Tensor]) -> dict[str, Tensor]:
