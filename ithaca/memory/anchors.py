@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ithaca.errors import UnsupportedError
+from ithaca.memory.noted import Noted
 from ithaca.memory.offload import HostStore, Ticket
 from ithaca.memory.rng import Rng
 from ithaca.memory.tiles import Unit
@@ -142,6 +143,7 @@ class Kept:
     before: Kept | None
     hidden: bool
     tiles: list[int]
+    noted: Noted
     ticket: Ticket | None = None
     input_away: bool = False
     used: bool = False
@@ -157,6 +159,7 @@ class Kept:
             layer.chain.last,
             layer.mode != "rebuild",
             [unit.tile for unit in layer.units],
+            Noted.of([layer.module]),
         )
         if layer.mode == "rebuild":
             kept.inputs = [torch.empty(0), *inputs[1:]]
@@ -213,15 +216,28 @@ class Kept:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Inside, the layer draws the numbers it drew, in the tiles it had: a pass since may have changed those."""
+        """Inside, the layer draws the numbers it drew, in the tiles it had; refused if it is not what it was."""
+        self.noted.refuse_changed()
         units = self.call.layer.units
         now = [unit.tile for unit in units]
         _set_tiles(units, self.tiles)
         try:
-            with nullcontext() if self.rng is None else self.rng.again():
+            with self._same_numbers():
                 yield
         finally:
             _set_tiles(units, now)
+
+    @contextmanager
+    def _same_numbers(self) -> Iterator[None]:
+        switched = self.noted.switched
+        if switched and self.rng is not None:
+            self.noted.refuse_switched()
+        # What drew nothing when it was evaluated may draw now.
+        since = Rng(self.inputs[0].device) if switched else None
+        with nullcontext() if self.rng is None else self.rng.again():
+            yield
+        if since is not None and since.moved():
+            self.noted.refuse_switched()
 
 
 def _set_tiles(units: list[Unit], tiles: list[int]) -> None:

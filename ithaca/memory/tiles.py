@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ithaca.memory.noted import Noted
 from ithaca.memory.rng import Rng
 
 
@@ -28,7 +29,7 @@ class Unit:
     may draw random numbers, and draws the same ones when a tile is run again.
 
     `gradients(x_BtC, dout_BtC)`, where there is one, gives a tile's gradients, its input's first if `x_BtC` wants one,
-    then those of the parameters that do.
+    then those of the parameters that do. `note`: what `run` depends on, looked at again before backward runs it.
     """
 
     run: Callable[[Tensor], Any]
@@ -36,6 +37,7 @@ class Unit:
     tile: int
     draws: bool = False
     gradients: Callable[[Tensor, Tensor], list[Tensor | None]] | None = None
+    note: Callable[[], Noted] | None = None
     tails: list[tuple[torch.Size, torch.dtype]] | None = None
 
     def __call__(self, x_BLC: Tensor, *, value: bool = True) -> Any:
@@ -83,6 +85,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, x_BLC: Tensor, unit: Unit, value: bool, *wanted: nn.Parameter) -> tuple[Tensor, ...]:
         # A longer pass before backward may change the unit's tile: other tiles would draw other numbers.
         ctx.unit, ctx.tile, ctx.rng = unit, unit.tile, Rng(x_BLC.device) if unit.draws else None
+        ctx.noted = None if unit.note is None else unit.note()
         ctx.save_for_backward(x_BLC, *wanted)
         if value or unit.tails is None:
             return unit.forward(x_BLC)
@@ -91,6 +94,10 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.noted is not None:
+            ctx.noted.refuse_changed()
+            if ctx.unit.draws and ctx.noted.switched:
+                ctx.noted.refuse_switched()
         x_BLC, *wanted = ctx.saved_tensors
         inward, spans = ctx.needs_input_grad[0], ctx.unit.spans(x_BLC, ctx.tile)
         sums: list[Tensor | None] = [None] * len(wanted)

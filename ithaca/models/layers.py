@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ithaca.attention.anchored import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, Layer, Outcome
+from ithaca.memory.noted import adapters_now
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
@@ -28,7 +29,7 @@ from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.not_taken import refuse_checkpointing
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.support import decoder_layers, memory_refusal
-from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, adapters_now, router_of
+from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
 
@@ -359,7 +360,7 @@ def _install_unit(
     forward = UnitForward(children, [c.forward for c in children], router, index, fused)
     split = None if fused is None else fused.split
     backward = None if split is None else UnitBackward(role.until_main(layer), split, forward)
-    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward)
+    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, note=forward.note)
     installed.units.append(unit)
     child = TiledChild(forward, main, runner, unit, role.silent, router is not None)
     for other in children:
