@@ -16,6 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from ithaca.errors import UnsupportedError
 
+# In place of a count: that of frozen weights moves with every run where PEFT adapts parameters (target_parameters).
+_FROZEN = -1
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Noted:
@@ -59,8 +62,8 @@ class Noted:
             )
         if _versions(self.modules, parameters) != self.versions:
             raise UnsupportedError(
-                f"{name} is run again in backward and its weights were changed since its forward pass: call backward "
-                "before optimizer.step() or whatever else changes them"
+                f"{name} is run again in backward and its weights were changed or frozen since its forward pass: "
+                "call backward before optimizer.step() or whatever else does so"
             )
 
     def refuse_switched(self) -> None:
@@ -85,14 +88,15 @@ def _versions(modules: list[nn.Module], parameters: list[nn.Parameter | None]) -
 
     torch does not count fused optimizers' steps, nor foreach ones on shards: those pass unseen, as they do elsewhere.
     """
-    versions = [p._version for p in parameters if p is not None and p.requires_grad]
+    versions = [p._version if p.requires_grad else _FROZEN for p in parameters if p is not None]
     for module in modules:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for each in group.fsdp_params:
                     shard: Any = each.sharded_param
                     # A step may be taken on the shard as FSDP2 has it, or on the plain tensor inside.
-                    versions += [shard._version, shard._local_tensor._version]
+                    if shard.requires_grad:
+                        versions += [shard._version, shard._local_tensor._version]
     return versions
 
 

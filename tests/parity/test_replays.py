@@ -207,6 +207,11 @@ def nudge(model: nn.Module) -> None:
                 p.add_(0.3)
 
 
+def freeze(model: nn.Module) -> None:
+    """Autograd would still have their gradients."""
+    model.requires_grad_(False)
+
+
 def choose_other(model: Any) -> None:
     model.set_adapter("other")
 
@@ -238,7 +243,8 @@ TILED = [*REPLAYED, plan("keep", 5)]
     ("change", "settings", "match"),
     [
         (evaluate, {"lora_dropout": 0.2}, "draws random numbers in training, .* go back to the mode of the forward"),
-        (nudge, {}, "its weights were changed since its forward pass: call backward before optimizer.step"),
+        (nudge, {}, "its weights were changed or frozen since its forward pass: call backward before optimizer.step"),
+        (freeze, {}, "its weights were changed or frozen since its forward pass"),
         (choose_other, {}, "has other adapters on than in its forward pass: call backward before others are chosen"),
     ],
 )
@@ -301,7 +307,7 @@ def _stepped(mode: LayerMode, early: bool) -> None:
 def test_a_step_between_two_backwards_is_refused(mode: LayerMode) -> None:
     """FSDP2 would gather the new weights for backward and say nothing."""
     run_ranks(2, _stepped, mode, False)
-    match = "its weights were changed since its forward pass"
+    match = "its weights were changed or frozen since its forward pass"
     expect_refusal(2, _stepped, mode, True, error="UnsupportedError", match=match)
 
 
