@@ -15,8 +15,8 @@ is on the autograd context, so any thread may run it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,8 +27,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ithaca.errors import UnsupportedError
+from ithaca.memory.noted import Noted
 from ithaca.memory.offload import HostStore, Ticket
 from ithaca.memory.rng import Rng
+from ithaca.memory.tiles import Unit
 
 Mode = Literal["keep", "save", "rebuild", "recompute"]
 WHOLE_BACKWARD = (
@@ -75,6 +77,7 @@ class Layer:
     chain: Chain
     mode: Mode
     store: HostStore | None = None
+    units: list[Unit] = field(default_factory=list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.accounting():
@@ -139,6 +142,8 @@ class Kept:
     rng: Rng | None
     before: Kept | None
     hidden: bool
+    tiles: list[int]
+    noted: Noted
     ticket: Ticket | None = None
     input_away: bool = False
     used: bool = False
@@ -147,7 +152,14 @@ class Kept:
     def of(cls, call: _Call, inputs: list[Tensor], anchors: list[Tensor], rng: Rng | None) -> Kept:
         layer = call.layer
         kept = cls(
-            call, inputs, None if layer.mode == "recompute" else anchors, rng, layer.chain.last, layer.mode != "rebuild"
+            call,
+            inputs,
+            None if layer.mode == "recompute" else anchors,
+            rng,
+            layer.chain.last,
+            layer.mode != "rebuild",
+            [unit.tile for unit in layer.units],
+            Noted.of([layer.module]),
         )
         if layer.mode == "rebuild":
             kept.inputs = [torch.empty(0), *inputs[1:]]
@@ -192,7 +204,7 @@ class Kept:
             module = kept.call.layer.module
             if isinstance(module, FSDPModule):
                 module.unshard()
-            with torch.no_grad(), kept.same_rng():
+            with torch.no_grad(), kept.as_it_was():
                 outcome = kept.call.run(kept.inputs, kept.anchors, value=True)
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -202,8 +214,35 @@ class Kept:
             after.inputs[0] = tree_flatten(outcome.output)[0][0]
             after.hidden = True
 
-    def same_rng(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.rng is None else self.rng.again()
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Inside, the layer draws the numbers it drew, in the tiles it had; refused if it is not what it was."""
+        self.noted.refuse_changed()
+        units = self.call.layer.units
+        now = [unit.tile for unit in units]
+        _set_tiles(units, self.tiles)
+        try:
+            with self._same_numbers():
+                yield
+        finally:
+            _set_tiles(units, now)
+
+    @contextmanager
+    def _same_numbers(self) -> Iterator[None]:
+        switched = self.noted.switched
+        if switched and self.rng is not None:
+            self.noted.refuse_switched()
+        # What drew nothing when it was evaluated may draw now.
+        since = Rng(self.inputs[0].device) if switched else None
+        with nullcontext() if self.rng is None else self.rng.again():
+            yield
+        if since is not None and since.moved():
+            self.noted.refuse_switched()
+
+
+def _set_tiles(units: list[Unit], tiles: list[int]) -> None:
+    for unit, tile in zip(units, tiles, strict=True):
+        unit.tile = tile
 
 
 class _Replayed(torch.autograd.Function):
@@ -235,7 +274,7 @@ class _Replayed(torch.autograd.Function):
 def _replay(kept: Kept, wants: tuple[bool, ...], douts: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Run the layer once more, with gradients, and go back through it; gives the inputs' gradients."""
     kept.bring_back()
-    with torch.enable_grad(), kept.same_rng():
+    with torch.enable_grad(), kept.as_it_was():
         inputs = [x.detach().requires_grad_(want) for x, want in zip(kept.inputs, wants, strict=True)]
         outcome = kept.call.run(inputs, kept.anchors, value=False)
     kept.inputs, kept.anchors = [], None

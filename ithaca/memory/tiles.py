@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ithaca.memory.noted import Noted
 from ithaca.memory.rng import Rng
 
 
@@ -28,7 +29,7 @@ class Unit:
     may draw random numbers, and draws the same ones when a tile is run again.
 
     `gradients(x_BtC, dout_BtC)`, where there is one, gives a tile's gradients, its input's first if `x_BtC` wants one,
-    then those of the parameters that do.
+    then those of the parameters that do. `note`: what `run` depends on, looked at again before backward runs it.
     """
 
     run: Callable[[Tensor], Any]
@@ -36,6 +37,7 @@ class Unit:
     tile: int
     draws: bool = False
     gradients: Callable[[Tensor, Tensor], list[Tensor | None]] | None = None
+    note: Callable[[], Noted] | None = None
     tails: list[tuple[torch.Size, torch.dtype]] | None = None
 
     def __call__(self, x_BLC: Tensor, *, value: bool = True) -> Any:
@@ -49,7 +51,7 @@ class Unit:
 
     def forward(self, x_BLC: Tensor) -> tuple[Tensor, ...]:
         """All outputs over all tokens, without a graph."""
-        spans = self.spans(x_BLC)
+        spans = self.spans(x_BLC, self.tile)
         if len(spans) == 1:
             return tuple(self.pieces(x_BLC))
         whole: list[Tensor] = []
@@ -72,15 +74,18 @@ class Unit:
         self.tails = [(piece.shape[2:], piece.dtype) for piece in pieces]
         return pieces
 
-    def spans(self, x_BLC: Tensor) -> list[slice]:
+    @staticmethod
+    def spans(x_BLC: Tensor, tile: int) -> list[slice]:
         length = x_BLC.shape[1]
-        return [slice(start, min(start + self.tile, length)) for start in range(0, length, self.tile)]
+        return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BLC: Tensor, unit: Unit, value: bool, *wanted: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.rng = unit, Rng(x_BLC.device) if unit.draws else None
+        # A longer pass before backward may change the unit's tile: other tiles would draw other numbers.
+        ctx.unit, ctx.tile, ctx.rng = unit, unit.tile, Rng(x_BLC.device) if unit.draws else None
+        ctx.noted = None if unit.note is None else unit.note()
         ctx.save_for_backward(x_BLC, *wanted)
         if value or unit.tails is None:
             return unit.forward(x_BLC)
@@ -89,8 +94,12 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.noted is not None:
+            ctx.noted.refuse_changed()
+            if ctx.unit.draws and ctx.noted.switched:
+                ctx.noted.refuse_switched()
         x_BLC, *wanted = ctx.saved_tensors
-        inward, spans = ctx.needs_input_grad[0], ctx.unit.spans(x_BLC)
+        inward, spans = ctx.needs_input_grad[0], ctx.unit.spans(x_BLC, ctx.tile)
         sums: list[Tensor | None] = [None] * len(wanted)
         with nullcontext() if ctx.rng is None else ctx.rng.again():
             if len(spans) == 1:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ithaca.attention.anchored import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, Layer, Outcome
+from ithaca.memory.noted import adapters_now
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
@@ -28,7 +29,7 @@ from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.not_taken import refuse_checkpointing
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
 from ithaca.models.support import decoder_layers, memory_refusal
-from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, adapters_now, router_of
+from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
 
@@ -228,12 +229,14 @@ def install_memory(
     compiled = compilations()
     for layer in layers:
         runner = LayerRunner(binding, layer.forward)
-        for role in roles[signature(layer)]:
+        units = [
             _install_unit(installed, runner, layer, role, _fused(layer, role, compiled) if fuse else None)
+            for role in roles[signature(layer)]
+        ]
         if fuse:
             _fuse_attention(installed, layer, compiled)
         installed.runners.append(runner)
-        installed.layers.append(Layer(layer, runner, installed.chain, "keep"))
+        installed.layers.append(Layer(layer, runner, installed.chain, "keep", units=units))
         installed.put(layer, installed.layers[-1])
     for stack, role in around:
         fused = _fused(stack, role, compiled) if fuse else None
@@ -353,7 +356,7 @@ def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, 
 
 def _install_unit(
     installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, fused: Fused | None = None
-) -> None:
+) -> Unit:
     children = role.children(layer)
     main = layer.get_submodule(role.main)
     router, index = router_of(installed.binding.model, main)
@@ -361,8 +364,9 @@ def _install_unit(
     forward = UnitForward(children, [c.forward for c in children], router, index, fused)
     split = None if fused is None else fused.split
     backward = None if split is None else UnitBackward(role.until_main(layer), split, forward)
-    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward)
+    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, note=forward.note)
     installed.units.append(unit)
     child = TiledChild(forward, main, runner, unit, role.silent, router is not None)
     for other in children:
         installed.put(other, child if other is main else HandThrough(forward, other))
+    return unit

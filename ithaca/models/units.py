@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedModel
 
+from ithaca.memory.noted import Noted, adapters_now
 from ithaca.models.fuse import Chain as CompiledChain
 from ithaca.models.fuse import WayBack, compiled_chain, compiled_way_back, weights_of
 from ithaca.models.hooks import hooked_inside
@@ -104,6 +105,9 @@ class UnitForward:
         """A method and no closure: a copy of the model has its own."""
         return [p for child in self.children for p in child.parameters()]
 
+    def note(self) -> Noted:
+        return Noted.of(self.children)
+
 
 @dataclass(eq=False)
 class UnitBackward:
@@ -146,19 +150,6 @@ class UnitBackward:
 def adapted(children: list[nn.Module]) -> list[Any]:
     """PEFT's layers in them."""
     return [module for child in children for module in child.modules() if hasattr(module, "base_layer")]
-
-
-def adapters_now(layers: list[Any]) -> tuple[Any, ...]:
-    """Which adapters are on and how much they count: attributes, which compiled code has as they were."""
-    return tuple(
-        (
-            getattr(layer, "disable_adapters", None),
-            tuple(getattr(layer, "active_adapters", ())),
-            tuple(getattr(layer, "merged_adapters", ())),
-            tuple(sorted(getattr(layer, "scaling", {}).items())),
-        )
-        for layer in layers
-    )
 
 
 def router_of(model: PreTrainedModel, main: nn.Module) -> tuple[nn.Module | None, int]:

@@ -34,3 +34,16 @@ def test_an_input_that_wants_no_gradient_gets_none(tile: int) -> None:
     assert x_BLC.grad is None
     assert weight.grad is not None
     assert torch.equal(weight.grad, x_BLC.sum((0, 1)))
+
+
+@pytest.mark.parametrize(("then", "now"), [(8, 3), (3, 8)])
+def test_tiles_that_change_before_backward_draw_what_they_drew(then: int, now: int) -> None:
+    def noise(x_BtC: Tensor) -> Tensor:
+        return x_BtC * torch.rand(1)
+
+    unit = Unit(noise, list, tile=then, draws=True)
+    x_BLC = torch.ones(1, 8, 2, requires_grad=True)
+    out_BLC = unit(x_BLC)
+    unit.tile = now
+    (dx_BLC,) = torch.autograd.grad(out_BLC.sum(), x_BLC)
+    assert torch.equal(dx_BLC, out_BLC)

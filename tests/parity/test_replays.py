@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import unsharded
+from ithaca.models.binding import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MODES, LayerMode, MemoryPlan
 from ithaca.proof.parity import gradient_errors
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
+from ithaca.sequence.batch import shard_batch
 from ithaca.training.step import causal_loss
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
@@ -101,6 +105,28 @@ def test_tiles_draw_their_numbers_again(kind: str, mode: LayerMode) -> None:
     assert slope == pytest.approx(difference, rel=DIFFERENCE)
 
 
+def _planned_again(mode: LayerMode, tiles: tuple[int, int]) -> float:
+    """A longer pass before backward has its own plan: other modes and other tiles."""
+    then, now = tiles
+    whole, _ = drawn("starcoder2", plan(mode, then), training=True)
+    model = parallelize(small_model("starcoder2", **DRAWING["starcoder2"]).train(), init_mesh(sp=1), memory="auto")
+    memory: Any = binding_of(model).memory
+    plans = iter([plan(mode, then), plan("keep" if mode != "keep" else "save", now)])
+    with promoted(), patch.object(memory.auto, "plan_for", lambda layout: next(plans)):
+        loss = seeded_loss(model)
+        with torch.no_grad():
+            causal_loss(model, small_batch(2, 24), init_mesh(sp=1))
+        loss.backward()
+    assert [unit.tile for unit in memory.units] == [now] * len(memory.units)
+    return max(gradient_errors(model, gradients(whole)).values())
+
+
+@pytest.mark.parametrize("tiles", [(4, 100), (100, 5)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_are_those_of_the_forward_pass(mode: LayerMode, tiles: tuple[int, int]) -> None:
+    assert max(run_ranks(1, _planned_again, mode, tiles)) < FP64
+
+
 def plain(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     model = small_model("llama")
     with promoted():
@@ -152,3 +178,147 @@ def _some_gradients(way: str) -> None:
 @pytest.mark.parametrize("way", ["grad", "inputs", "inputs of a layer"])
 def test_gradients_of_some_weights_are_refused(way: str) -> None:
     expect_refusal(1, _some_gradients, way, error="UnsupportedError", match="call loss.backward\\(\\), or use")
+
+
+def adapted(**settings: Any) -> Any:
+    """A model with two adapters in attention and MLP, the first of them on; both do something."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings)
+    model: Any = get_peft_model(small_model("llama"), config)
+    model.add_adapter("other", config)
+    return model
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        causal_loss(model, small_batch(1, 11), init_mesh(sp=1))
+
+
+def evaluate_and_train(model: nn.Module) -> None:
+    evaluate(model)
+    model.train()
+
+
+def nudge(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.3)
+
+
+def freeze(model: nn.Module) -> None:
+    """Autograd would still have their gradients."""
+    model.requires_grad_(False)
+
+
+def choose_other(model: Any) -> None:
+    model.set_adapter("other")
+
+
+def choose_other_and_go_back(model: Any) -> None:
+    model.set_adapter("other")
+    with torch.no_grad():
+        causal_loss(model, BATCH, init_mesh(sp=1))
+    model.set_adapter("default")
+
+
+def _between(memory: MemoryPlan | None, change: Callable[[Any], None] | None, settings: dict[str, Any]) -> Any:
+    """Gradients where something is done between forward and backward."""
+    with promoted():
+        model = parallelize(adapted(**settings), init_mesh(sp=1), memory=memory).train()
+        loss = seeded_loss(model)
+        if change is not None:
+            change(model)
+        loss.backward()
+    return {key: grad.clone() for key, grad in gradients(model).items()}
+
+
+REPLAYED = [plan("save", 5), plan("rebuild", 5), plan("recompute", 100)]
+TILED = [*REPLAYED, plan("keep", 5)]
+
+
+@pytest.mark.parametrize("memory", TILED, ids=str)
+@pytest.mark.parametrize(
+    ("change", "settings", "match"),
+    [
+        (evaluate, {"lora_dropout": 0.2}, "draws random numbers in training, .* go back to the mode of the forward"),
+        (nudge, {}, "its weights were changed or frozen since its forward pass: call backward before optimizer.step"),
+        (freeze, {}, "its weights were changed or frozen since its forward pass"),
+        (choose_other, {}, "has other adapters on than in its forward pass: call backward before others are chosen"),
+    ],
+)
+def test_what_changes_before_backward_is_refused(
+    memory: MemoryPlan, change: Callable[[Any], None], settings: dict[str, Any], match: str
+) -> None:
+    expect_refusal(1, _between, memory, change, settings, error="UnsupportedError", match=match)
+
+
+@pytest.mark.parametrize("memory", TILED, ids=str)
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (evaluate_and_train, {"lora_dropout": 0.2}),
+        # Nothing is drawn: a second run is the first, trained or evaluated.
+        (evaluate, {}),
+        (choose_other_and_go_back, {}),
+    ],
+)
+def test_what_is_as_it_was_by_backward_is_let_pass(
+    memory: MemoryPlan, change: Callable[[Any], None], settings: dict[str, Any]
+) -> None:
+    [expected] = run_ranks(1, _between, memory, None, settings)
+    [got] = run_ranks(1, _between, memory, change, settings)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+
+
+def _trained_at_last(memory: MemoryPlan) -> None:
+    with promoted():
+        model = parallelize(adapted(lora_dropout=0.2), init_mesh(sp=1), memory=memory).eval()
+        loss = seeded_loss(model)
+        model.train()
+        loss.backward()
+
+
+@pytest.mark.parametrize("memory", TILED, ids=str)
+def test_a_dropout_that_was_off_in_forward_is_refused(memory: MemoryPlan) -> None:
+    expect_refusal(1, _trained_at_last, memory, error="UnsupportedError", match="draws random numbers in training")
+
+
+def _stepped(mode: LayerMode, early: bool) -> None:
+    """Steps of two micro-batches, both forwards before both backwards, an evaluation between; maybe a step too early."""
+    mesh = init_mesh(sp=2)
+    model = parallelize(small_model("llama"), mesh, memory=plan(mode, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for _ in range(2):
+        losses = [causal_loss(model, small_batch(1, 16, seed=seed), mesh) for seed in range(2)]
+        losses[0].backward()
+        if early:
+            optimizer.step()
+        with torch.no_grad():
+            causal_loss(model, small_batch(1, 11), mesh)
+        losses[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["save", "rebuild", "recompute"])
+def test_a_step_between_two_backwards_is_refused(mode: LayerMode) -> None:
+    """FSDP2 would gather the new weights for backward and say nothing."""
+    run_ranks(2, _stepped, mode, False)
+    match = "its weights were changed or frozen since its forward pass"
+    expect_refusal(2, _stepped, mode, True, error="UnsupportedError", match=match)
+
+
+def _functional(memory: MemoryPlan) -> None:
+    model = parallelize(small_model("llama"), init_mesh(sp=1), memory=memory)
+    others = {key: (1.1 * p.detach()).requires_grad_() for key, p in model.named_parameters()}
+    inputs = shard_batch(BATCH, init_mesh(sp=1)).inputs
+    torch.func.functional_call(model, others, kwargs=inputs).logits.square().mean().backward()
+
+
+@pytest.mark.parametrize("memory", [*TILED, plan("keep", 100)], ids=str)
+def test_weights_that_only_forward_had_are_refused(memory: MemoryPlan) -> None:
+    """The norm after the last layer is run in tiles whatever the mode."""
+    expect_refusal(1, _functional, memory, error="UnsupportedError", match="has other weights than in its forward pass")
