@@ -144,9 +144,12 @@ def weights_of(children: list[nn.Module]) -> list[Weights]:
 
 
 def can_fuse(children: list[nn.Module]) -> bool:
-    """Not where numbers are drawn: a compiled graph draws others than an eager one."""
-    drawn = (module for child in children for module in child.modules())
-    return not any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in drawn)
+    """Not where numbers are drawn: a compiled graph draws others than an eager one. Nor where an instance was given a
+    forward, which is of that instance and its weights."""
+    within = [module for child in children for module in child.modules()]
+    if any("forward" in module.__dict__ for module in within):
+        return False
+    return not any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in within)
 
 
 def norms_within(attention: nn.Module) -> dict[str, nn.Module]:

@@ -133,7 +133,7 @@ class Installed:
     head: HeadForward | None = None
     store: HostStore | None = None
     auto: AutoMemory | None = None
-    replaced: list[nn.Module] = field(default_factory=list)
+    replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
     stacks: list[nn.ModuleList] = field(default_factory=list)
     parts: list[nn.Module] = field(default_factory=list)
     fused: bool = False
@@ -156,8 +156,9 @@ class Installed:
         self.binding.groups = plan.head_groups
 
     def put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """In place of the module's forward; one that somebody gave this instance comes back with `remove`."""
+        self.replaced.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
-        self.replaced.append(module)
 
     def begin(self, layout: SequenceLayout | None = None) -> None:
         """A new forward pass: its layers are linked anew, and a plan is made for it where that is left to us."""
@@ -204,8 +205,11 @@ class Installed:
         return error if self.auto is None else self.auto.out_of_memory(error)
 
     def remove(self) -> None:
-        for module in reversed(self.replaced):
-            del module.__dict__["forward"]
+        for module, before in reversed(self.replaced):
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
         self.replaced.clear()
         if self.store is not None:
             self.store.close()
@@ -260,7 +264,7 @@ def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
 def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused | None:
     """The unit's compiled code, shared by all layers of the same shape."""
     children = role.children(layer)
-    if role.draws or not can_fuse(children) or any("forward" in child.__dict__ for child in children):
+    if role.draws or not can_fuse(children):
         return None
     key = (signature(layer), role.names, adapters_now(adapted(children)))
     if key not in compiled:
@@ -277,11 +281,10 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
             continue
         installed.put(child, forward)
         for inner, norm in norms_within(child).items():
-            if "forward" not in norm.__dict__:
-                key = (signature(layer), name, inner)
-                if key not in compiled:
-                    compiled[key] = compiled_chain([norm])
-                installed.put(norm, FusedNorm(norm, compiled[key]))
+            key = (signature(layer), name, inner)
+            if key not in compiled:
+                compiled[key] = compiled_chain([norm])
+            installed.put(norm, FusedNorm(norm, compiled[key]))
 
 
 def manages_memory(base: PreTrainedModel, memory: MemoryPlan | str | None, *, allow_untested: bool) -> bool:
