@@ -71,6 +71,11 @@ def test_it_is_what_is_trained(place: str, mode: LayerMode | None, tile: int) ->
     assert run_ranks(1, patched_error, place, (0, 1), mode, tile, False)[0] < FP64
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_it_does_is_found_layer_by_layer(index: int) -> None:
+    assert run_ranks(1, patched_error, MLP, (index,), "save", TILED, False, "mixed")[0] < FP64
+
+
 # In the quick run, each where code that did not know it would be shared with the other layer.
 COMPILED_CASES = [
     pytest.param(place, layers, marks=() if (place, layers) in ((MLP, (0,)), (PRODUCT, (1,))) else pytest.mark.slow)
