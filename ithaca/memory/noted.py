@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ithaca.errors import UnsupportedError
 
@@ -36,7 +35,7 @@ class Noted:
         for module in modules:
             modules.extend(child for child in module._modules.values() if child is not None)
         parameters = _parameters(modules)
-        return cls(modules, _training(modules), parameters, _versions(modules, parameters), _adapters(modules))
+        return cls(modules, _training(modules), parameters, _versions(parameters), _adapters(modules))
 
     @property
     def switched(self) -> bool:
@@ -60,7 +59,7 @@ class Noted:
                 f"{name} is run again in backward and has other adapters on than in its forward pass: call backward "
                 "before others are chosen, switched off or merged, or use parallelize(..., memory=None)"
             )
-        if _versions(self.modules, parameters) != self.versions:
+        if _versions(parameters) != self.versions:
             raise UnsupportedError(
                 f"{name} is run again in backward and its weights were changed or frozen since its forward pass: "
                 "call backward before optimizer.step() or whatever else does so"
@@ -83,21 +82,13 @@ def _parameters(modules: list[nn.Module]) -> list[nn.Parameter | None]:
     return [parameter for module in modules for parameter in module._parameters.values()]
 
 
-def _versions(modules: list[nn.Module], parameters: list[nn.Parameter | None]) -> list[int]:
-    """How often trained weights were changed in place; where FSDP2 gathers them, the shards that it gathers.
+def _versions(parameters: list[nn.Parameter | None]) -> list[int]:
+    """How often trained weights were changed in place, as autograd asks of what it saved.
 
-    torch does not count fused optimizers' steps, nor foreach ones on shards: those pass unseen, as they do elsewhere.
+    torch does not count fused optimizers' steps, nor what happens to the shards that FSDP2 gathers these from: those
+    pass unseen, as they do elsewhere.
     """
-    versions = [p._version if p.requires_grad else _FROZEN for p in parameters if p is not None]
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for each in group.fsdp_params:
-                    shard: Any = each.sharded_param
-                    # A step may be taken on the shard as FSDP2 has it, or on the plain tensor inside.
-                    if shard.requires_grad:
-                        versions += [shard._version, shard._local_tensor._version]
-    return versions
+    return [p._version if p.requires_grad else _FROZEN for p in parameters if p is not None]
 
 
 def _adapters(modules: list[nn.Module]) -> tuple[Any, ...]:

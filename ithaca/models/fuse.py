@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ithaca.models.hooks import drop_hooks
+from ithaca.models.settings import dropping
 
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -140,13 +141,21 @@ def _with_own_code(function: Any) -> Any:
 
 def weights_of(children: list[nn.Module]) -> list[Weights]:
     """What a compiled chain is called with: every parameter and buffer as it is just now."""
-    return [dict(child.named_parameters()) | dict(child.named_buffers()) for child in children]
+    return [
+        dict(child.named_parameters(remove_duplicate=False)) | dict(child.named_buffers(remove_duplicate=False))
+        for child in children
+    ]
 
 
 def can_fuse(children: list[nn.Module]) -> bool:
-    """Not where numbers are drawn: a compiled graph draws others than an eager one."""
-    drawn = (module for child in children for module in child.modules())
-    return not any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in drawn)
+    """Not where numbers are drawn: a compiled graph draws others than an eager one. Nor where an instance was given a
+    forward, which is of that instance and its weights, or a weight has two names, whose gradients would be apart."""
+    if any("forward" in module.__dict__ for child in children for module in child.modules()):
+        return False
+    names = [name for child in children for name, _ in child.named_parameters(remove_duplicate=False)]
+    if len(names) > len({p for child in children for p in child.parameters()}):
+        return False
+    return all(dropping(child) is None for child in children)
 
 
 def norms_within(attention: nn.Module) -> dict[str, nn.Module]:

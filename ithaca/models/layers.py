@@ -27,7 +27,8 @@ from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
 from ithaca.models.not_taken import refuse_checkpointing
-from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, signature
+from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
+from ithaca.models.settings import Assumed, settings
 from ithaca.models.support import decoder_layers, memory_refusal
 from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, router_of
 from ithaca.planning.plan import MemoryPlan
@@ -134,9 +135,10 @@ class Installed:
     head: HeadForward | None = None
     store: HostStore | None = None
     auto: AutoMemory | None = None
-    replaced: list[nn.Module] = field(default_factory=list)
+    replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
     stacks: list[nn.ModuleList] = field(default_factory=list)
     parts: list[nn.Module] = field(default_factory=list)
+    assumed: Assumed = field(default_factory=Assumed)
     fused: bool = False
 
     @property
@@ -159,8 +161,9 @@ class Installed:
         self.binding.groups = plan.head_groups
 
     def put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """In place of the module's forward; one that somebody gave this instance comes back with `remove`."""
+        self.replaced.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
-        self.replaced.append(module)
 
     def begin(self, layout: SequenceLayout | None = None) -> None:
         """A new forward pass: its layers are linked anew, and a plan is made for it where that is left to us."""
@@ -182,16 +185,20 @@ class Installed:
         return [module for stack in self.stacks for layer in stack for module in (layer, *layer.children())]
 
     def refuse_replaced(self) -> None:
-        """A unit stands on the modules that were there: a norm hands through to the MLP it had."""
+        """A unit stands on the modules that were there, a norm hands through to the MLP it had, and on what they did."""
+        what = self._replaced() or self.assumed.changed(self.binding.model)
+        if what is not None:
+            raise UnsupportedError(
+                f"{what} after parallelize: do so before it, or call ithaca.unbind(model) and parallelize it again"
+            )
+
+    def _replaced(self) -> str | None:
         now = self._parts_now()
         if now == self.parts:
-            return
+            return None
         new = set(now) - set(self.parts)
         name = next((key for key, module in self.binding.model.named_modules() if module in new), None)
-        what = f"{name} was put into the model" if name else "modules were taken out of the model's layers"
-        raise UnsupportedError(
-            f"{what} after parallelize: do so before it, or call ithaca.unbind(model) and parallelize it again"
-        )
+        return f"{name} was put into the model" if name else "modules were taken out of the model's layers"
 
     def _refuse_hooks_between(self) -> None:
         """A rebuilt input is the output of the layer before: hooks between the two would be passed by."""
@@ -207,8 +214,11 @@ class Installed:
         return error if self.auto is None else self.auto.out_of_memory(error)
 
     def remove(self) -> None:
-        for module in reversed(self.replaced):
-            del module.__dict__["forward"]
+        for module, before in reversed(self.replaced):
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
         self.replaced.clear()
         if self.store is not None:
             self.store.close()
@@ -227,11 +237,11 @@ def install_memory(
         plain = head_is_plain(binding.model)
     installed = Installed(binding, fused=fuse)
     compiled = compilations()
-    for layer in layers:
+    for layer, own in zip(layers, roles, strict=True):
         runner = LayerRunner(binding, layer.forward)
         units = [
             _install_unit(installed, runner, layer, role, _fused(layer, role, compiled) if fuse else None)
-            for role in roles[signature(layer)]
+            for role in own
         ]
         if fuse:
             _fuse_attention(installed, layer, compiled)
@@ -265,11 +275,11 @@ def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
 
 
 def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused | None:
-    """The unit's compiled code, shared by all layers of the same shape."""
+    """The unit's compiled code, shared by all layers of the same shape and settings."""
     children = role.children(layer)
-    if role.draws or not can_fuse(children) or any("forward" in child.__dict__ for child in children):
+    if role.draws or not can_fuse(children):
         return None
-    key = (signature(layer), role.names, adapters_now(adapted(children)))
+    key = (shapes(layer), role, tuple(map(settings, children)), adapters_now(adapted(children)))
     if key not in compiled:
         compiled[key] = Fused.of(layer, role)
     fused: Fused = compiled[key]
@@ -278,17 +288,18 @@ def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused 
 
 def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, Any]) -> None:
     """The rotary embedding and the norms of an attention; its matrices and its kernel stay as they are."""
+    kind = shapes(layer)
     for name, child in layer.named_children():
         forward = fused_rotary(child, compiled)
         if forward is None:
             continue
         installed.put(child, forward)
         for inner, norm in norms_within(child).items():
-            if "forward" not in norm.__dict__:
-                key = (signature(layer), name, inner)
-                if key not in compiled:
-                    compiled[key] = compiled_chain([norm])
-                installed.put(norm, FusedNorm(norm, compiled[key]))
+            key = (kind, name, inner, settings(norm))
+            if key not in compiled:
+                compiled[key] = compiled_chain([norm])
+            installed.assumed.compiled([norm])
+            installed.put(norm, FusedNorm(norm, compiled[key]))
 
 
 def manages_memory(base: PreTrainedModel, memory: MemoryPlan | str | None, *, allow_untested: bool) -> bool:
@@ -318,17 +329,19 @@ def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan
         raise UnsupportedError("inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead")
 
 
-def roles_of(binding: Binding, layers: list[nn.Module]) -> dict[tuple[Any, ...], list[UnitRole]]:
-    """The units of each kind of layer, each tried: which may stay silent in a replay."""
+def roles_of(binding: Binding, layers: list[nn.Module]) -> list[list[UnitRole]]:
+    """The units of each layer, tried once a kind: which may stay silent in a replay."""
     found: dict[tuple[Any, ...], list[UnitRole]] = {}
+    # Ahead of the runs: there may be modules that count theirs.
+    kinds = [signature(layer) for layer in layers]
     # What layers of one kind share is not to be judged by a hook that one of them has.
     with without_hooks(module for layer in layers for module in layer.modules()):
         for index, (args, kwargs) in layer_arguments(binding.model, layers).items():
             layer = layers[index]
-            found[signature(layer)] = [
+            found[kinds[index]] = [
                 _try_silence(binding, layer, role, args, kwargs) for role in find_units(layer, args, kwargs)
             ]
-    return found
+    return [found[kind] for kind in kinds]
 
 
 def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, kwargs: Any) -> UnitRole:
@@ -366,6 +379,10 @@ def _install_unit(
     backward = None if split is None else UnitBackward(role.until_main(layer), split, forward)
     unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, note=forward.note)
     installed.units.append(unit)
+    if not role.draws:
+        installed.assumed.drawless(children)
+    if fused is not None:
+        installed.assumed.compiled(children)
     child = TiledChild(forward, main, runner, unit, role.silent, router is not None)
     for other in children:
         installed.put(other, child if other is main else HandThrough(forward, other))

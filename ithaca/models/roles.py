@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
 from ithaca.memory.rng import Rng
+from ithaca.models.settings import dropping, settings
 
 TOKENS = 4
 
@@ -60,7 +61,10 @@ class _Seen:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether random numbers are drawn in training, by a dropout or by anything else."""
+        """Whether random numbers are drawn in training, by a dropout or by anything else. A dropout that is not used
+        may be yet, as that of an adapter that is off."""
+        if dropping(self.module) is not None:
+            return True
         rng = Rng(self.args[0].device)
         with torch.no_grad(), _switched(self.module, training=True), rng.again():
             self.module(*self.args)
@@ -69,8 +73,12 @@ class _Seen:
 
 def signature(layer: nn.Module) -> tuple[Any, ...]:
     """Layers with equal signatures have equal roles."""
-    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    return (type(layer).__name__, shapes)
+    return (shapes(layer), settings(layer, places=False))
+
+
+def shapes(layer: nn.Module) -> tuple[Any, ...]:
+    """Weights of one layer fit another with equal shapes."""
+    return (type(layer).__name__, tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()))
 
 
 def layer_arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[int, tuple[Any, Any]]:

@@ -1,7 +1,7 @@
 """Weights for a model that has none yet, so that it can be tried on a few tokens before its own are loaded.
 
 What the parts of a layer do is found by running them (`roles.py`), and does not depend on the weights' values. Layers
-of one signature share one set of random weights, so that a model of any depth needs memory for one layer of each kind
+of equal shapes share one set of random weights, so that a model of any depth needs memory for one layer of each kind
 besides its embeddings and head.
 
 Invariant: the numbers are the same on every rank, and afterwards the model is as empty as before.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.models.roles import signature
+from ithaca.models.roles import shapes
 
 # Numbers drawn for one weight; a larger one has them again and again, no two rows alike, as this is prime.
 _DRAWN = 2**22 - 3
@@ -43,7 +43,7 @@ def _empty_places(
     model: nn.Module, layers: list[nn.Module]
 ) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor, Any]]:
     """Where empty tensors hang, with a name that those share which may have one stand-in."""
-    within = {module: (signature(layer), name) for layer in layers for name, module in layer.named_modules()}
+    within = {module: (shapes(layer), name) for layer in layers for name, module in layer.named_modules()}
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for store in stores:

@@ -30,7 +30,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A unit's compiled code, shared by all layers of the same shape."""
+    """A unit's compiled code, shared by all layers of the same shape and settings."""
 
     whole: CompiledChain
     split: Split | None
@@ -102,8 +102,9 @@ class UnitForward:
         return (*(given if isinstance(given, tuple) else (given,)), *logits)
 
     def parameters(self) -> list[nn.Parameter]:
-        """A method and no closure: a copy of the model has its own."""
-        return [p for child in self.children for p in child.parameters()]
+        """Each once, or two children's weight would have its gradient twice. A method and no closure: a copy of the
+        model has its own."""
+        return list(dict.fromkeys(p for child in self.children for p in child.parameters()))
 
     def note(self) -> Noted:
         return Noted.of(self.children)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ithaca.config import Lora
 from ithaca.errors import ConfigError, UnsupportedError
-from ithaca.models.roles import signature
+from ithaca.models.roles import shapes
 from ithaca.models.support import decoder_layers
 from ithaca.proof.adapters import adapted, notes_on
 from ithaca.proof.small import build as build_random
@@ -182,7 +182,7 @@ def _kinds(config: PreTrainedConfig, lists: list[str]) -> list[Any]:
     said = [[str(one) for one in getattr(text, key)] for key in lists]
     if any(len(one) != len(layers) for one in said):
         return []
-    return [(signature(layer), _settings(layer), tuple(one[i] for one in said)) for i, layer in enumerate(layers)]
+    return [(shapes(layer), _settings(layer), tuple(one[i] for one in said)) for i, layer in enumerate(layers)]
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:

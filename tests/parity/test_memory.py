@@ -204,7 +204,7 @@ def _roles(kind: str) -> list[tuple[tuple[str, ...], bool, bool]]:
     binding = bind(model, init_mesh(sp=1))
     with unsharded(model):
         found = roles_of(binding, decoder_layers(model))
-    return [(role.names, role.wide, role.silent) for roles in found.values() for role in roles]
+    return [(role.names, role.wide, role.silent) for roles in found for role in roles]
 
 
 def _from_a_thread() -> float:
