@@ -44,10 +44,9 @@ class Noted:
 
     def refuse_changed(self) -> None:
         """Other weights, the same with other values, or other adapters than noted."""
-        parameters, name = _parameters(self.modules), type(self.modules[0]).__name__
-        if len(parameters) != len(self.parameters) or any(
-            now is not then for now, then in zip(parameters, self.parameters, strict=True)
-        ):
+        name = type(self.modules[0]).__name__
+        # In any order: PEFT takes parameters that it adapts out for a run and puts them back at the end.
+        if set(map(id, _parameters(self.modules))) != set(map(id, self.parameters)):
             raise UnsupportedError(
                 f"{name} is run again in backward and has other weights than in its forward pass (as under "
                 "torch.func.functional_call): call backward while those are in place, or use "
@@ -59,7 +58,7 @@ class Noted:
                 f"{name} is run again in backward and has other adapters on than in its forward pass: call backward "
                 "before others are chosen, switched off or merged, or use parallelize(..., memory=None)"
             )
-        if _versions(parameters) != self.versions:
+        if _versions(self.parameters) != self.versions:
             raise UnsupportedError(
                 f"{name} is run again in backward and its weights were changed or frozen since its forward pass: "
                 "call backward before optimizer.step() or whatever else does so"
