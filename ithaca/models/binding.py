@@ -294,7 +294,9 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if binding.memory is not None:
         # The graph holds what backward needs; the links between layers are not to keep it alive beyond that.
         binding.memory.begin()
-    # `output` is None only when the forward raised; that error must not be hidden by ours.
+    # `output` is None only when the forward raised; that error must not be hidden by ours, nor its graph be kept.
+    if output is None:
+        binding.router_logits = []
     if ran and output is not None and reached < binding.layers:
         raise UnsupportedError(
             f"{reached} of {binding.layers} layers of {type(model).__name__} reached the bound attention: the others ran "

@@ -20,12 +20,30 @@ _RECORDERS = "transformers.utils.output_capturing"
 AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
 
 
+HOOKED_INSIDE = (
+    "%s is in a layer that is run again in backward, and has a forward hook: what the hook sees has no gradient, so that a "
+    "loss made of it trains nothing there (pass a MemoryPlan with 'keep' for that layer, or memory=None)"
+)
+
+
 def hooked(module: nn.Module, besides: tuple[str, ...] = ()) -> bool:
     """Whether a call of the module's forward alone would pass somebody's hook by. `besides`: whose hooks may be."""
     # Asked nearly always for nothing.
     if not (module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks):
         return False
     return any(_asks(hook, besides) for kind in _KINDS for hook in module.__dict__[kind].values())
+
+
+def forward_hooked(layer: nn.Module, path: str = "") -> str | None:
+    """The first module inside a layer that has somebody's forward hook, by its name there."""
+    for name, child in layer._modules.items():
+        if child is None:
+            continue
+        if child._forward_hooks and any(_asks(hook) for hook in child._forward_hooks.values()):
+            return path + name
+        if (found := forward_hooked(child, f"{path}{name}.")) is not None:
+            return found
+    return None
 
 
 def hooked_inside(module: nn.Module) -> bool:

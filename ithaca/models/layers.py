@@ -25,7 +25,7 @@ from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
-from ithaca.models.hooks import AROUND_LAYERS, hooked, without_hooks
+from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked, without_hooks
 from ithaca.models.not_taken import refuse_checkpointing
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
 from ithaca.models.settings import Assumed, settings
@@ -140,6 +140,7 @@ class Installed:
     parts: list[nn.Module] = field(default_factory=list)
     assumed: Assumed = field(default_factory=Assumed)
     fused: bool = False
+    warned: bool = False
 
     @property
     def tiles_head(self) -> bool:
@@ -174,6 +175,7 @@ class Installed:
                 self.apply(plan)
         if layout is not None:
             self._refuse_hooks_between()
+            self._warn_of_hooks_inside()
 
     def note_parts(self) -> None:
         self.parts = self._parts_now()
@@ -208,6 +210,13 @@ class Installed:
                     f"layer {index} or {index + 1} has hooks, and the plan rebuilds the input of layer {index + 1} "
                     "without them: take them off, or pass a MemoryPlan with 'save' or 'recompute' for that layer"
                 )
+
+    def _warn_of_hooks_inside(self) -> None:
+        again = () if self.warned else (each.module for each in self.layers if each.mode != "keep")
+        name = next((name for module in again if (name := forward_hooked(module)) is not None), None)
+        if name is not None:
+            self.warned = True
+            logger.warning(HOOKED_INSIDE, name)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force, where there is one."""

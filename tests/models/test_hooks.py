@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ithaca.mesh import init_mesh
+from ithaca.models import layers
 from ithaca.models.hooks import drop_hooks
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
@@ -173,3 +175,23 @@ def test_a_hook_before_a_rebuilt_input_is_refused(index: int, what: str) -> None
 
 def test_a_hook_elsewhere_stays_beside_rebuilt_inputs() -> None:
     assert run_ranks(2, _rebuilt, 3, "bend")
+
+
+def _warnings(mode: LayerMode, place: str) -> list[str]:
+    said: list[str] = []
+    mesh = init_mesh(sp=1)
+    model = small_model("llama")
+    model.get_submodule(place).register_forward_hook(lambda *_: None)
+    with patch.object(layers.logger, "warning", lambda text, *given: said.append(text % given)):
+        parallelize(model, mesh, memory=MemoryPlan((mode, mode), (False, False), 8, 8))
+        for _ in range(2):
+            causal_loss(model, small_batch(1, 12), mesh).backward()
+    return said
+
+
+def test_a_hook_whose_sight_has_no_gradient_is_told_of_once() -> None:
+    [[said]] = run_ranks(1, _warnings, "save", "model.layers.1.self_attn.q_proj")
+    assert said.startswith("self_attn.q_proj is in a layer that is run again in backward, and has a forward hook")
+    assert run_ranks(1, _warnings, "keep", "model.layers.1.self_attn.q_proj") == [[]]
+    # Around a layer, and outside of them, what is seen has its gradient.
+    assert run_ranks(1, _warnings, "save", "model.layers.1") == run_ranks(1, _warnings, "save", "model.norm") == [[]]
