@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -137,12 +136,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the JSON, read and written")
     parser.add_argument("--cells", default="", help="model:GiB of the card, separated by commas")
-    parser.add_argument("--packages", type=Path, help="a folder with packages that are not installed")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.update(ALLOCATOR)
-    if arguments.packages:
-        sys.path.append(str(arguments.packages.resolve()))
     result = load(arguments.file)
     for model, card in parse(arguments.cells):
         cell: Cell = {"system": "ithaca", "model": model, "length": 0, "settings": {"card_gib": card}}
