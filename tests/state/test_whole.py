@@ -248,7 +248,7 @@ def no_room(folder: str) -> None:
 
 
 def test_want_of_room_is_known_beforehand(tmp_path: Path) -> None:
-    expect_refusal(2, no_room, str(tmp_path), error="CheckpointError", match=r"needs 0\.00 GiB .* has 0\.00 GiB free")
+    expect_refusal(2, no_room, str(tmp_path), error="CheckpointError", match=r"needs 0\.00 MiB .* has 0\.00 MiB free")
     assert list(tmp_path.iterdir()) == []
 
 
