@@ -121,8 +121,8 @@ def _cuts(job: Job, heads: int) -> Iterator[Job]:
     """The job over more ranks a row: the ranks there are, which then have fewer rows at a time, or as many as it takes."""
     sp, ranks = job.sp, job.world // job.ring
     while (sp := 2 * sp) <= heads:
-        if ranks % sp == 0 or sp > ranks:
-            dp = max(1, ranks // sp)
+        dp = max(1, ranks // sp)
+        if (ranks % sp == 0 or sp > ranks) and sp * dp * job.ring % job.replicas == 0:
             yield replace(job, sp=sp, dp=dp, accumulate=job.accumulate or dp < job.dp)
 
 

@@ -214,6 +214,13 @@ def test_an_advised_degree_fits_on_the_ranks_there_are(length: int, dp: int, dev
     choose_plan(B8, replace(job, sp=said, dp=max(1, dp // said)), device * GIB)
 
 
+def test_a_refusal_beside_replicas_is_the_jobs_own() -> None:
+    """No degree is tried that the replicas cannot be cut into."""
+    job = Job(1024 * K, sp=1, dp=6, replicas=3, weight_bytes=4, gradient_bytes=4)
+    with pytest.raises(MemoryPlanError, match="do not fit"):
+        choose_plan(B8, job, 20 * GIB)
+
+
 def test_what_is_kept_cannot_be_away() -> None:
     with pytest.raises(MemoryPlanError, match="layer 1 keeps everything and is to be offloaded"):
         MemoryPlan(("save", "keep"), (True, True), 8, 8)
