@@ -166,7 +166,8 @@ def table(result: dict[str, Any]) -> str:
 
 def name_of(cell: Cell) -> str:
     layers = cell["settings"]["layers"]
-    return cell["model"] if layers == SHAPES[cell["model"]].layers else f"{cell['model']}, {layers} layers"
+    some = f"{cell['model']}, {layers} layer{'s' * (layers > 1)}"
+    return cell["model"] if layers == SHAPES[cell["model"]].layers else some
 
 
 def figures(cell: Cell) -> tuple[str, ...]:

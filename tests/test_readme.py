@@ -144,7 +144,7 @@ def test_the_longest_steps_are_those_measured() -> None:
 
     result = json.loads((ROOT / "benchmarks/results/longest.json").read_text())
     made = [[word.strip() for word in row.split("|")[1:-1]] for row in table(result).splitlines()[2:]]
-    shown = README[README.index("The longest training steps") : README.index("Nothing has to be chosen")]
+    shown = README[README.index("The longest training steps") : README.index("On a card of 24 GiB")]
     rows = [[word.strip() for word in row.split("|")[1:-1]] for row in shown.splitlines() if row.startswith("| ")][1:]
     said = {(row[0].split(",")[0], show_length(int(row[1].replace(",", ""))), *row[2:]) for row in rows}
     assert said == {(row[0], row[1], row[2], row[4], row[5]) for row in made if "layer" not in row[0]}
@@ -152,6 +152,21 @@ def test_the_longest_steps_are_those_measured() -> None:
     assert {(cell["model"], cell["length"]) for cell in whole} == {("8B", 524_288), ("1B", 1_048_576)}
     assert max(cell["host_gib"] for cell in whole) < 96
     assert max(cell["pinned_gib"] for cell in derived(result)) < 96
+
+
+def test_the_reach_said_is_the_one_measured() -> None:
+    import json
+
+    from benchmarks.reach import TIMES
+
+    [cell] = json.loads((ROOT / "benchmarks/results/reach.json").read_text())["cells"]
+    plain, own = cell["transformers"], cell["ithaca"]
+    assert own["outcome"] == "done" and own["tokens"] == TIMES * plain["tokens"]
+    said = README[README.index("On a card of") : README.index("[reach.json]")]
+    assert f"card of {cell['settings']['card_gib']:g} GiB" in said
+    assert f"{plain['tokens']:,} tokens, in {plain['allocated_gib']:.1f} GiB" in said
+    assert f"{own['tokens']:,}, four times as long, in {own['allocated_gib']:.1f} GiB" in said
+    assert f"{own['seconds']:.1f} s a step" in said
 
 
 def test_the_plan_shown_is_the_plan_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
