@@ -43,6 +43,12 @@ def show_bytes(size: float, digits: int = 2) -> str:
     return f"{size / unit:.{digits}f} {name}"
 
 
+def write_bytes(size: float) -> str:
+    """As `parse_bytes` takes it, no more than `size`."""
+    unit, name = unit_of(size)
+    return f"{math.floor(10 * size / unit) / 10:g}{name}"
+
+
 def show_of(part: float, whole: float) -> str:
     """`89.9 of 79.1 GiB`, in the unit of the larger."""
     unit, name = unit_of(max(part, whole))

@@ -7,9 +7,9 @@ the same numbers but for free host memory, so the smallest of those is taken and
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import psutil
 import torch
@@ -23,16 +23,19 @@ from ithaca.mesh import Mesh
 from ithaca.models.binding import binding_of
 from ithaca.models.exhausted import out_of_memory
 from ithaca.models.head import logits_spec
-from ithaca.models.support import base_model, decoder_layers
+from ithaca.models.sizes import sizes_of
+from ithaca.models.support import base_model
 from ithaca.planning.advice import LIBRARY, Words, explain
 from ithaca.planning.choose import choose_plan
-from ithaca.planning.memory import memory_of
+from ithaca.planning.memory import GIB, memory_of
 from ithaca.planning.plan import Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.sizes import ModelSizes
 from ithaca.sequence.layout import SequenceLayout
 
 # What is left free on the device, for fragmentation and whatever else runs there.
 SHARE = 0.75
+# The largest share that anyone is advised to give to a plan.
+MOST = 0.93
 # More rows than a batch has.
 _ROWS = 2**20
 
@@ -65,7 +68,7 @@ class AutoMemory:
         cls, model: nn.Module, base: PreTrainedModel, mesh: Mesh, job: Job, budget: int | None, given: MemoryPlan | None
     ) -> AutoMemory:
         sizes = sizes_of(model, base)
-        return cls(sizes, mesh, job, _device_memory(mesh) if budget is None else budget, model, given)
+        return cls(sizes, mesh, job, int(SHARE * _device_memory(mesh)) if budget is None else budget, model, given)
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
         """A plan if this batch needs more than any before, else None: the one in force, or the given one, will do."""
@@ -81,7 +84,7 @@ class AutoMemory:
             self.plan = self.given
             return None
         host = self._agree()
-        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host, words=self.words)
+        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host, words=self._here(self.words))
         if self.mesh.rank == 0:
             memory = memory_of(self.sizes, self.job, plan)
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
@@ -92,7 +95,7 @@ class AutoMemory:
         if self.given is None:
             host = self._agree()
             job = replace(self.job, length=length, batch=1, sp=sp, dp=dp, accumulate=accumulate)
-            choose_plan(self.sizes, job, self.budget, host, words=words)
+            choose_plan(self.sizes, job, self.budget, host, words=self._here(words))
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -124,16 +127,35 @@ class AutoMemory:
 
     def _host(self) -> int:
         """This rank's share of the host. What it holds there is no longer free, but the plan counts it again."""
-        held = self.held() + (0 if self.store is None else self.store.pinned)
-        share = int(SHARE * (psutil.virtual_memory().available / self.mesh.local_ranks + held))
+        share = self._host_share()
         return min(share, self.most_host or share)
+
+    def _host_share(self) -> int:
+        held = self.held() + (0 if self.store is None else self.store.pinned)
+        return int(SHARE * (psutil.virtual_memory().available / self.mesh.local_ranks + held))
+
+    def _here(self, words: Words) -> Words:
+        """`words` with the amounts that this machine would need, of which a plan is given a share."""
+        share, there = self._host_share(), _device_memory(self.mesh)
+
+        def host(gib: int) -> str:
+            if words.host is not None and self.most_host is not None and gib * GIB <= share:
+                return words.host(gib)
+            return f"{math.ceil(gib * self.mesh.local_ranks / SHARE)} GiB of free host memory"
+
+        def device(gib: int) -> str:
+            if gib * GIB <= MOST * there:
+                return words.budget(f"{gib}GiB")
+            return f"a device of {math.ceil(gib / SHARE)} GiB"
+
+        return words._replace(host=host if self.mesh.device.type == "cuda" else None, device=device)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force."""
         if self.plan is None:
             return error
         host = self._host() if self.mesh.device.type == "cuda" else 0
-        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, self.words)
+        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, self._here(self.words))
 
 
 def planner_of(model: nn.Module) -> AutoMemory | None:
@@ -183,65 +205,7 @@ def trained_width(model: nn.Module) -> int:
     return next((p.element_size() for p in model.parameters() if p.requires_grad), base_width(model))
 
 
-def sizes_of(model: nn.Module, base: PreTrainedModel) -> ModelSizes:
-    """The model's sizes, its parameters counted rather than worked out from its config.
-
-    Where most weights are frozen, those that are trained count as adapters do.
-    """
-    sizes = ModelSizes.from_config(_described(base))
-    total = sum(p.numel() for p in base.parameters())
-    counts = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(base)]
-    if len(counts) != len(sizes.layers):
-        counts = [(total - sizes.root) // len(sizes.layers)] * len(sizes.layers)
-    layers = tuple(
-        replace(layer, attention=min(layer.attention, count), mlp=max(0, count - layer.attention), norms=0)
-        for layer, count in zip(sizes.layers, counts, strict=True)
-    )
-    if any(_norms_heads(layer) for layer in decoder_layers(base)):
-        heads = (sizes.heads + sizes.kv_heads) * sizes.key_size
-        layers = tuple(replace(layer, normed=layer.normed or heads) for layer in layers)
-    beside = total - sum(layer.parameters for layer in layers)
-    sizes = replace(sizes, layers=layers, final_norm=max(0, beside - sizes.embedding - sizes.head))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if 2 * trained >= total:
-        return sizes
-    adapted = [_adapted(layer) for layer in decoder_layers(base)]
-    if len(adapted) == len(layers):
-        layers = tuple(replace(layer, adapted=own) for layer, own in zip(layers, adapted, strict=True))
-    return replace(sizes, layers=layers, adapters=trained)
-
-
-def _norms_heads(layer: nn.Module) -> bool:
-    """Whether queries and keys are normed: a config does not say."""
-    return any(
-        "norm" in own and "att" in path for path, _, own in (n.rpartition(".") for n, _ in layer.named_modules())
-    )
-
-
-def _adapted(layer: nn.Module) -> tuple[int, int]:
-    """A token's values that go into the adapters of a layer's attention and of the rest of it."""
-    attention = rest = 0
-    for name, module in layer.named_modules():
-        if hasattr(module, "lora_A"):
-            size = int(module.in_features)
-            attention, rest = (attention + size, rest) if "att" in name else (attention, rest + size)
-    return attention, rest
-
-
-def _described(base: PreTrainedModel) -> dict[str, Any]:
-    """The config under the names that most architectures use; its class knows the others."""
-    config: Any = base.config.get_text_config()
-    usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-    named = {key: getattr(config, key, None) for key in usual}
-    # Found rather than said: a config may count a layer as often as it runs in a pass (hrm_text).
-    named["num_hidden_layers"] = len(decoder_layers(base)) or named["num_hidden_layers"]
-    named["intermediate_size"] = (
-        named["intermediate_size"] or getattr(config, "n_inner", None) or 4 * int(config.hidden_size)
-    )
-    return {**config.to_dict(), **named}
-
-
 def _device_memory(mesh: Mesh) -> int:
     if mesh.device.type == "cuda":
-        return int(SHARE * torch.cuda.mem_get_info(mesh.device)[1])
-    return int(SHARE * psutil.virtual_memory().total / mesh.local_ranks)
+        return torch.cuda.mem_get_info(mesh.device)[1]
+    return psutil.virtual_memory().total // mesh.local_ranks

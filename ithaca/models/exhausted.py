@@ -6,6 +6,8 @@ budgets are planned for until a plan comes out that takes less than the one in f
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import Memory, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
-from ithaca.values import show_bytes
+from ithaca.values import parse_bytes, show_bytes, write_bytes
 
 # Shares of what the failed plan takes, tried from above.
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -72,10 +74,13 @@ def _local_bytes(x: torch.Tensor) -> int:
 
 
 def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int, words: Words) -> str:
+    # What this device has did not do, whatever the plan counts on.
+    words = words._replace(device=lambda _: "a larger device")
     for share in SHARES:
-        budget = int(share * memory.device_bytes)
+        budget = write_bytes(share * memory.device_bytes)
+        limit = cast(int, parse_bytes(budget))
         try:
-            smaller = choose_plan(sizes, job, budget, host, words=words)
+            smaller = choose_plan(sizes, job, limit, host, words=words)
         except MemoryPlanError as refused:
             return str(refused)
         saved = memory.device_bytes - memory_of(sizes, job, smaller).device_bytes

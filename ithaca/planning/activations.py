@@ -127,16 +127,18 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     attention = (qkv, flow.out, flow.lse, _normed(flow, layer), _into_projection(flow, layer))
     if not _keeps_mlp(layer, mode, tiled=tiled):
         # What the first norm leaves (q, k, v are made of its output), and the input of the second, which runs again.
-        return _norms(flow, layer) // 2 + flow.x, *attention
-    return _norms(flow, layer), *attention, _kept_wide(flow, layer, mode, tiled=tiled)
+        return _norm(flow, layer, layer.wants.queries) + flow.x, *attention
+    norms = _norm(flow, layer, layer.wants.queries) + _norm(flow, layer, layer.wants.mlp)
+    return norms, *attention, _kept_wide(flow, layer, mode, tiled=tiled)
 
 
 def _kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """What a layer saves for its MLP alone: gate, up, activation (kept by autograd alone) and product; without a gate
-    the activation and what goes in."""
+    the activation and what goes in. The last only where something wants it."""
     if not _keeps_mlp(layer, mode, tiled=tiled):
         return 0
     wide = (3 if flow.fused else 4) if layer.gated else 2
+    wide -= not (layer.wants.down or flow.cast)
     if flow.cast:
         return (wide - 1) * layer.width * flow.tokens * flow.c + flow.cast * layer.adapted[1]
     return wide * layer.width * flow.tokens * flow.c
@@ -147,7 +149,7 @@ def _into_projection(flow: Flow, layer: LayerSizes) -> int:
     keep their inputs in those, and what is frozen beside them none."""
     if flow.cast:
         return flow.cast * layer.adapted[0]
-    return flow.out if flow.arrives else 0
+    return flow.out if flow.arrives and layer.wants.projection else 0
 
 
 def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
@@ -156,21 +158,18 @@ def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, til
     if mode != "keep":
         return 0
     kept = _keeps_mlp(layer, mode, tiled=tiled)
-    norm = _norms(flow, layer) // 2 if kept else flow.x
-    return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (flow.out if flow.arrives and not flow.cast else 0)
+    norm = _norm(flow, layer, layer.wants.mlp) if kept else flow.x
+    return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (0 if flow.cast else _into_projection(flow, layer))
 
 
-def _norms(flow: Flow, layer: LayerSizes) -> int:
-    """What a layer's norms leave: of those before attention and MLP input and output, of those after them the input;
-    uncompiled also the input in fp32 and, where its weight is trained, the normalised values; a LayerNorm is one
-    operator."""
-    before, after = (2, 2) if layer.sandwiched else (2, 0)
-    output = 0 if flow.cast else flow.x
+def _norm(flow: Flow, layer: LayerSizes, wanted: bool) -> int:
+    """What the norm before attention, or before the MLP, leaves: its input, and its output where that is wanted; one
+    after them its input. Uncompiled the input in fp32 and, where its weight is trained, the normalised values; a
+    LayerNorm is one operator."""
+    norms, output = 2 if layer.sandwiched else 1, flow.x if wanted and not flow.cast else 0
     if flow.fused or not layer.gated:
-        return before * (flow.x + output) + after * flow.x
-    wide = flow.tokens * flow.hidden * FP32
-    normalised = flow.x if flow.trains else 0
-    return before * (wide + output + normalised) + after * (wide + normalised)
+        return norms * flow.x + output
+    return norms * (flow.tokens * flow.hidden * FP32 + flow.x * flow.trains) + output
 
 
 def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
@@ -185,8 +184,8 @@ def _normed(flow: Flow, layer: LayerSizes) -> int:
 
 def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode) -> list[Piece]:
     """What lives beside the saved tensors while a layer's attention runs backward."""
-    streams = 2 if mode == "keep" else 3
-    pieces = [Piece("residual stream", streams * flow.x, f"{streams} X: {_ATTENTION_STREAMS[mode == 'keep']}")]
+    lasting = _lasting(_ATTENTION_STREAMS, layer, mode)
+    pieces = [Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}")]
     if mode != "keep":
         pieces += _queries(flow, layer)
     gradients, formula = flow.out, "B*L*H*E*c for the output's"
@@ -218,10 +217,7 @@ def group_bytes(flow: Flow) -> int:
     return sum(piece.bytes for piece in _group_work(flow))
 
 
-_ATTENTION_STREAMS = {
-    True: "the layer's gradient, that after attention",
-    False: "norm's output, the layer's gradient, that after attention",
-}
+_ATTENTION_STREAMS = "the layer's gradient", "that after attention"
 
 
 def _group_work(flow: Flow, *, kept: bool = False) -> list[Piece]:
@@ -273,13 +269,13 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     tiled = tokens < flow.tokens
     # Forward values that are kept are already among the saved ones.
     kept = _keeps_mlp(layer, mode, tiled=tiled)
-    lasting = _MLP_STREAMS[mode == "keep"][: None if tiled or kept else -1]
+    lasting = _lasting(_MLP_STREAMS[mode == "keep"], layer, mode)[: None if tiled or kept else -1]
     pieces = [Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}")]
     if mode != "keep":
         pieces += _queries(flow, layer)
     # Compiled, one tile of all tokens has only the norm's output beside the wide values; its input is no copy.
     narrow = 1 if kept or (flow.fused and not tiled) else 4
-    values = _wide_values(layer, fused=flow.fused, kept=kept)
+    values = _wide_values(layer, fused=flow.fused, kept=kept) - (not kept and not layer.wants.down)
     wide = (values * layer.width + narrow * flow.hidden) * flow.c
     tile_bytes, formula = tokens * wide, f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
     if layer.experts:
@@ -296,8 +292,13 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
 # The last of them is there from the start where tiles fill it one by one.
 _MLP_STREAMS = {
     True: ("the MLP's gradient", "its input's"),
-    False: ("norm's output", "the MLP's input", "the layer's gradient", "the MLP's input gradient"),
+    False: ("the MLP's input", "the layer's gradient", "the MLP's input gradient"),
 }
+
+
+def _lasting(streams: tuple[str, ...], layer: LayerSizes, mode: LayerMode) -> tuple[str, ...]:
+    """A layer that is run again has what its first norm gives too, as long as something wants it."""
+    return streams if mode == "keep" or not layer.wants.queries else ("norm's output", *streams)
 
 
 def _wide_values(layer: LayerSizes, *, fused: bool, kept: bool) -> int:

@@ -24,13 +24,15 @@ MOST_HOST, MOST_DEVICE = 4096 * GIB, 512 * GIB
 
 
 class Words(NamedTuple):
-    """How a change is asked for: by arguments of the library, or as a command has them."""
+    """How a change is asked for: by arguments of the library, or as a command has them. `host` and `device` are given the
+    GiB that a plan would have to be given there, `budget` an amount such as `38.5GiB`. No `host`: it is the device."""
 
     on_host: str
-    host: Callable[[int], str]
+    host: Callable[[int], str] | None
     sp: Callable[[int], str]
     length: Callable[[int], str]
-    budget: Callable[[int], str]
+    budget: Callable[[str], str]
+    device: Callable[[int], str] = "{} GiB of device memory".format
 
 
 LIBRARY = Words(
@@ -38,7 +40,7 @@ LIBRARY = Words(
     "{} GiB of host memory".format,
     "sp={}".format,
     "length={:,}".format,
-    "parallelize(..., memory_budget={})".format,
+    "parallelize(..., memory_budget='{}')".format,
 )
 
 
@@ -94,14 +96,7 @@ def refusal(
 
 def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits, words: Words) -> Iterator[str]:
     """Changes of one kind each that make the job fit, the cheapest first."""
-    away = replace(job, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
-    for name, changed in (("", job), (f"{words.on_host} (weights, gradients and optimizer state)", away)):
-        # What the host has may do; more of it is named with the amount.
-        needed = smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
-        if needed is not None:
-            amount = words.host(needed)
-            yield name if needed <= host // GIB else f"{name}, with {amount}" if name else amount
-            break
+    yield from _to_host(job, device, host, fits, words)
     cut = next((cut for cut in _cuts(job, sizes.heads) if fits(cut, device, host)), None)
     if cut is not None:
         yield words.sp(cut.sp)
@@ -110,7 +105,21 @@ def _changes(sizes: ModelSizes, job: Job, device: int, host: int, fits: Fits, wo
         yield words.length(steps * STEP)
     larger = smallest(device // GIB + 1, MOST_DEVICE // GIB, lambda gib: fits(job, gib * GIB, host))
     if larger:
-        yield f"{larger} GiB of device memory"
+        yield words.device(larger)
+
+
+def _to_host(job: Job, device: int, host: int, fits: Fits, words: Words) -> Iterator[str]:
+    """More of the host, for saved tensors or for everything."""
+    if words.host is None:
+        return
+    away = replace(job, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
+    for name, changed in (("", job), (f"{words.on_host} (weights, gradients and optimizer state)", away)):
+        # What the host has may do; more of it is named with the amount.
+        needed = smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
+        if needed is not None:
+            amount = words.host(needed)
+            yield name if needed <= host // GIB else f"{name}, with {amount}" if name else amount
+            return
 
 
 def _fits_host(fits: Fits, job: Job, device: int, gib: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Config = Mapping[str, Any]
 # A linear map as (inputs, outputs).
@@ -38,6 +38,18 @@ _SLIDE_IF_TOLD = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 _EXPERTS_OF_FULL_WIDTH = ("mixtral", "gpt_oss")
 
 
+class Wants(NamedTuple):
+    """Which linear maps of a layer want their input in backward: those with a weight, or an adapter, that is trained."""
+
+    queries: bool = True
+    projection: bool = True
+    mlp: bool = True
+    down: bool = True
+
+
+EVERY = Wants()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
     """Parameters of one layer, and what a token meets there.
@@ -63,6 +75,7 @@ class LayerSizes:
     last: int = 0
     sandwiched: bool = False
     adapted: tuple[int, int] = (0, 0)
+    wants: Wants = EVERY
 
     @property
     def parameters(self) -> int:

@@ -30,8 +30,8 @@ class Limits:
         if self._full or frame.gradient_bytes(frame.trainable) > room:
             return True
         own, more = (sizes.layer_trainable(index) for index in (0, min(1, len(frame.kinds) - 1)))
-        rest = sizes.layer_parameters - own + (sizes.head or sizes.embedding)
-        rest = own * (len(frame.kinds) - 1) if sizes.adapters else rest
+        rest = own * (len(frame.kinds) - 1) if sizes.adapters else sizes.layer_parameters - own
+        rest += sizes.head_trainable
         first = frame.gradient_bytes(rest) + frame.unreduced_bytes(own, more if len(frame.kinds) > 1 else 0)
         held = min(self._alone(mode) for mode in MODES if mode != "rebuild") + frame.positions
         if first + held + int(SLACK * held) > room:

@@ -131,7 +131,7 @@ class Frame:
         self.trainable, self.shards, self.gathers = sizes.trainable, job.shards, job.gathers
         self.standing = {again: standing_terms(sizes, job, rebuilds=again) for again in (False, True)}
         self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8)
-        self.loss = loss_work(self.flow, sizes, loss_tile, trains=not sizes.adapters)
+        self.loss = loss_work(self.flow, sizes, loss_tile, trains=sizes.head_trainable > 0)
         self.standing_bytes = {
             again: sum(term.device_bytes for term in terms) for again, terms in self.standing.items()
         }
@@ -256,7 +256,7 @@ class Frame:
     @cached_property
     def made(self) -> list[int]:
         """Of each layer, the parameters whose gradients were made before its own backward."""
-        made, before = 0 if self.sizes.adapters else self.sizes.head or self.sizes.embedding, list[int]()
+        made, before = self.sizes.head_trainable, list[int]()
         for own in reversed(self._trained):
             before.append(made)
             made += own
@@ -281,8 +281,7 @@ class Frame:
         """FSDP2's: a layer's own, the fp32 copy of the next one's on its way, and the root's until the end."""
         if not self.gathers:
             return 0
-        root = 0 if self.sizes.adapters else self.sizes.embedding
-        return (own + root) * self.job.compute_bytes + after * FP32
+        return (own + self.sizes.head_trainable) * self.job.compute_bytes + after * FP32
 
     def _at_loss(self, resident: list[int], away: list[int]) -> list[Piece]:
         return [

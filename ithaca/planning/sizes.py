@@ -21,7 +21,9 @@ _TIED_UNLESS_SAID = ("gemma", "cohere", "gpt2", "gpt_bigcode")
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values.
-    `final_norm`: the last norm, and a table of positions where there is one.
+    `final_norm`: the last norm, and a table of positions where there is one. `adapters`: what is trained where the rest
+    is frozen; of that `beside` is outside the layers, `in_place` among the model's own weights, and `trained_head` in
+    the head.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
     `widest`: the most intermediate values of a token in any layer's MLP.
@@ -38,6 +40,9 @@ class ModelSizes:
     layers: tuple[LayerSizes, ...]
     final_norm: int
     adapters: int = 0
+    beside: int = 0
+    in_place: int = 0
+    trained_head: int = 0
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
     layer_parameters: int = field(init=False, compare=False, repr=False)
     largest_layer: int = field(init=False, compare=False, repr=False)
@@ -49,7 +54,7 @@ class ModelSizes:
         object.__setattr__(self, "kinds", kinds)
         counts = [layer.parameters for layer in self.layers]
         object.__setattr__(self, "layer_parameters", sum(counts))
-        object.__setattr__(self, "largest_layer", max(counts) + self.adapters // len(counts))
+        object.__setattr__(self, "largest_layer", max(counts) + self._layer_adapters)
         object.__setattr__(self, "widest", max((3 if each.gated else 2) * each.width for each in numbers))
 
     @classmethod
@@ -96,7 +101,7 @@ class ModelSizes:
 
     @property
     def total(self) -> int:
-        return self.root + self.layer_parameters + self.adapters
+        return self.root + self.layer_parameters + self.adapters - self.in_place
 
     @property
     def trainable(self) -> int:
@@ -107,7 +112,16 @@ class ModelSizes:
         return self.trainable / self.total
 
     def layer_trainable(self, index: int) -> int:
-        return self.adapters // len(self.layers) if self.adapters else self.layers[index].parameters
+        return self._layer_adapters if self.adapters else self.layers[index].parameters
+
+    @property
+    def head_trainable(self) -> int:
+        """Parameters whose gradients the loss makes."""
+        return self.trained_head if self.adapters else self.head or self.embedding
+
+    @property
+    def _layer_adapters(self) -> int:
+        return (self.adapters - self.beside) // len(self.layers)
 
     def with_lora(self, rank: int) -> ModelSizes:
         """Frozen but for adapters of `rank` on every linear module; fused experts are not linear modules."""

@@ -24,11 +24,12 @@ import torch
 from ithaca.config import Run
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.auto import SHARE, job_of, sizes_of
+from ithaca.models.auto import SHARE, job_of
 from ithaca.models.fuse import compiled_once
 from ithaca.models.pretrained import add_adapters, empty_model
+from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model
-from ithaca.planning.advice import LIBRARY, Words
+from ithaca.planning.advice import Words
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import Memory, Term, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
@@ -241,9 +242,15 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
 def _typed(asked: Asked, *, gpu: bool) -> Words:
     """Changes as they are typed after `ithaca rehearse`; on a GPU it is this machine's own host memory that is short."""
     gpus = asked.machine.gpus
+
+    def host(gib: int) -> str:
+        if gpu:
+            return f"{math.ceil(gib / SHARE)} GiB of free host memory"
+        return f"--host-memory {math.ceil(gib * gpus / SHARE)}GiB"
+
     return Words(
         "memory.on_host=everything",
-        LIBRARY.host if gpu else lambda gib: f"--host-memory {math.ceil(gib * gpus / SHARE)}GiB",
+        host,
         lambda sp: f"--world {max(asked.world, sp)} mesh.sp={sp}",
         "--length {}".format,
         "memory.budget={}".format,

@@ -19,11 +19,12 @@ from ithaca.data.feed import Feed, open_feed
 from ithaca.data.prepare import Prepared
 from ithaca.errors import MeshError
 from ithaca.mesh import Mesh, init_mesh, largest_divisor
-from ithaca.models.auto import AutoMemory, planner_of, sizes_of
+from ithaca.models.auto import AutoMemory, planner_of
 from ithaca.models.pretrained import add_adapters, empty_model, read_config
+from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
-from ithaca.planning.advice import LIBRARY, Words
+from ithaca.planning.advice import Words
 from ithaca.planning.sizes import ModelSizes
 from ithaca.state.load import init_weights, load_weights
 from ithaca.state.optimizers import build_optimizer
@@ -160,7 +161,7 @@ def _settings(run: Run, number: int, mesh: Mesh) -> Words:
 
     return Words(
         "memory.on_host=everything",
-        LIBRARY.host,
+        "memory.host_budget={}GiB".format,
         degree,
         lambda length: f"stages.{number}.length={length}",
         "memory.budget={}".format,

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ithaca.mesh import init_mesh
-from ithaca.models.exhausted import DeviceMemoryError
+from ithaca.models.exhausted import DeviceMemoryError, out_of_memory
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.proof.small import small_batch, small_model
 from ithaca.state.weights import recover
 from ithaca.training.step import causal_loss
+from tests.planning.models import B8
 from tests.ranks import run_ranks
 
 LAYERS = 4
@@ -69,6 +70,17 @@ def test_the_error_has_an_account(where: str, given: bool) -> None:
         assert "The smallest change: parallelize(..., memory_budget=" in message or "any one of these fits" in message
         assert message.count("Held now") == 1, "one account, however many layers it went through"
         assert again == before, "the step after it is right"
+
+
+def test_where_no_plan_takes_less_only_what_takes_less_is_named() -> None:
+    """Not the memory that ran out, which the plan takes for enough."""
+    job, layers = Job(1024 * 1024, optimizer="none"), len(B8.layers)
+    least = MemoryPlan(("recompute",) * layers, (True,) * layers, mlp_tile=2048, loss_tile=1024, head_groups=8)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    message = str(out_of_memory(error, nn.Linear(2, 2), B8, job, least, 10**9))
+    assert "any one of these fits" in message
+    assert message.endswith("; a larger device")
+    assert "of device memory" not in message
 
 
 def test_a_loss_nobody_goes_back_from_is_freed_at_once() -> None:

@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ithaca.mesh import init_mesh
 from ithaca.models import auto
-from ithaca.models.auto import SHARE, AutoMemory, planner_of, sizes_of
+from ithaca.models.auto import SHARE, AutoMemory, planner_of
+from ithaca.models.sizes import sizes_of
 from ithaca.parallelize import parallelize
+from ithaca.planning.advice import LIBRARY
+from ithaca.planning.memory import GIB
 from ithaca.planning.plan import Job
 from ithaca.proof.small import small_batch, small_model
 from ithaca.proof.small_more import survey_config
@@ -61,6 +64,24 @@ def test_a_plan_has_the_same_room_before_and_after_its_state_is_there() -> None:
         assert planner._host() == SHARE * total / 2
         planner.most_host = 4_000
         assert planner._host() == 4_000
+
+
+def test_a_refusal_asks_for_what_the_machine_needs() -> None:
+    """Of which a plan is given three quarters; and where the device has more than that, for more of it."""
+    model: Any = torch.nn.Linear(2, 2)
+    mesh: Any = SimpleNamespace(local_ranks=4, device=torch.device("cuda"))
+    planner = AutoMemory(small_sizes(), mesh, Job(length=1), 60 * GIB, model)
+    free = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=400 * GIB))
+    with patch.object(auto, "psutil", free), patch.object(auto, "_device_memory", lambda _: 80 * GIB):
+        said: Any = planner._here(LIBRARY)
+        assert said.device(70) == "parallelize(..., memory_budget='70GiB')"
+        assert said.device(90) == "a device of 120 GiB"
+        assert said.host(150) == "800 GiB of free host memory"
+        planner.most_host = 10 * GIB
+        said = planner._here(LIBRARY._replace(host="memory.host_budget={}GiB".format))
+        assert (said.host(75), said.host(90)) == ("memory.host_budget=75GiB", "480 GiB of free host memory")
+        mesh.device = torch.device("cpu")
+        assert planner._here(LIBRARY).host is None
 
 
 def small_sizes() -> Any:

@@ -289,8 +289,9 @@ def test_counted_bytes_are_the_exchanges_of_every_mode() -> None:
         mesh = init_mesh(sp=2, device="cpu")
         for plan in (SAVE, MIXED):
             got = measure(part(), range(LAYERS), plan, mesh)
-            from ithaca.models.auto import job_of, sizes_of
+            from ithaca.models.auto import job_of
             from ithaca.models.pretrained import empty_model
+            from ithaca.models.sizes import sizes_of
 
             model = empty_model(part().config, dtype=torch.float32)
             job = job_of(model, mesh, "shard", "adamw", fused=False, compute_dtype=None)

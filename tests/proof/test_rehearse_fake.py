@@ -118,13 +118,18 @@ WIDE = {
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("casts", [True, False])
 @pytest.mark.parametrize("budget", ["8GiB", "1GiB"])
-def test_the_plan_knows_adapters(kind: str, casts: bool, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
+def test_the_plan_knows_adapters(
+    kind: str, casts: bool, budget: str, targets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PEFT keeps them in fp32 over weights in bf16. They compute in bf16, or else every input of theirs is there in
     fp32 too."""
     if not casts:
         monkeypatch.setattr(rehearse_module, "precision_of", lambda *_: (torch.bfloat16, None))
     one = [{"length": 16384, "steps": 1, "batch": 1}]
-    like = asked(0, 24, fake=True, precision="bf16", stages=one, memory={"budget": budget}, lora={"rank": 4})
+    like = asked(
+        0, 24, fake=True, precision="bf16", stages=one, memory={"budget": budget}, lora={"rank": 4, "targets": targets}
+    )
     result = rehearse(replace(like, config=small_config(kind, **WIDE)))
     got, said = result.kinds, result.predicted.kinds
     assert got.optimizer == pytest.approx(said.optimizer, rel=0.01)
