@@ -275,7 +275,7 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
         pieces += _queries(flow, layer)
     # Compiled, one tile of all tokens has only the norm's output beside the wide values; its input is no copy.
     narrow = 1 if kept or (flow.fused and not tiled) else 4
-    values = _wide_values(layer, fused=flow.fused, kept=kept) - (not kept and not layer.wants.down)
+    values = _wide_values(layer, fused=flow.fused, kept=kept)
     wide = (values * layer.width + narrow * flow.hidden) * flow.c
     tile_bytes, formula = tokens * wide, f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
     if layer.experts:
