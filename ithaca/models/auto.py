@@ -136,17 +136,12 @@ class AutoMemory:
 
     def _here(self, words: Words) -> Words:
         """`words` with the amounts that this machine would need, of which a plan is given a share."""
-        share, there = self._host_share(), _device_memory(self.mesh)
+        share, device = self._host_share(), more_device(_device_memory(self.mesh), words.budget)
 
         def host(gib: int) -> str:
             if words.host is not None and self.most_host is not None and gib * GIB <= share:
                 return words.host(gib)
             return f"{math.ceil(gib * self.mesh.local_ranks / SHARE)} GiB of free host memory"
-
-        def device(gib: int) -> str:
-            if gib * GIB <= MOST * there:
-                return words.budget(f"{gib}GiB")
-            return f"a device of {math.ceil(gib / SHARE)} GiB"
 
         return words._replace(host=host if self.mesh.device.type == "cuda" else None, device=device)
 
@@ -156,6 +151,15 @@ class AutoMemory:
             return error
         host = self._host() if self.mesh.device.type == "cuda" else 0
         return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, self._here(self.words))
+
+
+def more_device(there: int, budget: Callable[[str], str]) -> Callable[[int], str]:
+    """How to get a plan more GiB of a device of `there` bytes: a larger share of it, or another one."""
+
+    def words(gib: int) -> str:
+        return budget(f"{gib}GiB") if gib * GIB <= MOST * there else f"a device of {math.ceil(gib / SHARE)} GiB"
+
+    return words
 
 
 def planner_of(model: nn.Module) -> AutoMemory | None:

@@ -24,7 +24,7 @@ import torch
 from ithaca.config import Run
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.auto import SHARE, job_of
+from ithaca.models.auto import SHARE, job_of, more_device
 from ithaca.models.fuse import compiled_once
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.sizes import sizes_of
@@ -241,7 +241,7 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
 
 def _typed(asked: Asked, *, gpu: bool) -> Words:
     """Changes as they are typed after `ithaca rehearse`; on a GPU it is this machine's own host memory that is short."""
-    gpus = asked.machine.gpus
+    gpus, budget = asked.machine.gpus, "memory.budget={}".format
 
     def host(gib: int) -> str:
         if gpu:
@@ -253,18 +253,24 @@ def _typed(asked: Asked, *, gpu: bool) -> Words:
         host,
         lambda sp: f"--world {max(asked.world, sp)} mesh.sp={sp}",
         "--length {}".format,
-        "memory.budget={}".format,
+        budget,
+        more_device(_most(asked, gpu=gpu), budget),
     )
 
 
 def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
     """Device and host bytes of one rank: three quarters of what it has there, and of what there is here."""
-    here = torch.cuda.mem_get_info()[1] if gpu else asked.machine.device.memory
-    most = min(here, asked.cap or here)
+    most = _most(asked, gpu=gpu)
     device = min(asked.run.memory.budget or int(SHARE * most), most)
     host = int(SHARE * asked.machine.host_memory / asked.machine.gpus)
     host = min(host, asked.run.memory.host_budget or host)
     return device, min(host, int(SHARE * psutil.virtual_memory().available)) if gpu else host
+
+
+def _most(asked: Asked, *, gpu: bool) -> int:
+    """Bytes of the device, or those of it that may be used."""
+    here = torch.cuda.mem_get_info()[1] if gpu else asked.machine.device.memory
+    return min(here, asked.cap or here)
 
 
 def kinds_of(terms: Sequence[Term]) -> Kinds:
