@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.tolerances import TRACED_MEMORY
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -152,6 +154,18 @@ def test_the_longest_steps_are_those_measured() -> None:
     assert {(cell["model"], cell["length"]) for cell in whole} == {("8B", 524_288), ("1B", 1_048_576)}
     assert max(cell["host_gib"] for cell in whole) < 96
     assert max(cell["pinned_gib"] for cell in derived(result)) < 96
+
+
+def test_memory_grows_by_the_same_amount_for_every_token() -> None:
+    import json
+    from itertools import pairwise
+
+    cells = json.loads((ROOT / "benchmarks/results/lengths.json").read_text())["cells"]
+    # From where attention's backward takes more than a tile of the loss.
+    points = sorted((cell["length"], cell["allocated_gib"]) for cell in cells if cell["length"] >= 32 * 1024)
+    first, *rest = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(points)]
+    assert rest
+    assert rest == pytest.approx([first] * len(rest), rel=TRACED_MEMORY)
 
 
 def test_the_reach_said_is_the_one_measured() -> None:

@@ -137,11 +137,10 @@ def _kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -
     the activation and what goes in. The last only where something wants it."""
     if not _keeps_mlp(layer, mode, tiled=tiled):
         return 0
-    wide = (3 if flow.fused else 4) if layer.gated else 2
-    wide -= not (layer.wants.down or flow.cast)
+    wide = (2 if flow.fused else 3) if layer.gated else 1
     if flow.cast:
-        return (wide - 1) * layer.width * flow.tokens * flow.c + flow.cast * layer.adapted[1]
-    return wide * layer.width * flow.tokens * flow.c
+        return wide * layer.width * flow.tokens * flow.c + flow.cast * layer.adapted[1]
+    return (wide + layer.wants.down) * layer.width * flow.tokens * flow.c
 
 
 def _into_projection(flow: Flow, layer: LayerSizes) -> int:

@@ -59,6 +59,7 @@ class LayerSizes:
     that norms inside attention take: of queries and keys, or of what those are made from. `last`: MLP parameters whose
     product only the residual stream takes, so that no gradient needs its value. `sandwiched`: what attention and MLP
     give is normed too, beside what they take. `adapted`: a token's values that go into adapters, of attention and MLP.
+    `wants`: which maps want their input.
     """
 
     attention: int

@@ -31,7 +31,7 @@ from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model
 from ithaca.planning.advice import Words
 from ithaca.planning.choose import choose_plan
-from ithaca.planning.memory import Memory, Term, memory_of
+from ithaca.planning.memory import GIB, Memory, Term, memory_of
 from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.time import step_time
@@ -244,6 +244,8 @@ def _typed(asked: Asked, *, gpu: bool) -> Words:
     gpus, budget = asked.machine.gpus, "memory.budget={}".format
 
     def host(gib: int) -> str:
+        if asked.run.memory.host_budget and gib * GIB <= _host_share(asked, gpu=gpu):
+            return f"memory.host_budget={gib}GiB"
         if gpu:
             return f"{math.ceil(gib / SHARE)} GiB of free host memory"
         return f"--host-memory {math.ceil(gib * gpus / SHARE)}GiB"
@@ -262,9 +264,13 @@ def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
     """Device and host bytes of one rank: three quarters of what it has there, and of what there is here."""
     most = _most(asked, gpu=gpu)
     device = min(asked.run.memory.budget or int(SHARE * most), most)
-    host = int(SHARE * asked.machine.host_memory / asked.machine.gpus)
-    host = min(host, asked.run.memory.host_budget or host)
-    return device, min(host, int(SHARE * psutil.virtual_memory().available)) if gpu else host
+    host = _host_share(asked, gpu=gpu)
+    return device, min(host, asked.run.memory.host_budget or host)
+
+
+def _host_share(asked: Asked, *, gpu: bool) -> int:
+    share = int(SHARE * asked.machine.host_memory / asked.machine.gpus)
+    return min(share, int(SHARE * psutil.virtual_memory().available)) if gpu else share
 
 
 def _most(asked: Asked, *, gpu: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from functools import partial
 from io import StringIO
@@ -85,7 +86,11 @@ def test_a_job_of_many_gpus_without_one(run: Any, tmp_path: Path, words: tuple[s
 
 @pytest.mark.parametrize(
     "words",
-    [("qwen3-8b", "--length", "2M"), ("llama-3.2-1b", "--length", "1M", "--host-memory", "100GB", "--cap", "30GB")],
+    [
+        ("qwen3-8b", "--length", "2M"),
+        ("llama-3.2-1b", "--length", "1M", "--host-memory", "100GB", "--cap", "30GB"),
+        ("qwen3-8b", "--length", "768k", "memory.host_budget=20GiB"),
+    ],
 )
 def test_a_refusal_says_what_to_type(run: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--model", *words, "--world", "4")
@@ -101,7 +106,7 @@ def test_a_refusal_says_what_to_type(run: Any, words: tuple[str, ...], monkeypat
 
     monkeypatch.setattr(proof, "measure", planned)
     for change in changes:
-        typed = [word for word in change.split() if "=" in word or word.lstrip("-")[0].isalnum()]
+        typed = " ".join(re.findall(r"--[\w-]+ \S+|[\w.]+=\w+", change)).split()
         assert run(*asked, *typed)[0] == 130, change
 
 
