@@ -12,6 +12,7 @@ largest difference over the largest value.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -54,21 +55,27 @@ def reference_rows(
 def reference_columns(
     q_SD: Tensor, k_SD: Tensor, v_SD: Tensor, dout_SD: Tensor, columns: Tensor, scale: float
 ) -> list[Tensor]:
-    """dk and dv of the keys `columns` that one query head gives them, in fp32: every query is visited once."""
+    """dk and dv of the keys `columns`, in order, that one query head gives them, in fp32: every query that sees one of
+    them is visited once."""
     length = len(q_SD)
     k, v = k_SD.float(), v_SD.float()
     dk, dv = torch.zeros_like(k[columns]), torch.zeros_like(v[columns])
-    step = max(1, PAIRS // length)
-    for start in range(0, length, step):
-        rows = torch.arange(start, min(start + step, length), device=q_SD.device)
+    start = int(columns[0])
+    while start < length:
+        # The most rows whose scores, over the keys up to the last of them, are PAIRS.
+        most = int((math.sqrt(start * start + 4 * PAIRS) - start) / 2)
+        rows = slice(start, min(start + max(1, most), length))
         q, dout = q_SD[rows].float(), dout_SD[rows].float()
-        scores = (q @ k.t()) * scale
-        scores.masked_fill_(torch.arange(length, device=q.device)[None] > rows[:, None], float("-inf"))
+        scores = (q @ k[: rows.stop].t()).mul_(scale)
+        own = scores[:, start:]
+        own.masked_fill_(torch.ones_like(own, dtype=torch.bool).triu_(1), float("-inf"))
         weights = scores.softmax(-1)
-        delta = (dout * (weights @ v)).sum(-1, keepdim=True)
-        chosen = weights[:, columns]
-        dv += chosen.t() @ dout
-        dk += (chosen * (dout @ v[columns].t() - delta)).t() @ q * scale
+        delta = (dout * (weights @ v[: rows.stop])).sum(-1, keepdim=True)
+        seen = int((columns < rows.stop).sum())
+        chosen = weights[:, columns[:seen]]
+        dv[:seen] += chosen.t() @ dout
+        dk[:seen] += (chosen * (dout @ v[columns[:seen]].t() - delta)).t() @ q * scale
+        start = rows.stop
     return [dk, dv]
 
 

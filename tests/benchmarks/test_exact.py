@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from benchmarks import exact
@@ -12,7 +13,9 @@ from benchmarks.floor import SHAPES
 CPU = torch.device("cpu")
 
 
-def test_the_formulas_are_those_of_attention() -> None:
+@pytest.mark.parametrize("rows", [[0, 5, 36], [3, 20, 33]])
+@pytest.mark.parametrize("pairs", [1, 100, 2**28])
+def test_the_formulas_are_those_of_attention(rows: list[int], pairs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(37, 2, 8, generator=generator) for _ in range(2))
     k, v = (torch.randn(37, 8, generator=generator) for _ in range(2))
@@ -21,8 +24,9 @@ def test_the_formulas_are_those_of_attention() -> None:
     weights = scores.masked_fill(torch.ones(37, 37).triu(1).bool(), float("-inf")).softmax(-1)
     out = torch.einsum("hst,td->shd", weights, v)
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-    sampled = torch.tensor([0, 5, 36])
-    got = exact.reference([q.detach(), k.detach(), v.detach(), dout], sampled, 0.3)
+    sampled = torch.tensor(rows)
+    with patch.object(exact, "PAIRS", pairs):
+        got = exact.reference([q.detach(), k.detach(), v.detach(), dout], sampled, 0.3)
     wanted = [out[sampled].transpose(0, 1), dq[sampled].transpose(0, 1), dk[sampled][None], dv[sampled][None]]
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other)
