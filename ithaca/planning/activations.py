@@ -127,8 +127,8 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     attention = (qkv, flow.out, flow.lse, _normed(flow, layer), _into_projection(flow, layer))
     if not _keeps_mlp(layer, mode, tiled=tiled):
         # What the first norm leaves (q, k, v are made of its output), and the input of the second, which runs again.
-        return _norm(flow, layer, layer.wants.queries) + flow.x, *attention
-    norms = _norm(flow, layer, layer.wants.queries) + _norm(flow, layer, layer.wants.mlp)
+        return _norm(flow, layer, layer.wants.queries, tiled=tiled) + flow.x, *attention
+    norms = sum(_norm(flow, layer, wanted, tiled=tiled) for wanted in (layer.wants.queries, layer.wants.mlp))
     return norms, *attention, _kept_wide(flow, layer, mode, tiled=tiled)
 
 
@@ -157,16 +157,16 @@ def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, til
     if mode != "keep":
         return 0
     kept = _keeps_mlp(layer, mode, tiled=tiled)
-    norm = _norm(flow, layer, layer.wants.mlp) if kept else flow.x
+    norm = _norm(flow, layer, layer.wants.mlp, tiled=tiled) if kept else flow.x
     return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (0 if flow.cast else _into_projection(flow, layer))
 
 
-def _norm(flow: Flow, layer: LayerSizes, wanted: bool) -> int:
+def _norm(flow: Flow, layer: LayerSizes, wanted: bool, *, tiled: bool) -> int:
     """What the norm before attention, or before the MLP, leaves: its input, and its output where that is wanted; one
     after them its input. Uncompiled the input in fp32 and, where its weight is trained, the normalised values; a
-    LayerNorm is one operator."""
+    LayerNorm is one operator, and in tiles a norm runs again."""
     norms, output = 2 if layer.sandwiched else 1, flow.x if wanted and not flow.cast else 0
-    if flow.fused or not layer.gated:
+    if flow.fused or tiled or not layer.gated:
         return norms * flow.x + output
     return norms * (flow.tokens * flow.hidden * FP32 + flow.x * flow.trains) + output
 
@@ -334,8 +334,8 @@ def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list
         ]
         return [*pieces, Piece("head weight gradient", sizes.embedding * flow.c, "V*hidden*c")] if trains else pieces
     tokens = min(tile, flow.tokens)
-    # Logits and their gradient; uncompiled, what lies between them in fp32 and a mark of each target.
-    each, formula = (2 * flow.c, "2 * c") if flow.fused else (2 * flow.c + 4 * FP32 + 1, "(2 * c + 4 * 4 + 1)")
+    # Logits and their gradient; uncompiled the logits, what their gradient is made of in fp32, and a mark of each target.
+    each, formula = (2 * flow.c, "2 * c") if flow.fused else (flow.c + 5 * FP32 + 1, "(c + 5 * 4 + 1)")
     if flow.loss_in_place:
         each, formula = flow.c, "c"
     pieces = [

@@ -14,11 +14,13 @@ import torch
 from ithaca.attention.kernels import blockwise
 from ithaca.config import Optimizer
 from ithaca.mesh import init_mesh
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory import memory_of
+from ithaca.planning.plan import Job, MemoryPlan
+from ithaca.planning.sizes import ModelSizes
 from ithaca.proof import rehearse as rehearse_module
 from ithaca.proof.rehearse import rehearse
 from ithaca.proof.rehearse_group import alone
-from ithaca.proof.rehearse_step import Figures, measure
+from ithaca.proof.rehearse_step import Figures, Part, measure
 from ithaca.proof.small import small_config
 from tests.proof.test_rehearse import LAYERS, LENGTH, MIXED, SAVE, asked, part, shards
 from tests.tolerances import TRACED_MEMORY
@@ -135,6 +137,21 @@ def test_the_plan_knows_adapters(
     assert got.optimizer == pytest.approx(said.optimizer, rel=0.01)
     assert abs(result.memory_error) < TRACED_MEMORY
     assert result.predicted.job.adapter_bytes == (2 if casts else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [1024, 16384])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "starcoder2"])
+def test_the_plan_knows_what_norms_leave_in_tiles(kind: str, tile: int) -> None:
+    """Where nothing is run again: a norm's values in fp32 stay only where it is not cut into tiles."""
+    full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
+    config, plan = small_config(kind, **{**WIDE, **full}), MemoryPlan(("keep",) * LAYERS, (False,) * LAYERS, tile, 4096)
+    of = Part(config, 16384, 1, torch.bfloat16, None, Optimizer(), fake=True)
+    with alone(2, 1, like="gloo"):
+        got = measure(of, range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
+    job = Job(16384, sp=2, fused=False)
+    said = sum(term.device_bytes for term in memory_of(ModelSizes.from_config(config.to_dict()), job, plan).allocated)
+    assert said == pytest.approx(max(got.peaks.values()), rel=TRACED_MEMORY)
 
 
 def in_8_bits(numbers: int) -> int:
