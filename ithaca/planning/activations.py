@@ -163,12 +163,17 @@ def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, til
 
 def _norm(flow: Flow, layer: LayerSizes, wanted: bool, *, tiled: bool) -> int:
     """What the norm before attention, or before the MLP, leaves: its input, and its output where that is wanted; one
-    after them its input. Uncompiled the input in fp32 and, where its weight is trained, the normalised values; a
-    LayerNorm is one operator, and in tiles a norm runs again."""
+    after them its input. A LayerNorm is one operator, and in tiles a norm runs again."""
     norms, output = 2 if layer.sandwiched else 1, flow.x if wanted and not flow.cast else 0
     if flow.fused or tiled or not layer.gated:
         return norms * flow.x + output
-    return norms * (flow.tokens * flow.hidden * FP32 + flow.x * flow.trains) + output
+    return norms * flow.tokens * flow.hidden * _uncompiled(flow, layer) + output
+
+
+def _uncompiled(flow: Flow, layer: LayerSizes) -> int:
+    """Bytes that a norm which is not compiled leaves of each value: its input in fp32 and, where its weight is trained,
+    what that is multiplied with."""
+    return FP32 + (FP32 if layer.norms_in_fp32 else flow.c) * flow.trains
 
 
 def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
@@ -177,8 +182,8 @@ def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
 
 
 def _normed(flow: Flow, layer: LayerSizes) -> int:
-    """What norms of queries and keys leave: their input; uncompiled in fp32, and the normalised values (as above)."""
-    return flow.tokens * layer.normed * (flow.c if flow.fused else FP32 + flow.c * flow.trains)
+    """What norms of queries and keys leave."""
+    return flow.tokens * layer.normed * (flow.c if flow.fused else _uncompiled(flow, layer))
 
 
 def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode) -> list[Piece]:
@@ -325,6 +330,18 @@ def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int, *, trains: bool) ->
     return max(first - layer.mlp * flow.c, late), f"{formula} - weight gradients"
 
 
+def _logits(flow: Flow, *, one: bool) -> tuple[int, str]:
+    """Bytes that live for each logit of a tile: it and its gradient; uncompiled what that is made of, in fp32, and a mark
+    of each target. A tile that is the only one then goes through torch's own operations."""
+    if flow.loss_in_place:
+        return flow.c, "c"
+    if flow.fused:
+        return 2 * flow.c, "2 * c"
+    if one:
+        return flow.c + 2 * FP32, "(c + 2 * 4)"
+    return flow.c + 5 * FP32 + 1, "(c + 5 * 4 + 1)"
+
+
 def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:
     """What lives while the head and the loss run, forward and backward, tile by tile."""
     if flow.whole_logits:
@@ -334,10 +351,7 @@ def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list
         ]
         return [*pieces, Piece("head weight gradient", sizes.embedding * flow.c, "V*hidden*c")] if trains else pieces
     tokens = min(tile, flow.tokens)
-    # Logits and their gradient; uncompiled the logits, what their gradient is made of in fp32, and a mark of each target.
-    each, formula = (2 * flow.c, "2 * c") if flow.fused else (flow.c + 5 * FP32 + 1, "(c + 5 * 4 + 1)")
-    if flow.loss_in_place:
-        each, formula = flow.c, "c"
+    each, formula = _logits(flow, one=tokens == flow.tokens)
     pieces = [
         Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
         Piece("loss tile", tokens * sizes.vocabulary * each, f"{tokens} tokens * V * {formula}"),

@@ -23,6 +23,10 @@ _OTHER_HEAD_NORMS = (
 )  # fmt: skip
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
 _NORM_AFTER_MLP = (*_FOUR_NORMS, "olmo2", "olmo3")
+# What a norm's weight is multiplied with is rounded afterwards, not before.
+_NORMS_IN_FP32 = (
+    "flex_olmo", "flint", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "helium", "olmo2", "olmo3", "vaultgemma",
+)  # fmt: skip
 # Norms and linear maps with biases, and an MLP without a gate.
 PLAIN = ("starcoder2", "gpt2", "gpt_bigcode")
 # An MLP of two maps, whatever else.
@@ -58,8 +62,8 @@ class LayerSizes:
     `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add. `normed`: values of a token
     that norms inside attention take: of queries and keys, or of what those are made from. `last`: MLP parameters whose
     product only the residual stream takes, so that no gradient needs its value. `sandwiched`: what attention and MLP
-    give is normed too, beside what they take. `adapted`: a token's values that go into adapters, of attention and MLP.
-    `wants`: which maps want their input.
+    give is normed too, beside what they take. `norms_in_fp32`: to the product with their weight. `adapted`: a token's
+    values that go into adapters, of attention and MLP. `wants`: which maps want their input.
     """
 
     attention: int
@@ -75,6 +79,7 @@ class LayerSizes:
     normed: int = 0
     last: int = 0
     sandwiched: bool = False
+    norms_in_fp32: bool = False
     adapted: tuple[int, int] = (0, 0)
     wants: Wants = EVERY
 
@@ -103,6 +108,7 @@ def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> L
         normed=_normed(config, key_size),
         last=0 if block.experts or kind in _NORM_AFTER_MLP else block.width * hidden,
         sandwiched=kind in _FOUR_NORMS,
+        norms_in_fp32=kind in _NORMS_IN_FP32,
     )
 
 

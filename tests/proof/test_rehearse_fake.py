@@ -141,10 +141,10 @@ def test_the_plan_knows_adapters(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [1024, 16384])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "starcoder2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "starcoder2", "gemma3_text", "olmo2", "helium"])
 def test_the_plan_knows_what_norms_leave_in_tiles(kind: str, tile: int) -> None:
     """Where nothing is run again: a norm's values in fp32 stay only where it is not cut into tiles."""
-    full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
+    full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "sliding_window": 16384}
     config, plan = small_config(kind, **{**WIDE, **full}), MemoryPlan(("keep",) * LAYERS, (False,) * LAYERS, tile, 4096)
     of = Part(config, 16384, 1, torch.bfloat16, None, Optimizer(), fake=True)
     with alone(2, 1, like="gloo"):
