@@ -332,14 +332,12 @@ def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int, *, trains: bool) ->
 
 def _logits(flow: Flow, *, one: bool) -> tuple[int, str]:
     """Bytes that live for each logit of a tile: it and its gradient; uncompiled what that is made of, in fp32, and a mark
-    of each target. A tile that is the only one then goes through torch's own operations."""
+    of each target. `one`: the tile goes through torch's own operations, whose backward takes most."""
+    if one:
+        return 3 * FP32, "3 * 4"
     if flow.loss_in_place:
         return flow.c, "c"
-    if flow.fused:
-        return 2 * flow.c, "2 * c"
-    if one:
-        return flow.c + 2 * FP32, "(c + 2 * 4)"
-    return flow.c + 5 * FP32 + 1, "(c + 5 * 4 + 1)"
+    return (2 * flow.c, "2 * c") if flow.fused else (flow.c + 5 * FP32 + 1, "(c + 5 * 4 + 1)")
 
 
 def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:
@@ -351,13 +349,18 @@ def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list
         ]
         return [*pieces, Piece("head weight gradient", sizes.embedding * flow.c, "V*hidden*c")] if trains else pieces
     tokens = min(tile, flow.tokens)
-    each, formula = _logits(flow, one=tokens == flow.tokens)
+    one = tokens == flow.tokens and not flow.fused
+    each, formula = _logits(flow, one=one)
+    lasting = ("the last layer's output", "its norm", "their gradient")[: 2 if one else 3]
     pieces = [
-        Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
+        Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}"),
         Piece("loss tile", tokens * sizes.vocabulary * each, f"{tokens} tokens * V * {formula}"),
     ]
     if trains:
         # Its sum; where products are not added to it as they are made, once a tile its own, while the logits are gone.
         own = 0 if flow.fused else max(0, sizes.embedding * flow.c - tokens * sizes.vocabulary * (each - flow.c))
-        pieces.append(Piece("head weight gradient", sizes.embedding * FP32 + own, "V*hidden*4, summed over tiles"))
+        total, formula = (
+            (0, "V*hidden*c, less logits") if one else (sizes.embedding * FP32, "V*hidden*4, summed over tiles")
+        )
+        pieces.append(Piece("head weight gradient", total + own, formula))
     return pieces

@@ -139,19 +139,34 @@ def test_the_plan_knows_adapters(
     assert result.predicted.job.adapter_bytes == (2 if casts else 4)
 
 
+def said_and_seen(kind: str, plan: MemoryPlan, **changes: Any) -> tuple[int, int]:
+    """Bytes of a step of 16K tokens over two ranks: planned, and as the CPU's operators keep them."""
+    full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "sliding_window": 16384}
+    config = small_config(kind, **{**WIDE, **full, **changes})
+    of = Part(config, 16384, 1, torch.bfloat16, None, Optimizer(), fake=True)
+    with alone(2, 1, like="gloo"):
+        got = measure(of, range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
+    job = Job(16384, sp=2, fused=False)
+    terms = memory_of(ModelSizes.from_config(config.to_dict()), job, plan).allocated
+    return sum(term.device_bytes for term in terms), max(got.peaks.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [1024, 16384])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "starcoder2", "gemma3_text", "olmo2", "helium"])
 def test_the_plan_knows_what_norms_leave_in_tiles(kind: str, tile: int) -> None:
     """Where nothing is run again: a norm's values in fp32 stay only where it is not cut into tiles."""
-    full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "sliding_window": 16384}
-    config, plan = small_config(kind, **{**WIDE, **full}), MemoryPlan(("keep",) * LAYERS, (False,) * LAYERS, tile, 4096)
-    of = Part(config, 16384, 1, torch.bfloat16, None, Optimizer(), fake=True)
-    with alone(2, 1, like="gloo"):
-        got = measure(of, range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
-    job = Job(16384, sp=2, fused=False)
-    said = sum(term.device_bytes for term in memory_of(ModelSizes.from_config(config.to_dict()), job, plan).allocated)
-    assert said == pytest.approx(max(got.peaks.values()), rel=TRACED_MEMORY)
+    said, seen = said_and_seen(kind, MemoryPlan(("keep",) * LAYERS, (False,) * LAYERS, tile, 4096))
+    assert said == pytest.approx(seen, rel=TRACED_MEMORY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [1024, 4096, 8192, 16384])
+def test_the_plan_knows_a_loss_of_one_tile(tile: int) -> None:
+    """A rank's 8,192 tokens at once go through torch's own operations."""
+    plan = MemoryPlan(("save",) * LAYERS, (False,) * LAYERS, 1024, tile)
+    said, seen = said_and_seen("llama", plan, vocab_size=32000)
+    assert said == pytest.approx(seen, rel=TRACED_MEMORY)
 
 
 def in_8_bits(numbers: int) -> int:
