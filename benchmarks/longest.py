@@ -50,12 +50,16 @@ def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_model(shape, length, device, dtype)
     mesh = ithaca.init_mesh(sp=1)
-    budget = None if settings["budget_gib"] is None else int(settings["budget_gib"] * GIB)
+    budget, host = (
+        None if (gib := settings.get(name)) is None else int(gib * GIB) for name in ("budget_gib", "host_budget_gib")
+    )
     result: dict[str, Any] = {"machine": about(device), "outcome": "not done"}
     plan: Any = "auto"
     if shape.layers < SHAPES[cell["model"]].layers:
-        result["whole"], plan = part_of_whole(cell, model, mesh, budget)
-    ithaca.parallelize(model, mesh, memory=plan, memory_budget=budget, optimizer=settings["optimizer"])
+        result["whole"], plan = part_of_whole(cell, model, mesh, budget, host)
+    ithaca.parallelize(
+        model, mesh, memory=plan, memory_budget=budget, host_budget=host, optimizer=settings["optimizer"]
+    )
     optimizer = build_optimizer(model, settings["optimizer"], lr=1e-5)
     ids = torch.randint(0, shape.vocab, (1, length), generator=torch.Generator().manual_seed(1))
     for tokens in (min(SHORT, length), length):
@@ -103,14 +107,16 @@ def head_seconds(shape: Shape, device: torch.device) -> float:
     return min(took) / tokens
 
 
-def part_of_whole(cell: Cell, model: Any, mesh: Any, budget: int | None) -> tuple[dict[str, Any], Any]:
+def part_of_whole(
+    cell: Cell, model: Any, mesh: Any, budget: int | None, host: int | None
+) -> tuple[dict[str, Any], Any]:
     """What the whole model's plan is, and the plan of the few layers that `model` has."""
     from ithaca.models.auto import AutoMemory, job_of
     from ithaca.planning.memory import memory_of
     from ithaca.sequence.layout import SequenceLayout
 
     job = job_of(model, mesh, "shard", cell["settings"]["optimizer"], fused=True, compute_dtype=None)
-    auto = AutoMemory.of(model, model, mesh, job, budget, None)
+    auto = AutoMemory.of(model, model, mesh, job, budget, None, host)
     auto.sizes = whole_sizes(cell)
     plan = auto.plan_for(SequenceLayout.whole_rows(1, cell["length"], mesh.sp))
     assert plan is not None
@@ -199,6 +205,7 @@ def main() -> int:
     parser.add_argument("--cells", default="", help="model:length, separated by commas")
     parser.add_argument("--optimizer", default="adamw", help="a name that parallelize takes")
     parser.add_argument("--budget", type=float, metavar="GiB", help="memory_budget (default: parallelize's own)")
+    parser.add_argument("--host-budget", type=float, metavar="GiB", help="host_budget (default: parallelize's own)")
     parser.add_argument("--layers", type=int, help="build the model with so many layers only")
     parser.add_argument("--heads", default="", help="models whose head and loss are measured alone, for derived times")
     parser.add_argument("--packages", type=Path, help="a folder with packages that are not installed")
@@ -220,6 +227,8 @@ def main() -> int:
             "budget_gib": arguments.budget,
             "layers": arguments.layers or SHAPES[model].layers,
         }
+        if arguments.host_budget is not None:
+            settings["host_budget_gib"] = arguments.host_budget
         cell = {"system": "ithaca", "model": model, "length": length, "settings": settings}
 
         def keep(got: dict[str, Any], cell: Cell = cell) -> None:

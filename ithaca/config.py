@@ -169,7 +169,7 @@ class MeshDegrees(Section):
 class Memory(Section):
     """`plan: auto` keeps as much as fits `budget` (three quarters of the device); "none" leaves it to autograd.
 
-    `host_budget` bounds what one rank takes of the host's memory, below three quarters of its share.
+    `host_budget` is what one rank may take of the host's memory (three quarters of its part of what is free there).
     """
 
     plan: Literal["auto", "none"] = "auto"

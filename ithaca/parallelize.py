@@ -52,6 +52,7 @@ def parallelize(
     kernel: str = "auto",
     memory: MemoryPlan | Literal["auto"] | None = "auto",
     memory_budget: float | str | None = None,
+    host_budget: float | str | None = None,
     optimizer: Optimizer = "adamw",
     fuse: bool | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -63,17 +64,18 @@ def parallelize(
     gradients over all ranks). `replicas`: how many copies of sharded weights there are, each over neighbouring ranks.
     `on_host`: "everything" keeps weights, gradients and optimizer state in host memory. `kernel`: "auto" or a name from
     `ithaca.KERNELS`. `memory`: how activations are kept, layer by layer: "auto" for the least recompute that fits
-    `memory_budget`, in bytes or as "40GB" (three quarters of the device), beside the state of `optimizer` ("adamw",
-    "adamw8bit", "bf16_sr" or "none"), an `ithaca.MemoryPlan`, or None to leave it to autograd. `fuse`: torch.compile
-    norms, activations, rotary embeddings and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`:
-    what FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
+    `memory_budget`, in bytes or as "40GB" (three quarters of the device), and a rank's `host_budget` (three quarters of
+    its part of what is free there), beside the state of `optimizer` ("adamw", "adamw8bit", "bf16_sr" or "none"), an
+    `ithaca.MemoryPlan`, or None to leave it to autograd. `fuse`: torch.compile norms, activations, rotary embeddings
+    and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`: what FSDP2 casts weights to for
+    computing, for example bf16 over fp32 weights.
     `allow_untested` lets an architecture through that no parity run has covered.
     """
     check_mesh(mesh)
     check_placement(mesh, weights, replicas, on_host)
     check_name(kernel)
     check_settings(memory, optimizer, compute_dtype, fuse=fuse, allow_untested=allow_untested)
-    budget = None if memory_budget is None else read_budget(memory_budget)
+    budget, host = read_budget("memory_budget", memory_budget), read_budget("host_budget", host_budget)
     base = base_model(model)
     fuse = mesh.device.type == "cuda" if fuse is None else fuse
     away = leaves_device(mesh, on_host)
@@ -96,7 +98,7 @@ def parallelize(
             model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype, replicas=replicas, on_host=away
         )
         given = memory if isinstance(memory, MemoryPlan) else None
-        planner = AutoMemory.of(model, base, mesh, job, budget, given)
+        planner = AutoMemory.of(model, base, mesh, job, budget, given, host)
         planner.held = partial(held_on_host, model)
         with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
             install_memory(binding, decoder_layers(base), planner, fuse=fuse)
@@ -132,14 +134,16 @@ def check_settings(
             raise UnsupportedError(f"{name}={flag!r}: pass True or False")
 
 
-def read_budget(given: float | str) -> int:
-    """Bytes, from a number or from a text as run files have it."""
+def read_budget(name: str, given: float | str | None) -> int | None:
+    """Bytes, from a number or from a text as run files have it; None where nothing is set."""
+    if given is None:
+        return None
     try:
         budget = int(no_truth(parse_bytes(given)))  # type: ignore[call-overload]
     except (ValueError, TypeError, OverflowError):
         budget = 0
     if budget < 1:
-        raise UnsupportedError(f"memory_budget={given!r}: pass bytes above 0, such as 40e9 or '40GB', or None")
+        raise UnsupportedError(f"{name}={given!r}: pass bytes above 0, such as 40e9 or '40GB', or None")
     return budget
 
 

@@ -109,6 +109,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "budget of nothing": (llama, {"memory_budget": 0}, r"memory_budget=0: pass bytes above 0, .* or '40GB'"),
     "budget below nothing": (llama, {"memory_budget": "-1GB"}, r"memory_budget='-1GB': pass bytes above 0"),
     "budget that is true": (llama, {"memory_budget": True}, r"memory_budget=True: pass bytes above 0"),
+    "budget of the host": (llama, {"host_budget": "most"}, r"host_budget='most': pass bytes above 0, such as 40e9"),
     "budget of nan": (llama, {"memory_budget": float("nan")}, r"memory_budget=nan: pass bytes above 0"),
     "dtype by name": (
         llama,

@@ -34,7 +34,7 @@ from ithaca.sequence.layout import SequenceLayout
 
 # What is left free on the device, for fragmentation and whatever else runs there.
 SHARE = 0.75
-# The largest share that anyone is advised to give to a plan.
+# The largest share of a device or a host that anyone is advised to give to a plan.
 MOST = 0.93
 # More rows than a batch has.
 _ROWS = 2**20
@@ -46,8 +46,8 @@ logger = logging.getLogger("ithaca")
 class AutoMemory:
     """Plans for one model on one mesh. `budget` is bytes of device memory a rank may use, weights and all.
 
-    `held` gives the bytes of its state that are on the host already, `store` is where its saved tensors go;
-    `most_host` bounds what a rank takes there.
+    `host_budget` is what it may take of the host, None a share of what is free there. `held` gives the bytes of its
+    state that are on the host already, `store` is where its saved tensors go.
     """
 
     sizes: ModelSizes
@@ -56,19 +56,26 @@ class AutoMemory:
     budget: int
     model: nn.Module = field(repr=False)
     given: MemoryPlan | None = None
+    host_budget: int | None = None
     plan: MemoryPlan | None = None
     planned: int = 0
     words: Words = LIBRARY
     held: Callable[[], int] = int
     store: HostStore | None = None
-    most_host: int | None = None
 
     @classmethod
     def of(
-        cls, model: nn.Module, base: PreTrainedModel, mesh: Mesh, job: Job, budget: int | None, given: MemoryPlan | None
+        cls,
+        model: nn.Module,
+        base: PreTrainedModel,
+        mesh: Mesh,
+        job: Job,
+        budget: int | None,
+        given: MemoryPlan | None,
+        host_budget: int | None = None,
     ) -> AutoMemory:
-        sizes = sizes_of(model, base)
-        return cls(sizes, mesh, job, int(SHARE * _device_memory(mesh)) if budget is None else budget, model, given)
+        budget = int(SHARE * _device_memory(mesh)) if budget is None else budget
+        return cls(sizes_of(model, base), mesh, job, budget, model, given, host_budget)
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
         """A plan if this batch needs more than any before, else None: the one in force, or the given one, will do."""
@@ -126,20 +133,20 @@ class AutoMemory:
         return int(host)
 
     def _host(self) -> int:
-        """This rank's share of the host. What it holds there is no longer free, but the plan counts it again."""
-        share = self._host_share()
-        return min(share, self.most_host or share)
+        """What this rank may take of the host."""
+        return host_share(self._host_there(), self.host_budget)
 
-    def _host_share(self) -> int:
+    def _host_there(self) -> int:
+        """This rank's part of the host. What it holds there is no longer free, but the plan counts it again."""
         held = self.held() + (0 if self.store is None else self.store.pinned)
-        return int(SHARE * (psutil.virtual_memory().available / self.mesh.local_ranks + held))
+        return psutil.virtual_memory().available // self.mesh.local_ranks + held
 
     def _here(self, words: Words) -> Words:
         """`words` with the amounts that this machine would need, of which a plan is given a share."""
-        share, device = self._host_share(), more_device(_device_memory(self.mesh), words.budget)
+        there, device = self._host_there(), more_device(_device_memory(self.mesh), words.budget)
 
         def host(gib: int) -> str:
-            if words.host is not None and self.most_host is not None and gib * GIB <= share:
+            if words.host is not None and gib * GIB <= MOST * there:
                 return words.host(gib)
             return f"{math.ceil(gib * self.mesh.local_ranks / SHARE)} GiB of free host memory"
 
@@ -151,6 +158,11 @@ class AutoMemory:
             return error
         host = self._host() if self.mesh.device.type == "cuda" else 0
         return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, self._here(self.words))
+
+
+def host_share(there: int, budget: int | None) -> int:
+    """What a rank may take of `there` bytes of the host: what it was told, as far as that leaves room for others."""
+    return int(SHARE * there) if budget is None else min(budget, int(MOST * there))
 
 
 def more_device(there: int, budget: Callable[[str], str]) -> Callable[[int], str]:

@@ -37,7 +37,7 @@ class Words(NamedTuple):
 
 LIBRARY = Words(
     "on_host='everything'",
-    "{} GiB of host memory".format,
+    "parallelize(..., host_budget='{}GiB')".format,
     "sp={}".format,
     "length={:,}".format,
     "parallelize(..., memory_budget='{}')".format,

@@ -24,7 +24,7 @@ import torch
 from ithaca.config import Run
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.auto import SHARE, job_of, more_device
+from ithaca.models.auto import MOST, SHARE, host_share, job_of, more_device
 from ithaca.models.fuse import compiled_once
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.sizes import sizes_of
@@ -244,7 +244,7 @@ def _typed(asked: Asked, *, gpu: bool) -> Words:
     gpus, budget = asked.machine.gpus, "memory.budget={}".format
 
     def host(gib: int) -> str:
-        if asked.run.memory.host_budget and gib * GIB <= _host_share(asked, gpu=gpu):
+        if gib * GIB <= MOST * _host_there(asked, gpu=gpu):
             return f"memory.host_budget={gib}GiB"
         if gpu:
             return f"{math.ceil(gib / SHARE)} GiB of free host memory"
@@ -264,13 +264,12 @@ def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
     """Device and host bytes of one rank: three quarters of what it has there, and of what there is here."""
     most = _most(asked, gpu=gpu)
     device = min(asked.run.memory.budget or int(SHARE * most), most)
-    host = _host_share(asked, gpu=gpu)
-    return device, min(host, asked.run.memory.host_budget or host)
+    return device, host_share(_host_there(asked, gpu=gpu), asked.run.memory.host_budget)
 
 
-def _host_share(asked: Asked, *, gpu: bool) -> int:
-    share = int(SHARE * asked.machine.host_memory / asked.machine.gpus)
-    return min(share, int(SHARE * psutil.virtual_memory().available)) if gpu else share
+def _host_there(asked: Asked, *, gpu: bool) -> int:
+    there = asked.machine.host_memory // asked.machine.gpus
+    return min(there, psutil.virtual_memory().available) if gpu else there
 
 
 def _most(asked: Asked, *, gpu: bool) -> int:

@@ -116,12 +116,13 @@ def build_session(
         kernel=run.model.kernel,
         memory="auto" if run.memory.plan == "auto" else None,
         memory_budget=run.memory.budget,
+        host_budget=run.memory.host_budget,
         optimizer=run.optimizer.name,
         compute_dtype=compute,
     )
     planner = planner_of(model)
     if planner is not None:
-        planner.words, planner.most_host = _settings(run, number, mesh), run.memory.host_budget
+        planner.words = _settings(run, number, mesh)
         _refuse_too_long(run, number, mesh, config, planner)
     if run.model.weights == "random":
         init_weights(model, seed=run.seed)

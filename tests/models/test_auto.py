@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ithaca.mesh import init_mesh
 from ithaca.models import auto
-from ithaca.models.auto import SHARE, AutoMemory, planner_of
+from ithaca.models.auto import MOST, SHARE, AutoMemory, planner_of
 from ithaca.models.sizes import sizes_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.advice import LIBRARY
@@ -62,8 +62,13 @@ def test_a_plan_has_the_same_room_before_and_after_its_state_is_there() -> None:
         store: Any = SimpleNamespace(pinned=5_000)
         planner.store = store
         assert planner._host() == SHARE * total / 2
-        planner.most_host = 4_000
+        planner.host_budget = 4_000
         assert planner._host() == 4_000
+        # More than the usual share, if asked for; never all there is.
+        planner.host_budget = 90_000
+        assert planner._host() == 90_000
+        planner.host_budget = 99_000
+        assert planner._host() == MOST * total / 2
 
 
 def test_a_refusal_asks_for_what_the_machine_needs() -> None:
@@ -76,10 +81,8 @@ def test_a_refusal_asks_for_what_the_machine_needs() -> None:
         said: Any = planner._here(LIBRARY)
         assert said.device(70) == "parallelize(..., memory_budget='70GiB')"
         assert said.device(90) == "a device of 120 GiB"
-        assert said.host(150) == "800 GiB of free host memory"
-        planner.most_host = 10 * GIB
-        said = planner._here(LIBRARY._replace(host="memory.host_budget={}GiB".format))
-        assert (said.host(75), said.host(90)) == ("memory.host_budget=75GiB", "480 GiB of free host memory")
+        assert said.host(90) == "parallelize(..., host_budget='90GiB')"
+        assert said.host(94) == "502 GiB of free host memory"
         mesh.device = torch.device("cpu")
         assert planner._here(LIBRARY).host is None
 

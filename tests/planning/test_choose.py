@@ -188,7 +188,7 @@ def test_the_error_asks_for_host_memory_where_that_is_short() -> None:
     job = bare(512 * K)
     with pytest.raises(MemoryPlanError) as raised:
         choose_plan(B8, job, 104 * GIB, 10 * GIB)
-    host = int(re.findall(r"fits: (\d+) GiB of host memory", str(raised.value))[0])
+    host = int(re.findall(r"fits: parallelize\(\.\.\., host_budget='(\d+)GiB'", str(raised.value))[0])
     chosen(B8, job, 104, host)
     with pytest.raises(MemoryPlanError):
         chosen(B8, job, 104, host - 1)
