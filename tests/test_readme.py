@@ -156,8 +156,15 @@ def test_the_longest_steps_are_those_measured() -> None:
     assert said == {(row[0], row[1], row[2], row[4], row[5]) for row in made if "layer" not in row[0]}
     whole = [cell for cell in result["cells"] if "whole" not in cell]
     assert {(cell["model"], cell["length"]) for cell in whole} == {("8B", 524_288), ("1B", 1_048_576)}
-    assert max(cell["host_gib"] for cell in whole) < 96
-    assert max(cell["pinned_gib"] for cell in derived(result)) < 96
+    told = [cell for cell in whole if "host_budget_gib" in cell["settings"]]
+    assert [cell["model"] for cell in told] == ["8B"]
+    assert f'host_budget="{told[0]["settings"]["host_budget_gib"]:.0f}GiB"' in shown
+    assert " 4 recompute;" in told[0]["plan"]
+    assert "four layers only" in shown
+    assert told[0]["pinned_gib"] <= told[0]["settings"]["host_budget_gib"]
+    assert max(cell["host_gib"] for cell in whole) < 125
+    # The others took their share of the 128 GiB.
+    assert max(cell["pinned_gib"] for cell in [*whole, *derived(result)] if cell not in told) < 96
 
 
 def test_memory_grows_by_the_same_amount_for_every_token() -> None:
