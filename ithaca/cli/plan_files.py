@@ -26,7 +26,6 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
     """The run that the plan is of; the documents are the user's to name."""
     recipe, job = option.recipe, option.job
     budget = None if wanted.headroom == USUAL_HEADROOM else wanted.device_budget
-    host = replace(wanted, machine=option.machine).host_budget if wanted.headroom > HOST_HEADROOM else None
     stage = Stage(
         length=job.length,
         steps=None if tokens else STEPS,
@@ -43,10 +42,19 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
         data=Data(sources=[Source(path="documents.jsonl")]),
         stages=[stage],
         mesh=MeshDegrees(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
-        memory=MemorySection(budget=budget, host_budget=host, on_host="everything" if recipe.on_host else "nothing"),
+        memory=MemorySection(
+            budget=budget,
+            host_budget=_host_budget(wanted, option),
+            on_host="everything" if recipe.on_host else "nothing",
+        ),
         optimizer=Optimizer(name=optimizer),
         launch=Launch(processes=option.machine.gpus, device="cuda"),
     )
+
+
+def _host_budget(wanted: Wanted, option: Option) -> int | None:
+    """One rank's bytes of the host, where they are not what a run takes by itself."""
+    return replace(wanted, machine=option.machine).host_budget if wanted.headroom > HOST_HEADROOM else None
 
 
 def _folder(name: str) -> str:
@@ -112,6 +120,8 @@ def script_change(wanted: Wanted, option: Option) -> str:
     settings += [f"replicas={job.replicas}"] if job.replicas > 1 else []
     settings += [f'optimizer="{recipe.optimizer}"'] if recipe.optimizer != "adamw" else []
     settings += [f"memory_budget={wanted.device_budget}"] if wanted.headroom != USUAL_HEADROOM else []
+    host = _host_budget(wanted, option)
+    settings += [f"host_budget={host}"] if host is not None else []
     dtype = "torch.float32" if recipe.precision == "mixed" else "torch.bfloat16"
     call = f"+model = ithaca.parallelize(model, {', '.join(settings)})"
     if len(call) > _LINE:

@@ -125,12 +125,16 @@ def test_settings_reach_the_run_and_the_script(run: Any) -> None:
     assert "4 rows a step" in out
 
 
-def test_more_headroom_reaches_the_run_s_share_of_the_host(run: Any) -> None:
+def test_more_headroom_reaches_the_share_of_the_host(run: Any) -> None:
     words = ("--model", "llama-3.1-8b", "--length", "1M", "--gpus", "8xH100", "--host-memory", "600GB")
-    assert run(*words, "--headroom", "0.4")[0] == 0
+    status, out, _ = run(*words, "--headroom", "0.4")
+    assert status == 0
     assert load_run("run.yaml").memory.host_budget == int(0.6 * 600e9 / 8)
-    assert run(*words, "--headroom", "0.1", "--write", "less.yaml")[0] == 0
+    assert "host_budget=45000000000" in out
+    status, out, _ = run(*words, "--headroom", "0.1", "--write", "less.yaml")
+    assert status == 0
     assert load_run("less.yaml").memory.host_budget is None
+    assert "host_budget" not in out
 
 
 def test_json_has_the_whole_plan(run: Any) -> None:

@@ -71,6 +71,19 @@ def test_a_plan_has_the_same_room_before_and_after_its_state_is_there() -> None:
         assert planner._host() == MOST * total / 2
 
 
+def _told_budgets() -> list[Any]:
+    mesh, planners = init_mesh(sp=1), []
+    for host in ("3GB", 7e9, None):
+        model: Any = parallelize(small_model("llama"), mesh, memory_budget="2GB", host_budget=host)
+        planners.append(planner_of(model))
+    return [(planner.budget, planner.host_budget) for planner in planners if planner is not None]
+
+
+def test_budgets_reach_the_planner() -> None:
+    [told] = run_ranks(1, _told_budgets)
+    assert told == [(2 * 10**9, 3 * 10**9), (2 * 10**9, 7 * 10**9), (2 * 10**9, None)]
+
+
 def test_a_refusal_asks_for_what_the_machine_needs() -> None:
     """Of which a plan is given three quarters; and where the device has more than that, for more of it."""
     model: Any = torch.nn.Linear(2, 2)

@@ -159,6 +159,28 @@ def _alive_at_builds(text: str) -> list[int]:
     return found
 
 
+def test_budgets_of_a_run_reach_its_plans(place: Path) -> None:
+    run = small_run(place, "budgets", memory={"budget": "3GB", "host_budget": "5GB"})
+    assert run_ranks(1, _budgets_of, run.model_dump_json()) == [(3 * 10**9, 5 * 10**9)]
+
+
+def _budgets_of(text: str) -> tuple[int, int | None]:
+    from ithaca.models.auto import planner_of
+    from ithaca.training import trainer
+
+    stage, planners = trainer.StageLoop.go, []
+
+    def noting(self: Any, place: Any) -> Any:
+        planners.append(planner_of(self.session.model))
+        return stage(self, place)
+
+    with patch.object(trainer.StageLoop, "go", noting):
+        trainer.train(Run.model_validate_json(text))
+    [planner] = planners
+    assert planner is not None
+    return planner.budget, planner.host_budget
+
+
 @pytest.mark.slow
 def test_a_stop_near_the_end_of_a_stage_loses_nothing(place: Path) -> None:
     more = {"stages": [stage.model_dump() for stage in STAGES], "mesh": {"sp": 2}}
