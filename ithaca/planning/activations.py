@@ -125,11 +125,17 @@ def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tup
     # wants it, and as the projection after it does.
     qkv = flow.q_g + flow.kv_g if flow.arrives else flow.q + flow.kv
     attention = (qkv, flow.out, flow.lse, _normed(flow, layer), _into_projection(flow, layer))
-    if not _keeps_mlp(layer, mode, tiled=tiled):
-        # What the first norm leaves (q, k, v are made of its output), and the input of the second, which runs again.
-        return _norm(flow, layer, layer.wants.queries, tiled=tiled) + flow.x, *attention
-    norms = sum(_norm(flow, layer, wanted, tiled=tiled) for wanted in (layer.wants.queries, layer.wants.mlp))
+    # What the first norm leaves: q, k, v are made of its output, where there is but one the MLP too.
+    wanted = layer.wants.queries or (layer.one_norm and (layer.wants.mlp or not _keeps_mlp(layer, mode, tiled=tiled)))
+    norms = _norm(flow, layer, wanted, tiled=tiled) + _mlp_norm(flow, layer, mode, tiled=tiled)
     return norms, *attention, _kept_wide(flow, layer, mode, tiled=tiled)
+
+
+def _mlp_norm(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+    """What the norm before the MLP leaves, if it has its own: all of it, or the input where it runs again."""
+    if layer.one_norm:
+        return 0
+    return _norm(flow, layer, layer.wants.mlp, tiled=tiled) if _keeps_mlp(layer, mode, tiled=tiled) else flow.x
 
 
 def _kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
@@ -156,9 +162,8 @@ def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, til
     and the projection's input where that is not attention's own output."""
     if mode != "keep":
         return 0
-    kept = _keeps_mlp(layer, mode, tiled=tiled)
-    norm = _norm(flow, layer, layer.wants.mlp, tiled=tiled) if kept else flow.x
-    return _kept_wide(flow, layer, mode, tiled=tiled) + norm + (0 if flow.cast else _into_projection(flow, layer))
+    wide, norm = _kept_wide(flow, layer, mode, tiled=tiled), _mlp_norm(flow, layer, mode, tiled=tiled)
+    return wide + norm + (0 if flow.cast else _into_projection(flow, layer))
 
 
 def _norm(flow: Flow, layer: LayerSizes, wanted: bool, *, tiled: bool) -> int:
@@ -171,9 +176,9 @@ def _norm(flow: Flow, layer: LayerSizes, wanted: bool, *, tiled: bool) -> int:
 
 
 def _uncompiled(flow: Flow, layer: LayerSizes) -> int:
-    """Bytes that a norm which is not compiled leaves of each value: its input in fp32 and, where its weight is trained,
-    what that is multiplied with."""
-    return FP32 + (FP32 if layer.norms_in_fp32 else flow.c) * flow.trains
+    """Bytes that a norm which is not compiled leaves of each value: its input in fp32 (less its mean, for the variance
+    and for the quotient) and, where its weight is trained, what that is multiplied with."""
+    return FP32 * (1 + layer.centred) + (FP32 if layer.norms_in_fp32 else flow.c) * flow.trains
 
 
 def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
@@ -277,8 +282,8 @@ def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, train
     pieces = [Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}")]
     if mode != "keep":
         pieces += _queries(flow, layer)
-    # Compiled, one tile of all tokens has only the norm's output beside the wide values; its input is no copy.
-    narrow = 1 if kept or (flow.fused and not tiled) else 4
+    # Compiled, or without a norm of its own, one tile of all tokens has only its input beside the wide values, no copy.
+    narrow = 1 if kept or (not tiled and (flow.fused or layer.one_norm)) else 4
     values = _wide_values(layer, fused=flow.fused, kept=kept)
     wide = (values * layer.width + narrow * flow.hidden) * flow.c
     tile_bytes, formula = tokens * wide, f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
@@ -301,8 +306,11 @@ _MLP_STREAMS = {
 
 
 def _lasting(streams: tuple[str, ...], layer: LayerSizes, mode: LayerMode) -> tuple[str, ...]:
-    """A layer that is run again has what its first norm gives too, as long as something wants it."""
-    return streams if mode == "keep" or not layer.wants.queries else ("norm's output", *streams)
+    """A layer that is run again has what its first norm gives too, as long as something wants it; where that is the
+    MLP's input, once."""
+    if mode == "keep" or not layer.wants.queries:
+        return streams
+    return "norm's output", *(stream for stream in streams if stream != "the MLP's input" or not layer.one_norm)
 
 
 def _wide_values(layer: LayerSizes, *, fused: bool, kept: bool) -> int:

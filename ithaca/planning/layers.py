@@ -27,6 +27,10 @@ _NORM_AFTER_MLP = (*_FOUR_NORMS, "olmo2", "olmo3")
 _NORMS_IN_FP32 = (
     "flex_olmo", "flint", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "helium", "olmo2", "olmo3", "vaultgemma",
 )  # fmt: skip
+# Norms that take the mean off, each step of it an operation.
+_CENTRED = ("cohere", "cohere2", "cohere2_moe")
+# Attention and MLP take the output of the same norm.
+_ONE_NORM = (*_CENTRED, "phi")
 # Norms and linear maps with biases, and an MLP without a gate.
 PLAIN = ("starcoder2", "gpt2", "gpt_bigcode")
 # An MLP of two maps, whatever else.
@@ -62,8 +66,9 @@ class LayerSizes:
     `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add. `normed`: values of a token
     that norms inside attention take: of queries and keys, or of what those are made from. `last`: MLP parameters whose
     product only the residual stream takes, so that no gradient needs its value. `sandwiched`: what attention and MLP
-    give is normed too, beside what they take. `norms_in_fp32`: to the product with their weight. `adapted`: a token's
-    values that go into adapters, of attention and MLP. `wants`: which maps want their input.
+    give is normed too, beside what they take. `one_norm`: both take the output of one norm. `norms_in_fp32`: to the
+    product with their weight. `centred`: they take the mean off by hand. `adapted`: a token's values that go into
+    adapters, of attention and MLP. `wants`: which maps want their input.
     """
 
     attention: int
@@ -79,7 +84,9 @@ class LayerSizes:
     normed: int = 0
     last: int = 0
     sandwiched: bool = False
+    one_norm: bool = False
     norms_in_fp32: bool = False
+    centred: bool = False
     adapted: tuple[int, int] = (0, 0)
     wants: Wants = EVERY
 
@@ -108,7 +115,9 @@ def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> L
         normed=_normed(config, key_size),
         last=0 if block.experts or kind in _NORM_AFTER_MLP else block.width * hidden,
         sandwiched=kind in _FOUR_NORMS,
-        norms_in_fp32=kind in _NORMS_IN_FP32,
+        one_norm=kind in _ONE_NORM,
+        norms_in_fp32=kind in (*_NORMS_IN_FP32, *_CENTRED),
+        centred=kind in _CENTRED,
     )
 
 

@@ -153,10 +153,18 @@ def said_and_seen(kind: str, plan: MemoryPlan, **changes: Any) -> tuple[int, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [1024, 16384])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "starcoder2", "gemma3_text", "olmo2", "helium"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "starcoder2", "gemma3_text", "olmo2", "helium", "cohere"])
 def test_the_plan_knows_what_norms_leave_in_tiles(kind: str, tile: int) -> None:
     """Where nothing is run again: a norm's values in fp32 stay only where it is not cut into tiles."""
     said, seen = said_and_seen(kind, MemoryPlan(("keep",) * LAYERS, (False,) * LAYERS, tile, 4096))
+    assert said == pytest.approx(seen, rel=TRACED_MEMORY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [1024, 16384])
+def test_the_plan_knows_a_norm_for_attention_and_mlp(tile: int) -> None:
+    """Where a layer is run again its output is there once."""
+    said, seen = said_and_seen("cohere", MemoryPlan(("save",) * LAYERS, (False,) * LAYERS, tile, 4096))
     assert said == pytest.approx(seen, rel=TRACED_MEMORY)
 
 
