@@ -19,6 +19,7 @@ from ithaca.integrations.names import kernel_for
 from ithaca.integrations.settings import Settings
 from ithaca.integrations.versions import check_versions
 from ithaca.mesh import Mesh, init_mesh
+from ithaca.parallelize import read_budget
 from ithaca.planning.plan import MemoryPlan
 
 _WEIGHTS = Literal["shard", "replicate"]
@@ -29,9 +30,9 @@ _HANDLER = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementatio
 class UlyssesConfig(ParallelismConfig):
     """`TrainingArguments(..., parallelism_config=ithaca.UlyssesConfig(sp_size=4))`, or SFTConfig, or Accelerator.
 
-    `sp_size` ranks share each sequence; the rest of the world is data-parallel. `ring_size`, `memory`, `kernel`: as in
-    `ithaca.parallelize`. `weights`: "shard" or "replicate". `whole_logits`: evaluation gathers the logits of whole
-    sequences beside the loss, for `compute_metrics` and `predict`. `sp_handler`: accelerate's
+    `sp_size` ranks share each sequence; the rest of the world is data-parallel. `ring_size`, `memory`, `memory_budget`,
+    `host_budget`, `kernel`: as in `ithaca.parallelize`. `weights`: "shard" or "replicate". `whole_logits`: evaluation
+    gathers the logits of whole sequences beside the loss, for `compute_metrics` and `predict`. `sp_handler`: accelerate's
     `DeepSpeedSequenceParallelConfig`, or a dict of the same names.
     """
 
@@ -43,6 +44,8 @@ class UlyssesConfig(ParallelismConfig):
         ring_size: int = 1,
         *,
         memory: MemoryPlan | Literal["auto"] | None = "auto",
+        memory_budget: float | str | None = None,
+        host_budget: float | str | None = None,
         kernel: str = "auto",
         weights: _WEIGHTS = "shard",
         whole_logits: bool = False,
@@ -56,6 +59,8 @@ class UlyssesConfig(ParallelismConfig):
             raise UnsupportedError(
                 f"weights={weights!r}: Trainer and Accelerator leave the weights to Ithaca, choose 'shard' or 'replicate'"
             )
+        read_budget("memory_budget", memory_budget)
+        read_budget("host_budget", host_budget)
         handler = _read_handler(sp_handler)
         named = handler.get("sp_attn_implementation")
         if named is not None and kernel == "auto":
@@ -63,7 +68,17 @@ class UlyssesConfig(ParallelismConfig):
         variable = handler.get("sp_seq_length_is_variable")
         length = handler.get("sp_seq_length") if variable is False else None
         self.settings = Settings(
-            sp_size, ring_size, dp_size, memory, kernel, weights, whole_logits, length, allow_untested
+            sp_size,
+            ring_size,
+            dp_size,
+            memory,
+            memory_budget,
+            host_budget,
+            kernel,
+            weights,
+            whole_logits,
+            length,
+            allow_untested,
         )
         self.mesh: Mesh | None = None
 

@@ -19,13 +19,23 @@ from ithaca.integrations.names import kernel_for
 from ithaca.integrations.settings import Settings
 from ithaca.integrations.state import SavePretrained
 from ithaca.mesh import Mesh
+from ithaca.models.auto import planner_of
 from ithaca.models.binding import is_bound
 from ithaca.models.not_taken import checkpointing_off, is_checkpointing
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
+from ithaca.planning.advice import Words
 
 logger = logging.getLogger("ithaca")
 _HOOKS = "_ithaca_whole_batches"
+# What makes a step fit, as it is asked for here.
+_WORDS = Words(
+    None,
+    "UlyssesConfig(..., host_budget='{}GiB')".format,
+    "UlyssesConfig(sp_size={})".format,
+    "rows of {:,} tokens".format,
+    "UlyssesConfig(..., memory_budget='{}')".format,
+)
 
 
 @dataclass(eq=False)
@@ -54,9 +64,14 @@ class Preparation:
             weights=self.settings.weights,
             kernel=kernel,
             memory=self.settings.memory,
+            memory_budget=self.settings.memory_budget,
+            host_budget=self.settings.host_budget,
             compute_dtype=self.compute_dtype,
             allow_untested=self.settings.allow_untested,
         )
+        planner = planner_of(model)
+        if planner is not None:
+            planner.words = _WORDS
         after = dict(model.named_parameters())
         self.moved.update({before[name]: after[name] for name in before})
         self._dress(model, base)

@@ -16,6 +16,8 @@ class Settings:
     ring_size: int
     dp_size: int | None
     memory: MemoryPlan | Literal["auto"] | None
+    memory_budget: float | str | None
+    host_budget: float | str | None
     kernel: str
     weights: Literal["shard", "replicate"]
     whole_logits: bool

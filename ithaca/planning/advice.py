@@ -25,9 +25,10 @@ MOST_HOST, MOST_DEVICE = 4096 * GIB, 512 * GIB
 
 class Words(NamedTuple):
     """How a change is asked for: by arguments of the library, or as a command has them. `host` and `device` are given the
-    GiB that a plan would have to be given there, `budget` an amount such as `38.5GiB`. No `host`: it is the device."""
+    GiB that a plan would have to be given there, `budget` an amount such as `38.5GiB`. No `host`: it is the device. No
+    `on_host`: state cannot be put there."""
 
-    on_host: str
+    on_host: str | None
     host: Callable[[int], str] | None
     sp: Callable[[int], str]
     length: Callable[[int], str]
@@ -113,7 +114,10 @@ def _to_host(job: Job, device: int, host: int, fits: Fits, words: Words) -> Iter
     if words.host is None:
         return
     away = replace(job, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
-    for name, changed in (("", job), (f"{words.on_host} (weights, gradients and optimizer state)", away)):
+    ways = [("", job)]
+    if words.on_host is not None:
+        ways.append((f"{words.on_host} (weights, gradients and optimizer state)", away))
+    for name, changed in ways:
         # What the host has may do; more of it is named with the amount.
         needed = smallest(host // GIB, MOST_HOST // GIB, partial(_fits_host, fits, changed, device))
         if needed is not None:

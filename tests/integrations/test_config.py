@@ -83,6 +83,14 @@ def test_unknown_names_are_refused() -> None:
         UlyssesConfig(2, weights="none")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["memory_budget", "host_budget"])
+def test_budgets_are_read_at_once(name: str) -> None:
+    config = UlyssesConfig(sp_size=2, **{name: "40GB"})  # type: ignore[arg-type]
+    assert repr(config) == f"UlyssesConfig(sp_size=2, {name}='40GB')"
+    with pytest.raises(UnsupportedError, match=f"{name}='much': pass bytes above 0, such as 40e9 or '40GB'"):
+        UlyssesConfig(sp_size=2, **{name: "much"})  # type: ignore[arg-type]
+
+
 def test_arguments_can_be_written_and_pickled(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), parallelism_config=UlyssesConfig(sp_size=2, kernel="cpu"))
     assert json.loads(arguments.to_json_string())["parallelism_config"]["kernel"] == "cpu"
@@ -121,7 +129,7 @@ def test_one_process_says_what_to_type() -> None:
 
 def _prepared(**options: Any) -> Any:
     reset()
-    settings = {key: options.pop(key) for key in ("sp_handler", "whole_logits") if key in options}
+    settings = {key: options.pop(key) for key in ("sp_handler", "whole_logits", "memory_budget") if key in options}
     accelerator = Accelerator(cpu=True, parallelism_config=UlyssesConfig(sp_size=2, **settings), **options)
     return accelerator, accelerator.prepare(small_model("llama", dtype=torch.float32))
 
@@ -139,6 +147,11 @@ def _compiled() -> None:
 def _fixed_length() -> None:
     _, model = _prepared(sp_handler={"sp_seq_length_is_variable": False, "sp_seq_length": 16})
     assert model(**small_batch(1, 16)).loss.item() > 0
+    model(**small_batch(1, 12))
+
+
+def _too_small_a_budget() -> None:
+    _, model = _prepared(memory_budget="10KB")
     model(**small_batch(1, 12))
 
 
@@ -185,6 +198,7 @@ def _neftune() -> None:
         (_fp16, "UnsupportedError", "mixed_precision='fp16': use 'bf16'"),
         (_compiled, "UnsupportedError", "torch_compile=True"),
         (_fixed_length, "BatchError", "12 tokens a row, .* sp_seq_length=16"),
+        (_too_small_a_budget, "MemoryPlanError", r"fits: UlyssesConfig\(\.\.\., memory_budget='\d+GiB'\)$"),
         (_hidden_states, "UnsupportedError", "output_hidden_states .*unsharded"),
         (_few_logits, "UnsupportedError", "logits_to_keep"),
         (_too_many_ranks, "MeshError", "sp=3 does not divide a world of 2 processes"),
