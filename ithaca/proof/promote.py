@@ -39,6 +39,9 @@ def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def promoted() -> Iterator[None]:
     """Casts to fp32 go to fp64 instead, in the whole process, for the time being."""
+    with torch.device("meta"):
+        # The first such context of a process notes which functions make tensors, for good: not those below.
+        torch.empty(0)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Tensor, "float", Tensor.double))
         for owner, names in ((Tensor, _METHODS), (torch, _FUNCTIONS)):
