@@ -261,7 +261,7 @@ def _typed(asked: Asked, *, gpu: bool) -> Words:
 
 
 def _budgets(asked: Asked, *, gpu: bool) -> tuple[int, int]:
-    """Device and host bytes of one rank: three quarters of what it has there, and of what there is here."""
+    """Device and host bytes of one rank: what the run sets, else three quarters, of what it has there and there is here."""
     most = _most(asked, gpu=gpu)
     device = min(asked.run.memory.budget or int(SHARE * most), most)
     return device, host_share(_host_there(asked, gpu=gpu), asked.run.memory.host_budget)
