@@ -166,16 +166,39 @@ class MeshDegrees(Section):
             raise ConfigError("mesh.ring: ring attention is not there yet: use mesh.ring=1")
 
 
+# What of a plan may be decided, for all layers or each, and for all.
+_EACH, _PIECES = ("layers", "offload"), ("mlp_tile", "loss_tile", "head_groups")
+
+
 class Memory(Section):
     """`plan: auto` keeps as much as fits `budget` (three quarters of the device); "none" leaves it to autograd.
 
-    `host_budget` is what one rank may take of the host's memory (three quarters of its part of what is free there).
+    `host_budget` is what one rank may take of the host's memory (three quarters of its part of what is free there). The
+    last five decide by hand what they name, the plan the rest: `layers` the mode of all layers or of each, `offload`
+    whether what they save goes to the host, likewise.
     """
 
     plan: Literal["auto", "none"] = "auto"
     budget: Bytes | None = None
     host_budget: Bytes | None = None
     on_host: Literal["nothing", "everything"] = "nothing"
+    layers: Annotated[list[Literal["keep", "save", "rebuild", "recompute"]], BeforeValidator(one_or_more)] = []
+    offload: Annotated[list[bool], BeforeValidator(one_or_more)] = []
+    mlp_tile: Length | None = None
+    loss_tile: Length | None = None
+    head_groups: Positive | None = None
+
+    @property
+    def decided(self) -> dict[str, Any]:
+        """What is not left to the plan, as `parallelize(memory=...)` takes it."""
+        each = {name: value[0] if len(value) == 1 else value for name in _EACH if (value := getattr(self, name))}
+        return each | {name: value for name in _PIECES if (value := getattr(self, name)) is not None}
+
+    @model_validator(mode="after")
+    def _check_decided(self) -> Memory:
+        if self.decided and self.plan == "none":
+            raise ValueError(f"plan=none leaves all to autograd: leave out {', '.join(self.decided)}, or use plan=auto")
+        return self
 
 
 class Optimizer(Section):

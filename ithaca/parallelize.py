@@ -6,8 +6,9 @@ back, ready for `causal_loss`. Everything that could be wrong is refused before 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -19,10 +20,11 @@ from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind
 from ithaca.models.experts import has_experts
-from ithaca.models.layers import install_memory, manages_memory
+from ithaca.models.layers import install_memory
+from ithaca.models.plans import manages_memory
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers
-from ithaca.planning.plan import MemoryPlan, Optimizer
+from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
 from ithaca.state.on_host import held_on_host
 from ithaca.state.safetensors import refuse_plain_save
 from ithaca.state.shardable import check_shardable
@@ -50,7 +52,7 @@ def parallelize(
     replicas: int = 1,
     on_host: OnHost = "nothing",
     kernel: str = "auto",
-    memory: MemoryPlan | Literal["auto"] | None = "auto",
+    memory: MemoryPlan | Mapping[str, Any] | Literal["auto"] | None = "auto",
     memory_budget: float | str | None = None,
     host_budget: float | str | None = None,
     optimizer: Optimizer = "adamw",
@@ -65,16 +67,18 @@ def parallelize(
     `on_host`: "everything" keeps weights, gradients and optimizer state in host memory. `kernel`: "auto" or a name from
     `ithaca.KERNELS`. `memory`: how activations are kept, layer by layer: "auto" for the least recompute that fits
     `memory_budget`, in bytes or as "40GB" (three quarters of the device), and a rank's `host_budget` (three quarters of
-    its part of what is free there), beside the state of `optimizer` ("adamw", "adamw8bit", "bf16_sr" or "none"), an
-    `ithaca.MemoryPlan`, or None to leave it to autograd. `fuse`: torch.compile norms, activations, rotary embeddings
-    and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`: what FSDP2 casts weights to for
-    computing, for example bf16 over fp32 weights.
+    its part of what is free there), beside the state of `optimizer` ("adamw", "adamw8bit", "bf16_sr" or "none"); a dict
+    such as {"offload": False, "mlp_tile": 4096} for the same with that decided (`layers`, `offload`, `mlp_tile`,
+    `loss_tile`, `head_groups`); a whole `ithaca.MemoryPlan`; or None to leave it to autograd. `fuse`: torch.compile norms,
+    activations, rotary embeddings and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`: what
+    FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
     `allow_untested` lets an architecture through that no parity run has covered.
     """
     check_mesh(mesh)
     check_placement(mesh, weights, replicas, on_host)
     check_name(kernel)
-    check_settings(memory, optimizer, compute_dtype, fuse=fuse, allow_untested=allow_untested)
+    check_settings(optimizer, compute_dtype, fuse=fuse, allow_untested=allow_untested)
+    given = read_memory(memory)
     budget, host = read_budget("memory_budget", memory_budget), read_budget("host_budget", host_budget)
     base = base_model(model)
     fuse = mesh.device.type == "cuda" if fuse is None else fuse
@@ -85,19 +89,18 @@ def parallelize(
     if takes_groups(mesh, weights, on_host, compute_dtype):
         check_shardable(model, decoder_layers(base))
     check_heads(*head_counts(base), mesh)
-    manages = manages_memory(base, memory, allow_untested=allow_untested)
+    manages = manages_memory(base, given, allow_untested=allow_untested)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)
 
     # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
-    if manages:
+    if given is not None and manages:
         if not away:
             move(model, mesh.device)
         job = job_of(
             model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype, replicas=replicas, on_host=away
         )
-        given = memory if isinstance(memory, MemoryPlan) else None
         planner = AutoMemory.of(model, base, mesh, job, budget, given, host)
         planner.held = partial(held_on_host, model)
         with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
@@ -119,12 +122,19 @@ def parallelize(
     return model
 
 
-def check_settings(
-    memory: object, optimizer: object, compute_dtype: object, *, fuse: object, allow_untested: object
-) -> None:
+def read_memory(memory: object) -> MemoryPlan | Decided | None:
+    """A whole plan, what is decided of one ("auto": nothing), or None for none."""
+    if memory is None or isinstance(memory, MemoryPlan):
+        return memory
+    if isinstance(memory, Mapping):
+        return Decided.of(memory)
+    if memory == "auto":
+        return Decided()
+    raise UnsupportedError(f"memory={memory!r}: pass 'auto', None, a dict of choices, or an ithaca.MemoryPlan")
+
+
+def check_settings(optimizer: object, compute_dtype: object, *, fuse: object, allow_untested: object) -> None:
     """Refuse words and types that no model takes."""
-    if not (memory is None or memory == "auto" or isinstance(memory, MemoryPlan)):
-        raise UnsupportedError(f"memory={memory!r}: pass 'auto', None, or an ithaca.MemoryPlan")
     if optimizer not in get_args(Optimizer):
         raise UnsupportedError(f"optimizer={optimizer!r}: choose one of {', '.join(get_args(Optimizer))}")
     if compute_dtype is not None and compute_dtype not in _COMPUTE:

@@ -101,6 +101,37 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "weights": (llama, {"weights": "zero3"}, r"weights='zero3': choose one of shard, replicate, none"),
     "kernel": (llama, {"kernel": "flash4"}, r"no attention kernel is called 'flash4': use one of auto, cudnn, flash"),
     "on_host": (llama, {"on_host": ["x"]}, r"on_host=\['x'\]: choose one of nothing, everything"),
+    "memory in a word": (llama, {"memory": "least"}, r"memory='least': pass 'auto', None, a dict of choices, or an"),
+    "memory of another name": (
+        llama,
+        {"memory": {"tile": 4}},
+        r"'tile' is nothing to decide of a memory plan: choose among layers, offload, mlp_tile, loss_tile, head_groups",
+    ),
+    "a mode for too few layers": (
+        llama,
+        {"memory": {"layers": ["save"] * 7}},
+        r"layers has 7 entries, the model \d layers: give one a layer, or one",
+    ),
+    "a mode that is none": (
+        llama,
+        {"memory": {"layers": "kept"}},
+        r"layer mode 'kept': choose among keep, save, rebuild",
+    ),
+    "kept and offloaded": (
+        llama,
+        {"memory": {"layers": "keep", "offload": True}},
+        r"every layer keeps everything and is to be offloaded: use layers='save' or offload=False",
+    ),
+    "experts rebuilt by choice": (
+        lambda: small_model("mixtral", dtype=torch.float32),
+        {"memory": {"layers": ["save"] + ["rebuild"] * (small_model("mixtral").config.num_hidden_layers - 1)}},
+        r"inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead",
+    ),
+    "no names of layers, by choice": (
+        lambda: small_model("biogpt", dtype=torch.float32, attention_probs_dropout_prob=0.0),
+        {"memory": {"offload": False}},
+        r"BioGptForCausalLM does not name its layers, so no plan fits it: use memory=None",
+    ),
     "budget in words": (
         llama,
         {"memory_budget": "a lot"},

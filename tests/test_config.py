@@ -75,6 +75,17 @@ def test_sources_may_be_plain_paths() -> None:
     assert [(source.path, source.kind) for source in two.data.sources] == [("a.jsonl", "auto"), ("b", "chat")]
 
 
+def test_what_is_decided_of_a_memory_plan_may_be_written_for_all_layers_or_each() -> None:
+    said = ["memory.layers=save", "memory.offload=false", "memory.mlp_tile=4k", "memory.head_groups=2"]
+    run = load_run(None, said)
+    assert run.memory.decided == {"layers": "save", "offload": False, "mlp_tile": 4096, "head_groups": 2}
+    assert read_run(yaml.safe_load(dump_run(run))) == run
+    each = load_run(None, ["memory.layers=[save, recompute]", "memory.offload=[true, false]"])
+    assert each.memory.decided == {"layers": ["save", "recompute"], "offload": [True, False]}
+    freed = [f"memory.{name}=null" for name in run.memory.decided]
+    assert load_run(None, [*said, *freed]) == Run()
+
+
 WRONG = [
     (["stage.0.length=4k"], "unknown key 'stage': did you mean 'stages'?"),
     (["stages.0.lenght=4k"], "unknown key 'lenght' in stages.0: did you mean 'length'?"),
@@ -88,6 +99,14 @@ WRONG = [
     (["stages.0.length=long"], "'long' is no number such as 4096, 128k or 1M"),
     (["stages.0.steps=0"], "stages.0.steps: got 0"),
     (["memory.budget=lots"], "60GiB or 80GB"),
+    (["memory.layers=kept"], "memory.layers.0: got 'kept': input should be 'keep', 'save', 'rebuild' or 'recompute'"),
+    (["memory.offload=far"], "memory.offload.0: got 'far': input should be a valid boolean"),
+    (["memory.mlp_tile=0"], "memory.mlp_tile: got 0"),
+    (["memory.tile=4k"], "unknown key 'tile' in memory: did you mean 'mlp_tile'?"),
+    (
+        ["memory.plan=none", "memory.offload=false"],
+        "memory: plan=none leaves all to autograd: leave out offload, or use",
+    ),
     (["model.kernel"], "write key.sub=value"),
     (["seed.x=1"], "nothing under 'x', the value before it is 0: write seed=..."),
     (["stages.0.rope={kind: yarn}"], "needs factor"),

@@ -7,6 +7,7 @@ they cut no batch, scale no loss and count no token for the ranks inside a group
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,7 @@ from ithaca.integrations.names import kernel_for
 from ithaca.integrations.settings import Settings
 from ithaca.integrations.versions import check_versions
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.parallelize import read_budget
+from ithaca.parallelize import read_budget, read_memory
 from ithaca.planning.plan import MemoryPlan
 
 _WEIGHTS = Literal["shard", "replicate"]
@@ -43,7 +44,7 @@ class UlyssesConfig(ParallelismConfig):
         sp_size: int = 1,
         ring_size: int = 1,
         *,
-        memory: MemoryPlan | Literal["auto"] | None = "auto",
+        memory: MemoryPlan | Mapping[str, Any] | Literal["auto"] | None = "auto",
         memory_budget: float | str | None = None,
         host_budget: float | str | None = None,
         kernel: str = "auto",
@@ -59,6 +60,8 @@ class UlyssesConfig(ParallelismConfig):
             raise UnsupportedError(
                 f"weights={weights!r}: Trainer and Accelerator leave the weights to Ithaca, choose 'shard' or 'replicate'"
             )
+        read_memory(memory)
+        memory = dict(memory) if isinstance(memory, Mapping) else memory
         read_budget("memory_budget", memory_budget)
         read_budget("host_budget", host_budget)
         handler = _read_handler(sp_handler)

@@ -35,6 +35,7 @@ _WORDS = Words(
     "UlyssesConfig(sp_size={})".format,
     "rows of {:,} tokens".format,
     "UlyssesConfig(..., memory_budget='{}')".format,
+    free=lambda names: "UlyssesConfig(memory='auto')",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ class Settings:
     sp_size: int
     ring_size: int
     dp_size: int | None
-    memory: MemoryPlan | Literal["auto"] | None
+    memory: MemoryPlan | Mapping[str, Any] | Literal["auto"] | None
     memory_budget: float | str | None
     host_budget: float | str | None
     kernel: str

@@ -1,4 +1,4 @@
-"""The plan in force: for `memory="auto"` made when the first batch shows how long sequences are, and again for longer ones.
+"""The plan in force: unless it was given, made when the first batch shows how long sequences are, and again for longer ones.
 
 The one model of memory is `planning/`'s; here it is told about this model, this mesh and this machine. All ranks see
 the same numbers but for free host memory, so the smallest of those is taken and all ranks choose alike.
@@ -26,9 +26,9 @@ from ithaca.models.head import logits_spec
 from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model
 from ithaca.planning.advice import LIBRARY, Words, explain
-from ithaca.planning.choose import choose_plan
+from ithaca.planning.choose import FREE, choose_plan
 from ithaca.planning.memory import GIB, memory_of
-from ithaca.planning.plan import Job, MemoryPlan, Optimizer, Weights
+from ithaca.planning.plan import Decided, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.sizes import ModelSizes
 from ithaca.sequence.layout import SequenceLayout
 
@@ -46,8 +46,9 @@ logger = logging.getLogger("ithaca")
 class AutoMemory:
     """Plans for one model on one mesh. `budget` is bytes of device memory a rank may use, weights and all.
 
-    `host_budget` is what it may take of the host, None a share of what is free there. `held` gives the bytes of its
-    state that are on the host already, `store` is where its saved tensors go.
+    `given` is a whole plan, or what is decided of each that is made. `host_budget` is what it may take of the host, None a
+    share of what is free there. `held` gives the bytes of its state that are on the host already, `store` is where its
+    saved tensors go.
     """
 
     sizes: ModelSizes
@@ -55,7 +56,7 @@ class AutoMemory:
     job: Job
     budget: int
     model: nn.Module = field(repr=False)
-    given: MemoryPlan | None = None
+    given: MemoryPlan | Decided = FREE
     host_budget: int | None = None
     plan: MemoryPlan | None = None
     planned: int = 0
@@ -71,7 +72,7 @@ class AutoMemory:
         mesh: Mesh,
         job: Job,
         budget: int | None,
-        given: MemoryPlan | None,
+        given: MemoryPlan | Decided,
         host_budget: int | None = None,
     ) -> AutoMemory:
         budget = int(SHARE * _device_memory(mesh)) if budget is None else budget
@@ -87,11 +88,11 @@ class AutoMemory:
             self.job = replace(self.job, length=tokens // batch, batch=batch)
         self.job = replace(self.job, accumulate=self.job.accumulate or adds)
         self.planned = max(tokens, self.planned)
-        if self.given is not None:
+        if isinstance(self.given, MemoryPlan):
             self.plan = self.given
             return None
-        host = self._agree()
-        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host, words=self._here(self.words))
+        host, words = self._agree(), self._here(self.words)
+        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host, self.given, words=words)
         if self.mesh.rank == 0:
             memory = memory_of(self.sizes, self.job, plan)
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
@@ -99,10 +100,10 @@ class AutoMemory:
 
     def check_fits(self, length: int, *, sp: int, dp: int, accumulate: bool, words: Words) -> None:
         """Raise now what a row of `length` tokens, so cut, would raise when it comes."""
-        if self.given is None:
+        if isinstance(self.given, Decided):
             host = self._agree()
             job = replace(self.job, length=length, batch=1, sp=sp, dp=dp, accumulate=accumulate)
-            choose_plan(self.sizes, job, self.budget, host, words=self._here(words))
+            choose_plan(self.sizes, job, self.budget, host, self.given, words=self._here(words))
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -115,7 +116,7 @@ class AutoMemory:
         Ranks of a sequence group have the same batch; others may have shorter ones.
         """
         batch, tokens = layout.batch, layout.batch * layout.padded
-        if self.given is not None or self.job.weights != "shard" or self.mesh.dp == 1:
+        if isinstance(self.given, MemoryPlan) or self.job.weights != "shard" or self.mesh.dp == 1:
             return batch, tokens, adds
         most = torch.tensor([tokens * _ROWS + batch, int(adds)], device=self.mesh.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
@@ -157,7 +158,8 @@ class AutoMemory:
         if self.plan is None:
             return error
         host = self._host() if self.mesh.device.type == "cuda" else 0
-        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, self._here(self.words))
+        words, given = self._here(self.words), self.given
+        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, words, given)
 
 
 def host_share(there: int, budget: int | None) -> int:

@@ -13,9 +13,9 @@ from torch import nn
 
 from ithaca.errors import IthacaError, MemoryPlanError
 from ithaca.planning.advice import LIBRARY, Words, explain
-from ithaca.planning.choose import choose_plan
+from ithaca.planning.choose import FREE, choose_plan
 from ithaca.planning.memory import Memory, memory_of
-from ithaca.planning.plan import Job, MemoryPlan
+from ithaca.planning.plan import Decided, Job, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 from ithaca.values import parse_bytes, show_bytes, write_bytes
 
@@ -35,8 +35,10 @@ def out_of_memory(
     plan: MemoryPlan,
     host: int,
     words: Words = LIBRARY,
+    given: MemoryPlan | Decided = FREE,
 ) -> DeviceMemoryError:
-    """The same error with an account of the step it happened in; one that has its account is given back."""
+    """The same error with an account of the step it happened in; one that has its account is given back. `given`: what was
+    not left to the plan."""
     if isinstance(error, DeviceMemoryError):
         return error
     memory = memory_of(sizes, job, plan)
@@ -46,7 +48,7 @@ def out_of_memory(
         f"{first}\n{_by_kind(model)}\nThe plan in force ({plan.summary()}) counts on {show_bytes(memory.device_bytes)} "
         f"at the {memory.moment}:\n{explain(memory.terms, memory.device_bytes)}\n"
         f"The largest term is {blame.name!r}, {show_bytes(blame.device_bytes)} ({blame.formula}). "
-        f"{_change(sizes, job, memory, host, words)}"
+        f"{_change(sizes, job, memory, host, words, given)}"
     )
 
 
@@ -73,17 +75,19 @@ def _local_bytes(x: torch.Tensor) -> int:
     return local.nbytes
 
 
-def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int, words: Words) -> str:
+def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int, words: Words, given: MemoryPlan | Decided) -> str:
     # What this device has did not do, whatever the plan counts on.
     words = words._replace(device=lambda _: "a larger device")
+    # A plan that was given whole goes by no budget.
+    decided, first = (FREE, f"{words.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
     for share in SHARES:
         budget = write_bytes(share * memory.device_bytes)
         limit = cast(int, parse_bytes(budget))
         try:
-            smaller = choose_plan(sizes, job, limit, host, words=words)
+            smaller = choose_plan(sizes, job, limit, host, decided, words=words)
         except MemoryPlanError as refused:
             return str(refused)
         saved = memory.device_bytes - memory_of(sizes, job, smaller).device_bytes
         if saved > 0:
-            return f"The smallest change: {words.budget(budget)} takes {show_bytes(saved)} less ({smaller.summary()})"
+            return f"The smallest change: {first}{words.budget(budget)} takes {show_bytes(saved)} less ({smaller.summary()})"
     return "Shorter sequences or a larger sp would take less"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ithaca.attention.anchored import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
@@ -26,10 +25,9 @@ from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked, without_hooks
-from ithaca.models.not_taken import refuse_checkpointing
+from ithaca.models.plans import check_plan
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
 from ithaca.models.settings import Assumed, settings
-from ithaca.models.support import decoder_layers, memory_refusal
 from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
@@ -265,7 +263,7 @@ def install_memory(
     installed.auto = None if isinstance(memory, MemoryPlan) else memory
     if installed.auto is not None:
         installed.auto.job = replace(installed.auto.job, whole_logits=installed.head is None)
-    if given is not None:
+    if isinstance(given, MemoryPlan):
         installed.apply(given)
     installed.stacks = [m for m in binding.model.modules() if isinstance(m, nn.ModuleList) and set(m) & set(layers)]
     installed.note_parts()
@@ -309,33 +307,6 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
                 compiled[key] = compiled_chain([norm])
             installed.assumed.compiled([norm])
             installed.put(norm, FusedNorm(norm, compiled[key]))
-
-
-def manages_memory(base: PreTrainedModel, memory: MemoryPlan | str | None, *, allow_untested: bool) -> bool:
-    """Whether layers are put under modes; a plan that is not for this model is refused, "auto" then leaves it alone."""
-    if memory is None:
-        return False
-    if isinstance(memory, MemoryPlan) and not decoder_layers(base):
-        raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
-    refused = None if allow_untested else memory_refusal(base)
-    if refused and memory != "auto":
-        raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
-    if isinstance(memory, MemoryPlan):
-        check_plan(base, decoder_layers(base), memory)
-    if not refused:
-        refuse_checkpointing(base)
-    return not refused
-
-
-def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:
-    """Refuse a plan that is not for this model."""
-    if len(plan.layers) != len(layers):
-        raise UnsupportedError(
-            f"the memory plan has {len(plan.layers)} layers, the model {len(layers)}: give one mode a layer"
-        )
-    if "rebuild" in plan.layers and any(router_of(model, layer)[0] is not None for layer in layers):
-        # Sums over experts are not repeatable bit by bit, so a rebuilt input could choose other experts.
-        raise UnsupportedError("inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead")
 
 
 def roles_of(binding: Binding, layers: list[nn.Module]) -> list[list[UnitRole]]:

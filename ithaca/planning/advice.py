@@ -25,8 +25,8 @@ MOST_HOST, MOST_DEVICE = 4096 * GIB, 512 * GIB
 
 class Words(NamedTuple):
     """How a change is asked for: by arguments of the library, or as a command has them. `host` and `device` are given the
-    GiB that a plan would have to be given there, `budget` an amount such as `38.5GiB`. No `host`: it is the device. No
-    `on_host`: state cannot be put there."""
+    GiB that a plan would have to be given there, `budget` an amount such as `38.5GiB`, `free` the names of what was decided
+    by hand and would have to be left to the plan. No `host`: it is the device. No `on_host`: state cannot be put there."""
 
     on_host: str | None
     host: Callable[[int], str] | None
@@ -34,6 +34,7 @@ class Words(NamedTuple):
     length: Callable[[int], str]
     budget: Callable[[str], str]
     device: Callable[[int], str] = "{} GiB of device memory".format
+    free: Callable[[Sequence[str]], str] = lambda names: "memory='auto'"
 
 
 LIBRARY = Words(
@@ -43,6 +44,11 @@ LIBRARY = Words(
     "length={:,}".format,
     "parallelize(..., memory_budget='{}')".format,
 )
+
+
+def typed_free(names: Sequence[str]) -> str:
+    """Settings of a run that are left to the plan again."""
+    return " ".join(f"memory.{name}=null" for name in names)
 
 
 def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) -> str:
@@ -80,12 +86,14 @@ def refusal(
     *,
     fits: Fits,
     words: Words = LIBRARY,
+    freed: Sequence[str] = (),
 ) -> MemoryPlanError:
-    """The error for a job that no plan fits; `smallest` is the nearest miss."""
+    """The error for a job that no plan fits; `smallest` is the nearest miss. `freed`: decided by hand, but for that it fits."""
     host_is_short = smallest.host_bytes > host_budget
     blame = smallest.largest(host=host_is_short)
     size = blame.host_bytes if host_is_short else blame.device_bytes
-    changes = list(_changes(sizes, job, device_budget, host_budget, fits, words))
+    changes = [words.free(freed)] if freed else []
+    changes += _changes(sizes, job, device_budget, host_budget, fits, words)
     advice = "any one of these fits: " + "; ".join(changes) if changes else "no single change that was tried fits"
     return MemoryPlanError(
         f"{job.length:,} tokens over sp={job.sp} do not fit: the smallest plan takes "

@@ -7,7 +7,7 @@ the first layers on, whose tensors are needed last. Of the candidates that fit, 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -31,7 +31,7 @@ from ithaca.planning.candidates import (
 from ithaca.planning.cost import copy_cost, tile_cost
 from ithaca.planning.limits import Limits
 from ithaca.planning.memory import Frame, Memory
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
+from ithaca.planning.plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 
 # A head group's buffers and workspace take at most this share of the device.
@@ -41,17 +41,8 @@ INDEX_LIMIT = 2**31
 MLP_TILE_BYTES = 512 * 2**20
 LOSS_TILE_BYTES = 2**31
 SMALLEST_MLP_TILE, SMALLEST_LOSS_TILE = 2048, 256
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """What the caller has decided; None is left to the choice."""
-
-    layers: tuple[LayerMode, ...] | None = None
-    offload: tuple[bool, ...] | None = None
-    mlp_tile: int | None = None
-    loss_tile: int | None = None
-    head_groups: int | None = None
+# Nothing is decided.
+FREE = Decided()
 
 
 def choose_plan(
@@ -59,34 +50,25 @@ def choose_plan(
     job: Job,
     device_budget: int,
     host_budget: int = 0,
+    decided: Decided = FREE,
     *,
-    layers: Sequence[LayerMode] | LayerMode | None = None,
-    offload: Sequence[bool] | bool | None = None,
-    mlp_tile: int | None = None,
-    loss_tile: int | None = None,
-    head_groups: int | None = None,
     words: Words = LIBRARY,
 ) -> MemoryPlan:
-    """The cheapest plan within both budgets, in bytes of one rank (its share of the host's); what is given stays.
+    """The cheapest plan within both budgets, in bytes of one rank (its share of the host's); what is decided stays.
 
     Raises `MemoryPlanError` when nothing fits, with the largest term and the changes that would do, in these `words`.
     """
-    count = len(sizes.layers)
-    fixed = Fixed(
-        layers=(layers,) * count if isinstance(layers, str) else None if layers is None else tuple(layers),
-        offload=(offload,) * count if isinstance(offload, bool) else None if offload is None else tuple(offload),
-        mlp_tile=mlp_tile,
-        loss_tile=loss_tile,
-        head_groups=head_groups,
-    )
+    fixed = decided.spread(len(sizes.layers))
     plan = cheapest(sizes, job, device_budget, host_budget, fixed)
     if plan is None:
         miss = nearest_miss(sizes, job, host_budget, fixed)
-        raise refusal(sizes, job, miss, device_budget, host_budget, fits=partial(feasible, sizes, fixed), words=words)
+        fits = partial(feasible, sizes, fixed)
+        freed = fixed.names if feasible(sizes, FREE, job, device_budget, host_budget) else ()
+        raise refusal(sizes, job, miss, device_budget, host_budget, fits=fits, words=words, freed=freed)
     return plan
 
 
-def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Fixed) -> MemoryPlan | None:
+def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Decided) -> MemoryPlan | None:
     """The plan of least cost that fits; smaller pieces are tried only when no plan fits with the usual ones."""
     if not feasible(sizes, fixed, job, device, host):
         return None
@@ -124,17 +106,19 @@ Find = Callable[[Frame, Bounds], Iterator[Candidate]]
 
 
 def _in_order(
-    frames: list[Frame], find: Find | None, device: int, host: int, limit: float, fixed: Fixed
+    frames: list[Frame], find: Find | None, device: int, host: int, limit: float, fixed: Decided
 ) -> list[tuple[int, Frame, Candidate]]:
     """Candidates with nothing offloaded yet, the cheapest first, in each of the frames, which differ in their MLP tile;
     left out are those that cost `limit` or more, or save more than device and host can hold."""
     found = []
     for frame in frames:
         summing = tile_cost(frame.sizes, frame.job, frame.mlp_tile)
-        limits = Limits(frame, device, host)
+        # Saved tensors that stay on the device leave the host nothing but the state it has.
+        limits = Limits(frame, device, min(host, frame.host_beside) if fixed.offload is False else host)
         bounds = Bounds(limits.saved, limit - summing, cache(limits.saved_at))
-        decided = fixed.layers is not None and given(frame, fixed.layers)
-        found += [(summing + c.cost, frame, c) for c in decided or (find or keeping)(frame, bounds)]
+        modes = fixed.modes(len(frame.kinds))
+        candidates = (find or keeping)(frame, bounds) if modes is None else given(frame, modes)
+        found += [(summing + c.cost, frame, c) for c in candidates]
     return sorted(found, key=lambda each: each[0])
 
 
@@ -175,7 +159,7 @@ def _tile(tokens: int, least: int, whole: int) -> int:
     return min(max(power, least), whole)
 
 
-def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Fixed) -> Pieces:
+def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Decided) -> Pieces:
     return Pieces(
         mlp_tile=fixed.mlp_tile or mlp_tile_for(sizes, job),
         loss_tile=fixed.loss_tile or loss_tile_for(sizes, job),
@@ -183,7 +167,7 @@ def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Fixed) -> Pieces:
     )
 
 
-def _small(sizes: ModelSizes, job: Job, fixed: Fixed) -> Pieces:
+def _small(sizes: ModelSizes, job: Job, fixed: Decided) -> Pieces:
     return Pieces(
         mlp_tile=fixed.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),
         loss_tile=fixed.loss_tile or (job.tokens if job.whole_logits else min(SMALLEST_LOSS_TILE, job.tokens)),
@@ -200,7 +184,7 @@ def _tiles(usual: int, whole: int) -> tuple[int, ...]:
     return (*sizes, whole)
 
 
-def _fit(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) -> tuple[bool, ...] | None:
+def _fit(frame: Frame, modes: Modes, device: int, host: int, fixed: Decided) -> tuple[bool, ...] | None:
     """As few of the first layers offloaded as fit the device; None where that is too much for the host."""
     most = _furthest(frame, modes, device, host, fixed)
     if most is None or fixed.offload is not None:
@@ -212,13 +196,13 @@ def _fit(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) -> tu
     return _first(modes, least + number)
 
 
-def _furthest(frame: Frame, modes: Modes, device: int, host: int, fixed: Fixed) -> tuple[bool, ...] | None:
+def _furthest(frame: Frame, modes: Modes, device: int, host: int, fixed: Decided) -> tuple[bool, ...] | None:
     """As many of the first layers offloaded as the host takes, or what was decided; None where that does not fit."""
     room = host - frame.host_beside
     if fixed.offload is not None:
-        if frame.pinned(modes, fixed.offload) > room:
+        offload = fixed.flags(modes)
+        if offload is None or frame.pinned(modes, offload) > room:
             return None
-        offload = fixed.offload
     else:
         most = _most_offloaded(frame, modes, room)
         if most < 0:
@@ -242,19 +226,19 @@ def _first(modes: Modes, number: int) -> tuple[bool, ...]:
     return tuple(i < number and mode != "keep" for i, mode in enumerate(modes))
 
 
-def _smallest(frame: Frame, fixed: Fixed) -> Iterator[Modes]:
+def _smallest(frame: Frame, fixed: Decided) -> Iterator[Modes]:
     """The plans that can be smallest: one tensor a layer saved, or, for few layers or tokens, least work at once."""
-    if fixed.layers is not None:
-        yield fixed.layers
-        return
     count = len(frame.kinds)
+    if (decided := fixed.modes(count)) is not None:
+        yield decided
+        return
     modes: tuple[LayerMode, ...] = ("recompute", "save", "keep")
     yield from (uniform(mode, count) for mode in modes)
     for k in CHAINS if rebuilds(frame) else ():
         yield tuple("rebuild" if i % k else "recompute" for i in range(count))
 
 
-def feasible(sizes: ModelSizes, fixed: Fixed, job: Job, device: int, host: int) -> bool:
+def feasible(sizes: ModelSizes, fixed: Decided, job: Job, device: int, host: int) -> bool:
     """Whether any plan fits, without looking for the best."""
     frame = Frame(sizes, job, *_small(sizes, job, fixed))
     if Limits(frame, device, host).hopeless:
@@ -262,13 +246,15 @@ def feasible(sizes: ModelSizes, fixed: Fixed, job: Job, device: int, host: int) 
     return any(_furthest(frame, modes, device, host, fixed) is not None for modes in _smallest(frame, fixed))
 
 
-def nearest_miss(sizes: ModelSizes, job: Job, host: int, fixed: Fixed) -> Memory:
+def nearest_miss(sizes: ModelSizes, job: Job, host: int, fixed: Decided) -> Memory:
     """The least device memory that can be had, with as many layers away as the host takes."""
     frame = Frame(sizes, job, *_small(sizes, job, fixed))
     misses = []
     for modes in _smallest(frame, fixed):
-        offload = fixed.offload
-        if offload is None:
+        if fixed.offload is not None:
+            offload = fixed.flags(modes)
+        else:
             offload = _first(modes, max(0, _most_offloaded(frame, modes, host - frame.host_beside)))
-        misses.append(frame.memory(modes, offload))
+        if offload is not None:
+            misses.append(frame.memory(modes, offload))
     return min(misses, key=lambda memory: memory.device_bytes)

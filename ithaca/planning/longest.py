@@ -10,14 +10,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from ithaca.planning.choose import Fixed, feasible, nearest_miss
+from ithaca.planning.choose import FREE, feasible, nearest_miss
 from ithaca.planning.cuts import Place, parts, whole
 from ithaca.planning.memory import Memory
 from ithaca.planning.wanted import Degrees, Recipe, Wanted, job_of, leanest, recipes
 
 # Lengths are looked for in steps of this many tokens; where the search for the longest begins.
 STEP, GUESS = 1024, 2**19
-_ANY = Fixed()
+_ANY = FREE
 
 
 class Longest(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ithaca.planning.choose import Fixed, cheapest
+from ithaca.planning.choose import FREE, cheapest
 from ithaca.planning.cuts import Place, all_degrees, parts, whole
 from ithaca.planning.longest import longest
 from ithaca.planning.memory import Memory, memory_of
@@ -27,7 +27,7 @@ from ithaca.planning.wanted import Degrees, Recipe, Wanted, job_of, recipes
 AS_FAST = 0.01
 # States go to the host for no less than this: how fast it steps hangs on what else its memory has to do.
 HOST_GAIN = 0.05
-_ANY = Fixed()
+_ANY = FREE
 
 
 @dataclass(frozen=True, slots=True)

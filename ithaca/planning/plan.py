@@ -1,4 +1,4 @@
-"""What a plan is made for and what it says: a `Job` and a `MemoryPlan`, both plain numbers.
+"""What a plan is made for, what is decided of it beforehand and what it says: `Job`, `Decided`, `MemoryPlan`, plain numbers.
 
 Per decoder layer one mode:
 
@@ -14,10 +14,10 @@ Per decoder layer one mode:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ithaca.errors import MemoryPlanError
 
@@ -25,6 +25,10 @@ LayerMode = Literal["keep", "save", "rebuild", "recompute"]
 Optimizer = Literal["adamw", "adamw8bit", "bf16_sr", "none"]
 Weights = Literal["shard", "replicate", "none"]
 MODES: tuple[LayerMode, ...] = get_args(LayerMode)
+# How large the pieces are that are worked on at once.
+PIECES = ("mlp_tile", "loss_tile", "head_groups")
+# What of a plan may be decided by hand.
+CHOICES = ("layers", "offload", *PIECES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +120,11 @@ class MemoryPlan:
         for name, example in (("layers", "('save', 'recompute')"), ("offload", "(True, False)")):
             if not isinstance(value := getattr(self, name), tuple | list):
                 raise MemoryPlanError(f"{name}={value!r}: one entry a layer is needed, such as {example}")
-        if len(self.layers) != len(self.offload):
-            raise MemoryPlanError(
-                f"{len(self.layers)} layer modes, {len(self.offload)} offload flags: one each is needed"
-            )
-        for mode in self.layers:
-            if mode not in MODES:
-                raise MemoryPlanError(f"layer mode {mode!r}: choose among {', '.join(MODES)}")
-        for flag in self.offload:
-            if not isinstance(flag, bool):
-                raise MemoryPlanError(f"offload flag {flag!r}: True or False is needed")
-        for index, (mode, flag) in enumerate(zip(self.layers, self.offload, strict=True)):
-            if mode == "keep" and flag:
-                raise MemoryPlanError(
-                    f"layer {index} keeps everything and is to be offloaded: what autograd keeps stays on the device, use "
-                    '"save" or False'
-                )
-        for name in ("mlp_tile", "loss_tile", "head_groups"):
-            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool) or value < 1:
-                raise MemoryPlanError(f"{name}={value!r}: a whole number of at least 1 is needed")
-        for before, mode in pairwise(("keep", *self.layers)):
-            if mode == "rebuild" and before == "keep":
-                raise MemoryPlanError('a "rebuild" layer must follow a layer that is "save", "recompute" or "rebuild"')
+        _check_modes(self.layers)
+        _check_flags(self.offload)
+        _check_pairs(self.layers, self.offload)
+        for name in PIECES:
+            _check_piece(name, getattr(self, name))
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -150,3 +137,102 @@ class MemoryPlan:
         modes = ", ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])
         groups = "1 head group" if self.head_groups == 1 else f"{self.head_groups} head groups"
         return f"{modes}; {sum(self.offload)} offloaded; MLP tile {self.mlp_tile}, loss tile {self.loss_tile}, {groups}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What of a plan is decided by hand; None is left to the choice.
+
+    One mode or flag is for every layer; offload=True for every layer that saves something.
+    """
+
+    layers: LayerMode | tuple[LayerMode, ...] | None = None
+    offload: bool | tuple[bool, ...] | None = None
+    mlp_tile: int | None = None
+    loss_tile: int | None = None
+    head_groups: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Decided:
+        """From the names above, as a caller or a run file has them."""
+        for name in given:
+            if name not in CHOICES:
+                raise MemoryPlanError(
+                    f"{name!r} is nothing to decide of a memory plan: choose among {', '.join(CHOICES)}"
+                )
+        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in given.items()}
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        layers, offload = self.layers, self.offload
+        if layers is not None:
+            if not isinstance(layers, str | tuple):
+                raise MemoryPlanError(f"layers={layers!r}: a mode, or one a layer, is needed, such as 'save'")
+            _check_modes((layers,) if isinstance(layers, str) else layers)
+        if offload is not None:
+            _check_flags(offload if isinstance(offload, tuple) else (offload,))
+        if isinstance(layers, tuple) and isinstance(offload, tuple):
+            _check_pairs(layers, offload)
+        elif offload is True and layers is not None and set(self.modes(1) or ()) == {"keep"}:
+            raise MemoryPlanError(
+                "every layer keeps everything and is to be offloaded: use layers='save' or offload=False"
+            )
+        for name in PIECES:
+            if getattr(self, name) is not None:
+                _check_piece(name, getattr(self, name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is decided."""
+        return tuple(name for name in CHOICES if getattr(self, name) is not None)
+
+    def modes(self, count: int) -> tuple[LayerMode, ...] | None:
+        """Of every one of `count` layers."""
+        return (self.layers,) * count if isinstance(self.layers, str) else self.layers
+
+    def flags(self, modes: Sequence[LayerMode]) -> tuple[bool, ...] | None:
+        """Which of layers under these modes are offloaded; None where what is decided and a mode exclude each other."""
+        if isinstance(self.offload, tuple):
+            clash = any(flag and mode == "keep" for flag, mode in zip(self.offload, modes, strict=True))
+            return None if clash else self.offload
+        return tuple(bool(self.offload) and mode != "keep" for mode in modes)
+
+    def spread(self, count: int) -> Decided:
+        """The same for a model of `count` layers, which must be as many as are named."""
+        for name, given in (("layers", self.layers), ("offload", self.offload)):
+            if isinstance(given, tuple) and len(given) != count:
+                raise MemoryPlanError(
+                    f"{name} has {len(given)} entries, the model {count} layers: give one a layer, or one"
+                )
+        return replace(self, layers=self.modes(count))
+
+
+def _check_modes(modes: Sequence[LayerMode]) -> None:
+    for mode in modes:
+        if mode not in MODES:
+            raise MemoryPlanError(f"layer mode {mode!r}: choose among {', '.join(MODES)}")
+    for before, mode in pairwise(("keep", *modes)):
+        if mode == "rebuild" and before == "keep":
+            raise MemoryPlanError('a "rebuild" layer must follow a layer that is "save", "recompute" or "rebuild"')
+
+
+def _check_flags(flags: Sequence[bool]) -> None:
+    for flag in flags:
+        if not isinstance(flag, bool):
+            raise MemoryPlanError(f"offload flag {flag!r}: True or False is needed")
+
+
+def _check_pairs(modes: Sequence[LayerMode], flags: Sequence[bool]) -> None:
+    if len(modes) != len(flags):
+        raise MemoryPlanError(f"{len(modes)} layer modes, {len(flags)} offload flags: one each is needed")
+    for index, (mode, flag) in enumerate(zip(modes, flags, strict=True)):
+        if mode == "keep" and flag:
+            raise MemoryPlanError(
+                f"layer {index} keeps everything and is to be offloaded: what autograd keeps stays on the device, use "
+                '"save" or False'
+            )
+
+
+def _check_piece(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise MemoryPlanError(f"{name}={value!r}: a whole number of at least 1 is needed")

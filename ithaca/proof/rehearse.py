@@ -29,10 +29,10 @@ from ithaca.models.fuse import compiled_once
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model
-from ithaca.planning.advice import Words
+from ithaca.planning.advice import Words, typed_free
 from ithaca.planning.choose import choose_plan
 from ithaca.planning.memory import GIB, Memory, Term, memory_of
-from ithaca.planning.plan import Job, MemoryPlan
+from ithaca.planning.plan import Decided, Job, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.time import step_time
 from ithaca.planning.traffic import Machine, exchange_s, exchanged
@@ -225,7 +225,8 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
     )
     planned = replace(job, length=part.length, accumulate=part.rows > 1)
     budgets = _budgets(asked, gpu=gpu)
-    plan = choose_plan(sizes, planned, *budgets, words=_typed(asked, gpu=gpu))
+    decided = Decided.of(asked.run.memory.decided)
+    plan = choose_plan(sizes, planned, *budgets, decided, words=_typed(asked, gpu=gpu))
     target = memory_of(sizes, planned, plan)
     # Without a GPU nothing is compiled.
     job = planned if gpu else replace(planned, fused=False)
@@ -257,6 +258,7 @@ def _typed(asked: Asked, *, gpu: bool) -> Words:
         "--length {}".format,
         budget,
         more_device(_most(asked, gpu=gpu), budget),
+        typed_free,
     )
 
 

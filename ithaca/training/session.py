@@ -24,7 +24,7 @@ from ithaca.models.pretrained import add_adapters, empty_model, read_config
 from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
-from ithaca.planning.advice import Words
+from ithaca.planning.advice import Words, typed_free
 from ithaca.planning.sizes import ModelSizes
 from ithaca.state.load import init_weights, load_weights
 from ithaca.state.optimizers import build_optimizer
@@ -114,7 +114,7 @@ def build_session(
         replicas=run.mesh.replicas,
         on_host=run.memory.on_host,
         kernel=run.model.kernel,
-        memory="auto" if run.memory.plan == "auto" else None,
+        memory=run.memory.decided if run.memory.plan == "auto" else None,
         memory_budget=run.memory.budget,
         host_budget=run.memory.host_budget,
         optimizer=run.optimizer.name,
@@ -166,6 +166,7 @@ def _settings(run: Run, number: int, mesh: Mesh) -> Words:
         degree,
         lambda length: f"stages.{number}.length={length}",
         "memory.budget={}".format,
+        free=typed_free,
     )
 
 

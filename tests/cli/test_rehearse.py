@@ -90,6 +90,7 @@ def test_a_job_of_many_gpus_without_one(run: Any, tmp_path: Path, words: tuple[s
         ("qwen3-8b", "--length", "2M"),
         ("llama-3.2-1b", "--length", "1M", "--host-memory", "100GB", "--cap", "30GB"),
         ("qwen3-8b", "--length", "768k", "memory.host_budget=20GiB"),
+        ("qwen3-8b", "--length", "128k", "memory.layers=keep", "memory.loss_tile=1k"),
     ],
 )
 def test_a_refusal_says_what_to_type(run: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from transformers import TrainingArguments
 
 import ithaca
-from ithaca.errors import UnsupportedError
+from ithaca.errors import MemoryPlanError, UnsupportedError
 from ithaca.integrations import versions
 from ithaca.integrations.config import UlyssesConfig
 from ithaca.integrations.names import kernel_for
@@ -89,6 +90,17 @@ def test_budgets_are_read_at_once(name: str) -> None:
     assert repr(config) == f"UlyssesConfig(sp_size=2, {name}='40GB')"
     with pytest.raises(UnsupportedError, match=f"{name}='much': pass bytes above 0, such as 40e9 or '40GB'"):
         UlyssesConfig(sp_size=2, **{name: "much"})  # type: ignore[arg-type]
+
+
+def test_choices_of_memory_are_read_at_once(tmp_path: Path) -> None:
+    config = UlyssesConfig(sp_size=2, memory=MappingProxyType({"offload": False}))
+    assert repr(config) == "UlyssesConfig(sp_size=2, memory={'offload': False})"
+    arguments = TrainingArguments(str(tmp_path), parallelism_config=config)
+    assert json.loads(arguments.to_json_string())["parallelism_config"]["memory"] == {"offload": False}
+    with pytest.raises(MemoryPlanError, match="'offloads' is nothing to decide of a memory plan"):
+        UlyssesConfig(sp_size=2, memory={"offloads": True})
+    with pytest.raises(UnsupportedError, match="memory='most': pass 'auto', None, a dict of choices"):
+        UlyssesConfig(sp_size=2, memory="most")  # type: ignore[arg-type]
 
 
 def test_arguments_can_be_written_and_pickled(tmp_path: Path) -> None:

@@ -67,7 +67,10 @@ def test_the_error_has_an_account(where: str, given: bool) -> None:
         assert "gradients " in message
         assert "The plan in force (" in message
         assert "The largest term is '" in message
-        assert "The smallest change: parallelize(..., memory_budget=" in message or "any one of these fits" in message
+        # A plan that was given whole goes by no budget.
+        first = "memory='auto' and " if given else ""
+        change = f"The smallest change: {first}parallelize(..., memory_budget="
+        assert change in message or "any one of these fits" in message
         assert message.count("Held now") == 1, "one account, however many layers it went through"
         assert again == before, "the step after it is right"
 

@@ -357,40 +357,6 @@ def test_unbinding_takes_it_all_off() -> None:
     assert run_ranks(1, _taken_off) == [0.0]
 
 
-def _auto(budget: int | str | None) -> tuple[float, str]:
-    """Under a budget in bytes: the error, and the modes that were chosen."""
-    mesh = init_mesh(sp=2)
-    model = small_model("llama", num_hidden_layers=LAYERS)
-    chosen = []
-    batches = micro_batches(1, 1, ["plain", "packed", "learned_at_the_end"])
-
-    def prepare(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
-        parallel = parallelize(model, mesh, **options)
-        chosen.append(parallel)
-        return parallel
-
-    result = compare(model, batches, mesh, prepare=prepare, memory="auto", memory_budget=budget)
-    modes = [layer.__dict__["forward"].mode for layer in chosen[0].model.layers]
-    return result.worst, ",".join(sorted(set(modes)))
-
-
-def test_auto_keeps_everything_where_there_is_room() -> None:
-    for error, modes in run_ranks(2, _auto, None):
-        assert error < FP64
-        assert modes == "keep"
-
-
-def test_auto_recomputes_where_there_is_not() -> None:
-    for budget in (1_140_000, "1.14MB"):
-        for error, modes in run_ranks(2, _auto, budget):
-            assert error < FP64
-            assert modes == "recompute,save"
-
-
-def test_auto_says_what_would_fit() -> None:
-    expect_refusal(2, _auto, 100_000, error="MemoryPlanError", match=r"largest term is .*")
-
-
 def _after_an_exception(name: str) -> tuple[str, float, int]:
     """A step that fails in the middle of backward on every rank; then `recover`, and a step that must be right."""
     mesh = init_mesh(sp=2)

@@ -11,7 +11,7 @@ import pytest
 
 from ithaca.errors import MemoryPlanError
 from ithaca.planning.candidates import Bounds, Candidate, keeping, running_again
-from ithaca.planning.choose import Fixed, _fit, choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
+from ithaca.planning.choose import FREE, _fit, choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.cost import copy_cost, recompute_cost, tile_cost
 from ithaca.planning.limits import Limits
 from ithaca.planning.memory import GIB, Frame, memory_of
@@ -153,7 +153,7 @@ def test_what_the_last_chains_leave_out_does_not_fit(seed: int) -> None:
         device, host = sums[int(share * len(sums))], frame.host_beside + draw.choice([0, 1, 3]) * GIB
         limits = Limits(frame, device, host)
         inside = {c.modes() for c in all_candidates(frame, Bounds(limits.saved, inf, limits.saved_at))}
-        fitting = {c.modes() for c in every if _fit(frame, c.modes(), device, host, Fixed()) is not None}
+        fitting = {c.modes() for c in every if _fit(frame, c.modes(), device, host, FREE) is not None}
         assert fitting
         assert fitting <= inside
         assert len(inside) < len(every)

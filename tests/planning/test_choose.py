@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from ithaca.errors import MemoryPlanError
+from ithaca.planning.advice import LIBRARY, typed_free
 from ithaca.planning.choose import choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.cost import copy_cost, recompute_cost, tile_cost
 from ithaca.planning.memory import GIB, memory_of
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
+from ithaca.planning.plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
 from tests.planning.models import B1, B8, LLAMA_8B, K
 
@@ -148,14 +149,61 @@ def test_pieces_follow_the_sizes() -> None:
 
 def test_what_is_given_stays() -> None:
     job = bare(32 * K)
-    plan = choose_plan(
-        B8, job, 100 * GIB, 100 * GIB, layers="recompute", offload=True, mlp_tile=512, loss_tile=300, head_groups=2
-    )
+    whole = Decided(layers="recompute", offload=True, mlp_tile=512, loss_tile=300, head_groups=2)
+    plan = choose_plan(B8, job, 100 * GIB, 100 * GIB, whole)
     assert plan == MemoryPlan(("recompute",) * 32, (True,) * 32, mlp_tile=512, loss_tile=300, head_groups=2)
     modes: tuple[LayerMode, ...] = ("save",) * 16 + ("recompute",) * 16
-    assert choose_plan(B8, job, 100 * GIB, layers=modes).layers == modes
-    assert choose_plan(B8, job, 250 * GIB, layers="keep").mlp_tile == 32 * K
-    assert not any(choose_plan(B8, bare(64 * K), 55 * GIB, 200 * GIB, offload=False).offload)
+    assert choose_plan(B8, job, 100 * GIB, decided=Decided(layers=modes)).layers == modes
+    assert choose_plan(B8, job, 250 * GIB, decided=Decided(layers="keep")).mlp_tile == 32 * K
+    assert not any(choose_plan(B8, bare(64 * K), 55 * GIB, 200 * GIB, Decided(offload=False)).offload)
+
+
+def test_what_is_offloaded_may_be_decided_alone() -> None:
+    """Kept layers have nothing to offload; the modes are chosen with the decision in view."""
+    job = bare(64 * K)
+    away = choose_plan(B8, job, 60 * GIB, 200 * GIB, Decided(offload=True))
+    assert "keep" in away.layers
+    assert away.offload == tuple(mode != "keep" for mode in away.layers)
+    here = choose_plan(B8, job, 60 * GIB, 200 * GIB, Decided(offload=False))
+    free = choose_plan(B8, job, 60 * GIB, 200 * GIB)
+    assert any(free.offload)
+    assert recompute_cost(B8, job, free) < recompute_cost(B8, job, here)
+    first = Decided(offload=(True,) * 8 + (False,) * 24)
+    plan = choose_plan(B8, job, 70 * GIB, 200 * GIB, first)
+    assert plan.offload == first.offload
+    assert "keep" not in plan.layers[:8]
+
+
+def test_a_refusal_says_what_decision_to_take_back() -> None:
+    kept = Decided(layers="keep", mlp_tile=4096)
+    with pytest.raises(MemoryPlanError, match=r"any one of these fits: memory='auto'; "):
+        choose_plan(B8, bare(64 * K), 60 * GIB, 200 * GIB, kept)
+    words = LIBRARY._replace(free=typed_free)
+    with pytest.raises(MemoryPlanError, match=r"any one of these fits: memory\.layers=null memory\.mlp_tile=null; "):
+        choose_plan(B8, bare(64 * K), 60 * GIB, 200 * GIB, kept, words=words)
+    # Where it is not the decision that is to blame, it is not named.
+    with pytest.raises(MemoryPlanError) as caught:
+        choose_plan(B8, bare(4096 * K), 30 * GIB, 0, kept)
+    assert "memory='auto'" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"layers": 3}, "layers=3: a mode, or one a layer, is needed"),
+        ({"layers": "rebuild"}, 'a "rebuild" layer must follow'),
+        ({"layers": ["save", "kep"]}, "layer mode 'kep'"),
+        ({"offload": "yes"}, "offload flag 'yes'"),
+        ({"layers": ["keep", "save"], "offload": [True, False]}, "layer 0 keeps everything and is to be offloaded"),
+        ({"layers": ["keep", "save"], "offload": [False]}, "2 layer modes, 1 offload flags"),
+        ({"layers": ("keep", "keep"), "offload": True}, "every layer keeps everything and is to be offloaded"),
+        ({"mlp_tile": 0}, "mlp_tile=0: a whole number of at least 1"),
+        ({"head_groups": True}, "head_groups=True: a whole number"),
+    ],
+)
+def test_what_cannot_be_decided_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(MemoryPlanError, match=re.escape(said)):
+        Decided.of(given)
 
 
 def test_a_plan_and_a_refusal_are_quick() -> None:

@@ -159,12 +159,13 @@ def _alive_at_builds(text: str) -> list[int]:
     return found
 
 
-def test_budgets_of_a_run_reach_its_plans(place: Path) -> None:
-    run = small_run(place, "budgets", memory={"budget": "3GB", "host_budget": "5GB"})
-    assert run_ranks(1, _budgets_of, run.model_dump_json()) == [(3 * 10**9, 5 * 10**9)]
+def test_memory_of_a_run_reaches_its_plans(place: Path) -> None:
+    memory = {"budget": "3GB", "host_budget": "5GB", "layers": "recompute", "mlp_tile": 64}
+    run = small_run(place, "budgets", memory=memory)
+    assert run_ranks(1, _memory_of, run.model_dump_json()) == [(3 * 10**9, 5 * 10**9, {"recompute"}, 64)]
 
 
-def _budgets_of(text: str) -> tuple[int, int | None]:
+def _memory_of(text: str) -> tuple[int, int | None, set[str], int]:
     from ithaca.models.auto import planner_of
     from ithaca.training import trainer
 
@@ -178,7 +179,8 @@ def _budgets_of(text: str) -> tuple[int, int | None]:
         trainer.train(Run.model_validate_json(text))
     [planner] = planners
     assert planner is not None
-    return planner.budget, planner.host_budget
+    assert planner.plan is not None
+    return planner.budget, planner.host_budget, set(planner.plan.layers), planner.plan.mlp_tile
 
 
 @pytest.mark.slow
