@@ -34,6 +34,7 @@ def plan(
     ),
     precision: str | None = typer.Option(None, help="mixed (fp32 weights, bf16 computing) or bf16."),
     headroom: float = typer.Option(0.25, help="Share of the memory that is left free; of the host's, at least 0.25."),
+    host_headroom: float | None = typer.Option(None, help="Share of the host's memory that is left free instead."),
     target_tok_s: float | None = typer.Option(None, help="Tokens a second wanted: says how many GPUs give them."),
     tokens: str | None = typer.Option(None, help="Tokens to train on, 2B: hours and GPU-hours."),
     price: float | None = typer.Option(None, help="Price of a GPU-hour: the cost."),
@@ -53,7 +54,7 @@ def plan(
             return
         raise typer.BadParameter("name the model to plan for: --model Qwen/Qwen3-8B", param_hint="--model")
     from ithaca.cli.plan_inputs import read_machine, read_model, read_tokens
-    from ithaca.planning.wanted import Wanted
+    from ithaca.planning.wanted import LEAST_HEADROOM, Wanted
 
     known = read_model(model)
     rank = _rank(_one_of("--tune", tune, ("full", "lora")), lora_rank)
@@ -61,7 +62,8 @@ def plan(
     wanted = Wanted(
         sizes,
         read_machine(gpus, nodes, host_memory, link, network),
-        headroom=_share(headroom),
+        headroom=_share("--headroom", headroom),
+        host_left=None if host_headroom is None else _share("--host-headroom", host_headroom, LEAST_HEADROOM),
         batch=_positive("--batch", batch),
         sp=_positive("--sp", sp),
         optimizer=_one_of("--optimizer", optimizer, ("adamw", "adamw8bit", "bf16_sr")),
@@ -320,12 +322,14 @@ def _amounts(price: float | None, target: float | None, tokens: str | None) -> N
         raise ConfigError("--price is for the cost of so many tokens: give --tokens too, such as --tokens 2B")
 
 
-def _share(headroom: float) -> float:
+def _share(option: str, given: float, least: float = 0) -> float:
     from ithaca.errors import ConfigError
 
-    if not 0 <= headroom < 1:
-        raise ConfigError(f"--headroom {headroom:g}: a share of the memory from 0 to below 1, such as 0.25, is needed")
-    return headroom
+    if not least <= given < 1:
+        raise ConfigError(
+            f"{option} {given:g}: a share of the memory from {least:g} to below 1, such as 0.25, is needed"
+        )
+    return given
 
 
 def _together(wanted: Wanted) -> None:

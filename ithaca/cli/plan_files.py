@@ -54,7 +54,8 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
 
 def _host_budget(wanted: Wanted, option: Option) -> int | None:
     """One rank's bytes of the host, where they are not what a run takes by itself."""
-    return replace(wanted, machine=option.machine).host_budget if wanted.headroom > HOST_HEADROOM else None
+    usual = wanted.host_headroom == HOST_HEADROOM
+    return None if usual else replace(wanted, machine=option.machine).host_budget
 
 
 def _folder(name: str) -> str:

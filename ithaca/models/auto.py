@@ -30,12 +30,13 @@ from ithaca.planning.choose import FREE, choose_plan
 from ithaca.planning.memory import GIB, memory_of
 from ithaca.planning.plan import Decided, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.sizes import ModelSizes
+from ithaca.planning.wanted import LEAST_HEADROOM
 from ithaca.sequence.layout import SequenceLayout
 
 # What is left free on the device, for fragmentation and whatever else runs there.
 SHARE = 0.75
 # The largest share of a device or a host that anyone is advised to give to a plan.
-MOST = 0.93
+MOST = 1 - LEAST_HEADROOM
 # More rows than a batch has.
 _ROWS = 2**20
 

@@ -15,6 +15,8 @@ from ithaca.planning.traffic import Machine
 
 Precision = Literal["mixed", "bf16"]
 HOST_HEADROOM = 0.25
+# A run leaves its host no less than this, whatever it is asked to.
+LEAST_HEADROOM = 0.07
 
 
 class Degrees(NamedTuple):
@@ -47,11 +49,13 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a plan is asked for. None and empty are left to the search; `batch` is rows a step over all groups."""
+    """What a plan is asked for. None and empty are left to the search; `batch` is rows a step over all groups. `headroom`
+    and `host_left` are the shares of the device and of the host that are left free."""
 
     sizes: ModelSizes
     machine: Machine
     headroom: float = 0.25
+    host_left: float | None = None
     batch: int | None = None
     sp: int | None = None
     optimizer: Optimizer | None = None
@@ -69,8 +73,8 @@ class Wanted:
 
     @property
     def host_headroom(self) -> float:
-        """A run leaves the host at least a quarter, whatever it is asked to leave the device."""
-        return max(self.headroom, HOST_HEADROOM)
+        """Unless it is said, at least a quarter, whatever is left of the device."""
+        return max(self.headroom, HOST_HEADROOM) if self.host_left is None else self.host_left
 
     @property
     def budgets(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from ithaca.planning.hardware import DEVICES
 from ithaca.planning.longest import fits_any, longest_length, miss
 from ithaca.planning.mesh_search import Option, best_options
 from ithaca.planning.traffic import Machine
-from ithaca.planning.wanted import Wanted
+from ithaca.planning.wanted import LEAST_HEADROOM, Wanted
 from ithaca.values import show_bytes, show_of
 
 # The most nodes and the most host memory of one (bytes) worth naming; how many cards a node has.
@@ -23,6 +23,8 @@ MOST_NODES, MOST_HOST, NODE = 64, 4 * 10**12, 8
 LORA_RANK = 16
 # By how much more cards may give beyond their share, since layers that were run again are kept.
 SUPERLINEAR = 0.25
+# Shares of the host left free that may be proposed, the most first.
+_LESS_LEFT = (0.2, 0.15, 0.1, LEAST_HEADROOM)
 
 
 def show_length(tokens: int) -> str:
@@ -125,6 +127,10 @@ def _changes(wanted: Wanted, length: int) -> Iterator[str]:
         freer = replace(wanted, optimizer=None, precision=None, on_host=None)
         if fits_any(freer, length):
             yield f"leave {_given(optimizer=wanted.optimizer, precision=wanted.precision) or 'the place'} to the plan"
+    for left in _LESS_LEFT:
+        if left < wanted.host_headroom and fits_any(replace(wanted, host_left=left), length):
+            yield f"--host-headroom {left:g}"
+            break
     step = 64 * 10**9
     host = smallest(
         machine.host_memory // step + 1, MOST_HOST // step, lambda n: fits_any(_hosted(wanted, n * step), length)

@@ -137,6 +137,24 @@ def test_more_headroom_reaches_the_share_of_the_host(run: Any) -> None:
     assert "host_budget" not in out
 
 
+def test_a_host_may_be_left_less_than_a_quarter(run: Any) -> None:
+    """As the 8B was measured at 512K: with more of the host fewer layers recompute attention."""
+    words = ("--model", "llama-3.1-8b", "--length", "512k", "--gpus", "1xH200", "--host-memory", "125GiB")
+    words += ("--optimizer", "adamw8bit", "--precision", "bf16", "--headroom", "0.07", "--json")
+    again = []
+    for more in ((), ("--host-headroom", "0.15")):
+        status, out, err = run(*words, *more)
+        assert status == 0, err
+        again.append(json.loads(out)["plan"]["layers"].count("recompute"))
+    assert again[1] < again[0]
+    words = ("--model", "llama-3.1-8b", "--length", "1M", "--gpus", "8xH100", "--host-memory", "600GB")
+    status, out, _ = run(*words, "--host-headroom", "0.1")
+    assert status == 0
+    assert load_run("run.yaml").memory.host_budget == int(0.9 * 600e9 / 8)
+    assert "host_budget=67500000000" in out
+    assert "10% left free" in out
+
+
 def test_json_has_the_whole_plan(run: Any) -> None:
     status, out, _ = run(*BASE, "--json")
     assert status == 0

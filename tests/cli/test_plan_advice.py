@@ -41,6 +41,7 @@ REFUSED: list[Options] = [
     {"--model": "llama-3.1-70b", "--gpus": "8xRTX-4090", "--length": "128k"},
     {"--model": "qwen2.5-7b", "--gpus": "8xRTX-4090", "--host-memory": "256GB", "--headroom": "0.4", "--length": "1M"},
     {"--model": "gemma-3-4b-it", "--gpus": "9xA100-40GB", "--batch": "1", "--length": "4M"},
+    {"--model": "llama-3.1-8b", "--gpus": "1xH200", "--host-memory": "125GiB", "--length": "500k"},
 ]  # fmt: skip
 
 
@@ -55,6 +56,11 @@ def test_every_change_that_is_proposed_plans_when_it_is_typed(run: Any, options:
         assert status == 0, f"{each}: {err}"
         if "--sp" in options and "--sp" not in each:
             assert json.loads(out)["degrees"]["sp"] == int(options["--sp"])
+
+
+def test_more_of_the_host_is_proposed_before_a_larger_one(run: Any) -> None:
+    _, _, err = run(*words_of(REFUSED[-1]))
+    assert "any one of these fits: --host-headroom 0.07; --host-memory " in err
 
 
 LONGEST: list[Options] = [

@@ -59,6 +59,10 @@ def run(typed: Any) -> Any:
         (("--model", "qwen3-8b", "--sp", "3"), "sp=3 over 8 GPUs and 32 heads"),
         (("--model", "qwen3-8b", "--batch", "0"), "--batch 0: at least 1"),
         (("--model", "qwen3-8b", "--headroom", "1"), "--headroom 1"),
+        (
+            ("--model", "qwen3-8b", "--host-headroom", "0.01"),
+            "--host-headroom 0.01: a share of the memory from 0.07 to below 1, such as 0.25, is needed",
+        ),
         (("--model", "qwen3-8b", "--tune", "some"), "choose one of full, lora"),
         (("--model", "qwen3-8b", "--optimizer", "sgd"), "choose one of adamw"),
         (("--model", "qwen3-8b", "--precision", "fp16"), "choose one of mixed, bf16"),

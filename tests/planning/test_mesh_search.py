@@ -51,6 +51,11 @@ def test_a_run_leaves_its_host_a_quarter_whatever_the_headroom() -> None:
         assert wanted.device_budget == int((1 - headroom) * wanted.machine.device.memory)
 
 
+def test_a_host_may_be_asked_for_more_of_its_memory() -> None:
+    wanted = Wanted(B8, machine(), headroom=0.4, host_left=0.1)
+    assert wanted.host_budget == int(0.9 * wanted.machine.host_memory / wanted.machine.gpus)
+
+
 def test_headroom_is_left() -> None:
     wanted = Wanted(B8, machine())
     assert wanted.device_budget == int(0.75 * wanted.machine.device.memory)
