@@ -21,7 +21,7 @@ from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import install_memory
-from ithaca.models.plans import manages_memory
+from ithaca.models.plans import plan_for
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
@@ -71,14 +71,13 @@ def parallelize(
     such as {"offload": False, "mlp_tile": 4096} for the same with that decided (`layers`, `offload`, `mlp_tile`,
     `loss_tile`, `head_groups`); a whole `ithaca.MemoryPlan`; or None to leave it to autograd. `fuse`: torch.compile norms,
     activations, rotary embeddings and the loss (on GPUs, unless False; not with memory=None). `compute_dtype`: what
-    FSDP2 casts weights to for computing, for example bf16 over fp32 weights.
-    `allow_untested` lets an architecture through that no parity run has covered.
+    FSDP2 casts weights to for computing, for example bf16 over fp32 weights. `allow_untested` lets an architecture
+    through that no parity run has covered.
     """
     check_mesh(mesh)
     check_placement(mesh, weights, replicas, on_host)
     check_name(kernel)
     check_settings(optimizer, compute_dtype, fuse=fuse, allow_untested=allow_untested)
-    given = read_memory(memory)
     budget, host = read_budget("memory_budget", memory_budget), read_budget("host_budget", host_budget)
     base = base_model(model)
     fuse = mesh.device.type == "cuda" if fuse is None else fuse
@@ -89,13 +88,13 @@ def parallelize(
     if takes_groups(mesh, weights, on_host, compute_dtype):
         check_shardable(model, decoder_layers(base))
     check_heads(*head_counts(base), mesh)
-    manages = manages_memory(base, given, allow_untested=allow_untested)
+    given = plan_for(base, read_memory(memory), allow_untested=allow_untested)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)
 
     # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
-    if given is not None and manages:
+    if given is not None:
         if not away:
             move(model, mesh.device)
         job = job_of(

@@ -14,11 +14,13 @@ from ithaca.models.units import router_of
 from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
 
 
-def manages_memory(base: PreTrainedModel, memory: MemoryPlan | Decided | None, *, allow_untested: bool) -> bool:
-    """Whether layers are put under modes. What was decided for another model is refused; where nothing was, a model that
-    cannot be put under modes is left alone."""
+def plan_for(
+    base: PreTrainedModel, memory: MemoryPlan | Decided | None, *, allow_untested: bool
+) -> MemoryPlan | Decided | None:
+    """What the model's layers are put under. What was decided for another model is refused; where nothing was, a model that
+    cannot be put under modes is left alone: None."""
     if memory is None:
-        return False
+        return None
     layers, decided = decoder_layers(base), isinstance(memory, MemoryPlan) or bool(memory.names)
     if decided and not layers:
         raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
@@ -29,9 +31,10 @@ def manages_memory(base: PreTrainedModel, memory: MemoryPlan | Decided | None, *
         check_plan(base, layers, memory)
     elif decided:
         check_modes(base, layers, memory.spread(len(layers)).modes(len(layers)) or ())
-    if not refused:
-        refuse_checkpointing(base)
-    return not refused
+    if refused:
+        return None
+    refuse_checkpointing(base)
+    return memory
 
 
 def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:
