@@ -112,11 +112,12 @@ def part_of_whole(
 ) -> tuple[dict[str, Any], Any]:
     """What the whole model's plan is, and the plan of the few layers that `model` has."""
     from ithaca.models.auto import AutoMemory, job_of
+    from ithaca.planning.choose import FREE
     from ithaca.planning.memory import memory_of
     from ithaca.sequence.layout import SequenceLayout
 
     job = job_of(model, mesh, "shard", cell["settings"]["optimizer"], fused=True, compute_dtype=None)
-    auto = AutoMemory.of(model, model, mesh, job, budget, None, host)
+    auto = AutoMemory.of(model, model, mesh, job, budget, FREE, host)
     auto.sizes = whole_sizes(cell)
     plan = auto.plan_for(SequenceLayout.whole_rows(1, cell["length"], mesh.sp))
     assert plan is not None
