@@ -1,12 +1,9 @@
-"""`ithaca plan` as a user runs it: what it says, what it writes, how long it takes, and how it refuses."""
+"""`ithaca plan` as a user runs it: what it says, what it writes, and how it refuses."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -357,31 +354,3 @@ def test_calibrating_without_a_gpu_is_refused(run: Any, monkeypatch: pytest.Monk
     status, _, err = run("--calibrate")
     assert status == 2
     assert "no GPU here" in err
-
-
-SLOWEST = ("--model", "llama-3.1-405b", "--length", "128k", "--gpus", "8xH200", "--nodes", "16")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [BASE, SLOWEST, (*SLOWEST, "--length", "1M", "--gpus", "8xH100"), (*SLOWEST, "--length", "max")],
-    ids=["usual", "large", "long", "longest"],
-)
-def test_an_answer_takes_less_than_a_second_and_no_torch(words: tuple[str, ...]) -> None:
-    # Others use the machine too: what counts is this process's own time, its start and imports among it.
-    code = (
-        "import sys, time; from ithaca.cli import app; app(sys.argv[1:], standalone_mode=False); "
-        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules))); print(time.process_time())"
-    )
-    # Compiled once, as for every user but the first time.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", code, "plan", *words, "--write", "-"]
-    took = []
-    for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-        heavy, seconds = done.stdout.splitlines()[-2:]
-        assert heavy == "[]"
-        took.append(float(seconds))
-        if took[-1] < 1:
-            return
-    raise AssertionError(f"{took} s")
