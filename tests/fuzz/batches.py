@@ -1,0 +1,142 @@
+"""Batches drawn from a seed: any mask with any positions, and what transformers makes of the same call.
+
+The truth is transformers' eager attention on one process with the same keyword arguments. Labels are left out of it
+where Ithaca documents that it learns nothing: on padding, on a row's first token after padding, and on a packed
+document's first token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ithaca
+from ithaca.errors import IthacaError
+from ithaca.proof.promote import promoted, relative_error
+from ithaca.proof.small import small_batch, small_model
+from tests.ranks import run_ranks
+from tests.tolerances import FP64
+
+MODELS = ("llama", "gpt2", "gemma2", "gpt_neox", "qwen3_moe", "gpt_oss")
+
+Maker = Callable[[int, int, Random], Tensor | None]
+
+
+def _rows(make: Callable[[int, Random], list[int]]) -> Maker:
+    return lambda rows, length, random: torch.tensor([make(length, random) for _ in range(rows)])
+
+
+def _left(length: int, random: Random) -> list[int]:
+    pads = random.randrange(length)
+    return [0] * pads + [1] * (length - pads)
+
+
+def _both(length: int, random: Random) -> list[int]:
+    start = random.randrange(length - 1)
+    end = random.randint(start + 1, length)
+    return [int(start <= at < end) for at in range(length)]
+
+
+def _restarting(length: int, random: Random) -> list[int]:
+    positions: list[int] = []
+    while len(positions) < length:
+        positions += range(random.randint(1, length))
+    return positions[:length]
+
+
+MASKS: dict[str, Maker] = {
+    "none": lambda rows, length, random: None,
+    "ones": lambda rows, length, random: torch.ones(rows, length, dtype=torch.long),
+    "left": _rows(_left),
+    "right": _rows(lambda length, random: _left(length, random)[::-1]),
+    "both": _rows(_both),
+    "bool": lambda rows, length, random: _rows(_left)(rows, length, random).bool(),
+    "hole": _rows(lambda length, random: [int(random.random() < 0.8) for _ in range(length)]),
+    "zeros": lambda rows, length, random: torch.zeros(rows, length, dtype=torch.long),
+}
+POSITIONS: dict[str, Maker] = {
+    "none": lambda rows, length, random: None,
+    "counted": lambda rows, length, random: torch.arange(length).expand(rows, length),
+    "one row": lambda rows, length, random: torch.arange(length)[None],
+    "offset": lambda rows, length, random: torch.arange(length).expand(rows, length) + random.randint(1, 9),
+    "spaced": lambda rows, length, random: torch.arange(length).expand(rows, length) * 2,
+    "restarting": _rows(_restarting),
+    "one row restarting": lambda rows, length, random: _rows(_restarting)(1, length, random),
+    "shuffled": _rows(lambda length, random: random.sample(range(length), length)),
+    "repeated": lambda rows, length, random: (torch.arange(length) // 2).expand(rows, length),
+    "by mask": lambda rows, length, random: None,
+}
+
+
+def draw(seed: int) -> tuple[str, str, dict[str, Any]]:
+    """A model, a description and a batch."""
+    random = Random(f"batch {seed}")
+    kind, mask, positions = random.choice(MODELS), random.choice(list(MASKS)), random.choice(list(POSITIONS))
+    rows, length = random.randint(1, 3), random.randint(2, 19)
+    batch: dict[str, Any] = small_batch(rows, length, seed=seed)
+    batch["attention_mask"] = MASKS[mask](rows, length, random)
+    batch["position_ids"] = POSITIONS[positions](rows, length, random)
+    if positions == "by mask" and batch["attention_mask"] is not None:
+        batch["position_ids"] = (batch["attention_mask"].long().cumsum(1) - 1).clamp(min=0)
+    batch = {name: value for name, value in batch.items() if value is not None}
+    batch["labels"] = batch["labels"].masked_fill(_unlearned(batch), -100)
+    return kind, f"{seed}: {kind}, {rows} x {length}, mask {mask}, positions {positions}", batch
+
+
+def _unlearned(batch: dict[str, Any]) -> Tensor:
+    """Tokens that Ithaca documents as no targets."""
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    unlearned = ~real
+    unlearned[:, 1:] |= ~real[:, :-1]
+    positions = batch.get("position_ids")
+    if positions is not None and "attention_mask" not in batch:
+        unlearned[:, 1:] |= (positions.diff(dim=1) != 1).expand(len(real), -1)
+    return unlearned
+
+
+def errors(seed: int, sp: int, memory: str | None) -> str | float:
+    """On a rank: the largest error in loss and gradients against one process, or the sentence of a refusal."""
+    kind, _, batch = draw(seed)
+    mesh = ithaca.init_mesh(sp=sp)
+    with promoted():
+        plain = small_model(kind, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, dropout=0.0, attention_dropout=0.0)
+        model = ithaca.parallelize(copy.deepcopy(plain), mesh, memory=memory)
+        try:
+            loss = ithaca.causal_loss(model, batch, mesh)
+            loss.backward()
+        except IthacaError as refusal:
+            return str(refusal)
+        if (batch["labels"][:, 1:] == -100).all():
+            # The mean over no token: zero here, nan in transformers.
+            return abs(float(loss.detach()))
+        truth = plain(**batch, use_cache=False).loss
+        truth.backward()
+        worst = abs(float(loss.detach()) - float(truth.detach()))
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            got: Any = mine.grad
+            if theirs.grad is not None:
+                whole = got.full_tensor() if hasattr(got, "full_tensor") else got
+                worst = max(worst, relative_error(whole, theirs.grad))
+    return worst
+
+
+def check(seed: int, sp: int, memory: str | None) -> str:
+    """Hold one case on `sp` ranks; gives what came of it."""
+    described = draw(seed)[1]
+    results = run_ranks(sp, errors, seed, sp, memory)
+    if any(isinstance(result, str) for result in results):
+        assert all(isinstance(result, str) for result in results), f"{described}: one rank refuses alone: {results}"
+        return f"{described}: refused: {results[0]}"
+    worst = max(float(result) for result in results)
+    assert worst < FP64, f"{described}, sp={sp}, memory={memory}: off by {worst:.1e}"
+    return f"{described}: {worst:.0e}"
+
+
+def setting(seed: int) -> tuple[int, str | None]:
+    """The degree and the memory mode of a case."""
+    return 2 + seed % 2, ("auto", None)[seed // 2 % 2]
