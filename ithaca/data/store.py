@@ -4,7 +4,9 @@ A store is a folder: `tokens.bin` (uint16 or uint32), `learn.bin` (a byte a toke
 `offsets.npy`, `origins.npy` (file and row of each document) and `about.json`. It is written under another name and
 renamed when whole.
 
-Invariant: `open_store` gives a whole store or None; what a crash or a full disk left behind is never read.
+Invariant: `open_store` gives a whole store or None; what a crash or a full disk left behind is never read. Damage that
+comes later is seen: small files are summed when a store is opened, and each block of tokens (`_BLOCK` bytes) when its
+first token is read, so that opening a store of any size costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from array import array
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +26,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ithaca.errors import DataError
+
 VERSION = 2
+# Bytes that one checksum covers: a row of a million tokens reads a few, and summing one takes a millisecond.
+_BLOCK = 1 << 20
+_SMALL = ("offsets.npy", "origins.npy")
+
+
+@dataclass(slots=True)
+class CheckedFile:
+    """A file mapped into memory, each block of which is summed when it is first read."""
+
+    file: Path
+    values: NDArray[Any]
+    sums: list[int] | None
+    seen: set[int] = field(default_factory=set)
+
+    def __getitem__(self, piece: slice) -> NDArray[Any]:
+        found: NDArray[Any] = self.values[piece]
+        if self.sums is not None and len(found):
+            size = self.values.itemsize
+            first, last = piece.start * size // _BLOCK, ((piece.start + len(found)) * size - 1) // _BLOCK
+            for block in range(first, last + 1):
+                if block not in self.seen:
+                    self._check(block, self.sums)
+        return found
+
+    def _check(self, block: int, sums: list[int]) -> None:
+        per_block = _BLOCK // self.values.itemsize
+        content = self.values[block * per_block : (block + 1) * per_block]
+        if zlib.crc32(content.tobytes()) != sums[block]:
+            raise DataError(
+                f"{self.file} has changed since it was written (a failing disk?): delete the folder {self.file.parent}, and "
+                "the next start makes it again from the documents"
+            )
+        self.seen.add(block)
+
+
+def _block_sums(file: Path) -> list[int]:
+    with file.open("rb") as stream:
+        return [zlib.crc32(block) for block in iter(lambda: stream.read(_BLOCK), b"")]
+
+
+def _sum_of(about: Mapping[str, Any]) -> int:
+    """A checksum of what the store says of itself."""
+    return zlib.crc32(json.dumps({key: about[key] for key in sorted(about) if key != "check"}).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +80,8 @@ class Store:
     all tokens, which stays the same wherever the documents lie."""
 
     folder: Path
-    tokens: NDArray[Any]
-    learn: NDArray[np.uint8] | None
+    tokens: CheckedFile
+    learn: CheckedFile | None
     offsets: NDArray[np.int64]
     origins: NDArray[np.int64]
     about: dict[str, Any]
@@ -109,13 +158,19 @@ class StoreWriter:
             "largest": self.largest,
             "sum": self._sum.hexdigest(),
             "files": list(self.files),
+            "blocks": {name: _block_sums(self.folder / name) for name in self._written()},
         }
-        (self.folder / "about.json").write_text(json.dumps(facts | about), encoding="utf-8")
+        # As JSON has it, where a tuple is a list.
+        said = json.loads(json.dumps(facts | about))
+        (self.folder / "about.json").write_text(json.dumps(said | {"check": _sum_of(said)}), encoding="utf-8")
         for file in self.folder.iterdir():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         shutil.rmtree(self.target, ignore_errors=True)
         os.rename(self.folder, self.target)
+
+    def _written(self) -> list[str]:
+        return [file.name for file in sorted(self.folder.iterdir())]
 
     def abandon(self) -> None:
         self.opened.close()
@@ -126,21 +181,25 @@ def open_store(folder: Path) -> Store | None:
     """The store in `folder`, mapped into memory; None where it is missing, of another version or not whole."""
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        if about["version"] != VERSION:
+        # Stores made before there were checksums have none, and are read as they were.
+        if about["version"] != VERSION or about.get("check", _sum_of(about)) != _sum_of(about):
             return None
-        tokens = _map(folder / "tokens.bin", np.dtype(about["dtype"]), about["tokens"])
+        blocks = about.get("blocks")
+        tokens = _map(folder / "tokens.bin", np.dtype(about["dtype"]), about["tokens"], blocks)
         partly = about["learned"] != about["tokens"]
-        learn = _map(folder / "learn.bin", np.dtype(np.uint8), about["tokens"]) if partly else None
-        offsets = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
-        origins = np.load(folder / "origins.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, KeyError, TypeError):
+        learn = _map(folder / "learn.bin", np.dtype(np.uint8), about["tokens"], blocks) if partly else None
+        if blocks is not None and any(_block_sums(folder / name) != blocks[name] for name in _SMALL):
+            return None
+        offsets, origins = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in _SMALL)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if len(offsets) != about["documents"] + 1 or len(origins) != about["documents"]:
         return None
     return Store(folder, tokens, learn, offsets, origins, about)
 
 
-def _map(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def _map(file: Path, dtype: np.dtype[Any], count: int, blocks: dict[str, list[int]] | None) -> CheckedFile:
     if file.stat().st_size != count * dtype.itemsize:
         raise ValueError(f"{file} is not whole")
-    return np.memmap(file, dtype, "r") if count else np.zeros(0, dtype)
+    values = np.memmap(file, dtype, "r") if count else np.zeros(0, dtype)
+    return CheckedFile(file, values, None if blocks is None else blocks[file.name])
