@@ -25,6 +25,7 @@ from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked, without_hooks
+from ithaca.models.passing import found_by, hands_on, watching
 from ithaca.models.plans import check_plan
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
 from ithaca.models.settings import Assumed, settings
@@ -166,7 +167,7 @@ class Installed:
 
     def begin(self, layout: SequenceLayout | None = None) -> None:
         """A new forward pass: its layers are linked anew, and a plan is made for it where that is left to us."""
-        self.chain.last = None
+        self.chain.begin()
         if self.auto is not None and layout is not None:
             plan = self.auto.plan_for(layout)
             if plan is not None:
@@ -240,9 +241,13 @@ def install_memory(
         raise UnsupportedError(f"{name} does not name its layers (_no_split_modules): use memory=None")
     with unsharded(binding.model):
         roles = roles_of(binding, layers)
-        around = norms_around(binding.model, layers)
+        with watching(binding.model, layers) as watch:
+            around = norms_around(binding.model, layers)
+        passing = found_by(watch)
         plain = head_is_plain(binding.model)
+    given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
     installed = Installed(binding, fused=fuse)
+    installed.chain.strict = isinstance(given, MemoryPlan) or given.layers is not None
     compiled = compilations()
     for layer, own in zip(layers, roles, strict=True):
         runner = LayerRunner(binding, layer.forward)
@@ -253,15 +258,15 @@ def install_memory(
         if fuse:
             _fuse_attention(installed, layer, compiled)
         installed.runners.append(runner)
-        installed.layers.append(Layer(layer, runner, installed.chain, "keep", units=units))
+        installed.layers.append(Layer(layer, runner, installed.chain, "keep", len(installed.layers), units=units))
         installed.put(layer, installed.layers[-1])
     for stack, role in around:
         fused = _fused(stack, role, compiled) if fuse else None
         _install_unit(installed, LayerRunner(binding, stack.forward), stack, role, fused)
     _install_head(installed, plain, fuse=fuse)
-    given = memory if isinstance(memory, MemoryPlan) else memory.given
     installed.auto = None if isinstance(memory, MemoryPlan) else memory
     if installed.auto is not None:
+        passing.inform(installed.auto, given)
         installed.auto.job = replace(installed.auto.job, whole_logits=installed.head is None)
     if isinstance(given, MemoryPlan):
         installed.apply(given)
@@ -326,7 +331,7 @@ def roles_of(binding: Binding, layers: list[nn.Module]) -> list[list[UnitRole]]:
 
 def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, kwargs: Any) -> UnitRole:
     """Whether zeroing the unit's value leaves every gradient as it is, bit by bit."""
-    if not role.wide or role.draws:
+    if not role.wide or role.draws or hands_on(layer, args, kwargs):
         return role
     trial = Installed(binding)
     runner = LayerRunner(binding, layer.forward)

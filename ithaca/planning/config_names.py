@@ -21,6 +21,8 @@ NAMES = {
 }
 # Families whose positions are a table of weights: no length beyond it, whatever the rotation.
 LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
+# Families whose layers stand in stacks between which hidden states are added up: the first input of each is no output.
+UNLINKED = ("hrm_text",)
 # What attention dropout is called; it is not exact over ranks.
 ATTENTION_DROPOUTS = (
     "attention_dropout",

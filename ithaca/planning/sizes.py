@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import UnsupportedError
-from ithaca.planning.config_names import LEARNED_POSITIONS, text_of
+from ithaca.planning.config_names import LEARNED_POSITIONS, UNLINKED, text_of
 from ithaca.planning.layers import PLAIN, LayerSizes, layer_sizes
 
 Config = Mapping[str, Any]
@@ -24,6 +24,8 @@ class ModelSizes:
     `final_norm`: the last norm, and a table of positions where there is one. `adapters`: what is trained where the rest
     is frozen; of that `beside` is outside the layers, `in_place` among the model's own weights, and `trained_head` in
     the head.
+
+    `linked`: each layer's input is the output of the one before it, so that it can be rebuilt from there.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
     `widest`: the most intermediate values of a token in any layer's MLP.
@@ -43,6 +45,7 @@ class ModelSizes:
     beside: int = 0
     in_place: int = 0
     trained_head: int = 0
+    linked: bool = True
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
     layer_parameters: int = field(init=False, compare=False, repr=False)
     largest_layer: int = field(init=False, compare=False, repr=False)
@@ -83,6 +86,7 @@ class ModelSizes:
             tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
             layers=tuple(layer_sizes(config, index, key, value) for index in range(int(config["num_hidden_layers"]))),
             final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
+            linked=kind not in UNLINKED,
         )
 
     @property
