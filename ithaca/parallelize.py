@@ -157,7 +157,8 @@ def read_budget(name: str, given: float | str | None) -> int | None:
 
 
 def head_counts(base: nn.Module) -> tuple[int, int]:
-    """Query heads and key-value heads, as the config has them."""
+    """Query heads and key-value heads, as the config has them; of the layer with the fewest, where layers differ."""
     config = base.config.get_text_config()  # type: ignore[union-attr, operator]
-    heads = int(config.num_attention_heads)
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    counts = [(int(own.num_attention_heads), getattr(own, "num_key_value_heads", None)) for own in each]
+    return min((heads, int(kv_heads or heads)) for heads, kv_heads in counts)

@@ -90,6 +90,20 @@ def text_of(config: Config) -> dict[str, Any]:
     return named
 
 
+def of_layer(config: Config, index: int) -> dict[str, Any]:
+    """The config as layer `index` has it: some families have head sizes and counts of their own for some layers."""
+    own = config.get("per_layer_config") or {}
+    return {**config, **(own.get(str(index)) or own.get(index) or {})}
+
+
+def widest(config: Config) -> dict[str, Any]:
+    """The config with the largest head size and the most key-value heads of any layer."""
+    every = [config, *(config.get("per_layer_config") or {}).values()]
+    keys = ("head_dim", "num_key_value_heads")
+    most = {key: max(own[key] for own in every if own.get(key)) for key in keys if any(own.get(key) for own in every)}
+    return {**config, **most}
+
+
 def cautions_of(config: Config) -> dict[str, str]:
     """What a plan for this config does not cover, or a run of it will refuse."""
     found, kind = {}, str(config.get("model_type", "")) or "this model"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import UnsupportedError
-from ithaca.planning.config_names import LEARNED_POSITIONS, UNLINKED, text_of
+from ithaca.planning.config_names import LEARNED_POSITIONS, UNLINKED, of_layer, text_of, widest
 from ithaca.planning.layers import PLAIN, LayerSizes, layer_sizes
 
 Config = Mapping[str, Any]
@@ -70,6 +70,8 @@ class ModelSizes:
                 f"the config has no {', '.join(missing)}: a causal language model's config.json is needed"
             )
         kind = str(config.get("model_type", ""))
+        layers = range(int(config["num_hidden_layers"]))
+        config, each = widest(config), [of_layer(config, index) for index in layers]
         heads = int(config["num_attention_heads"])
         key, value = _head_sizes(config)
         latent = config.get("kv_lora_rank") is not None
@@ -84,7 +86,7 @@ class ModelSizes:
             value_size=value,
             vocabulary=int(config["vocab_size"]),
             tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
-            layers=tuple(layer_sizes(config, index, key, value) for index in range(int(config["num_hidden_layers"]))),
+            layers=tuple(layer_sizes(own, index, *_head_sizes(own)) for index, own in zip(layers, each, strict=True)),
             final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
             linked=kind not in UNLINKED,
         )
