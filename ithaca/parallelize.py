@@ -18,7 +18,7 @@ from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.auto import AutoMemory, job_of
-from ithaca.models.binding import bind
+from ithaca.models.binding import bind, unbind
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import install_memory
 from ithaca.models.plans import plan_for
@@ -103,7 +103,11 @@ def parallelize(
         planner = AutoMemory.of(model, base, mesh, job, budget, given, host)
         planner.held = partial(held_on_host, model)
         with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
-            install_memory(binding, decoder_layers(base), planner, fuse=fuse)
+            try:
+                install_memory(binding, decoder_layers(base), planner, fuse=fuse)
+            except UnsupportedError:
+                unbind(base)
+                raise
 
     # 4. Weights: FSDP2 over all ranks, or over each of several groups; gradients summed in fp32; on the host if asked.
     place_weights(

@@ -132,22 +132,21 @@ class Arguments:
         for place, tensor in zip(places, tensors, strict=True):
             flat[place] = tensor
         made: dict[int, Any] = {}
+        args, values = tree_unflatten([self._value(x, flat, made) for x in flat[: self.tree.num_leaves]], self.tree)
+        containers = [self._value(_At(number), flat, made) for number in range(len(self.containers))]
+        return Run(args, dict(zip(self.names, values, strict=True)), flat, containers)
 
-        def value(leaf: Any) -> Any:
-            if not isinstance(leaf, _At):
-                return leaf
-            if leaf.number not in made:
-                # Before it is filled: a container may hold itself.
-                made[leaf.number] = copy.copy(self.containers[leaf.number].empty)
-                each = self.containers[leaf.number]
-                inside = tree_unflatten([value(flat[i]) for i in each.leaves], each.tree)
-                _fill(made[leaf.number], each.keys, inside)
-            return made[leaf.number]
-
-        args, values = tree_unflatten([value(leaf) for leaf in flat[: self.tree.num_leaves]], self.tree)
-        # A container may be out of reach now that no leaf shows it; numbers stay what they are.
-        held = [value(_At(number)) for number in range(len(self.containers))]
-        return Run(args, dict(zip(self.names, values, strict=True)), flat, held)
+    # A method and no closure: one that calls itself is a cycle, which would keep tensors until garbage is collected.
+    def _value(self, leaf: Any, flat: list[Any], made: dict[int, Any]) -> Any:
+        """The leaf itself, or for the number of a container a filled copy, `made` once."""
+        if not isinstance(leaf, _At):
+            return leaf
+        if leaf.number not in made:
+            each = self.containers[leaf.number]
+            # There before it is filled: a container may hold itself.
+            own = made[leaf.number] = copy.copy(each.empty)
+            _fill(own, each.keys, tree_unflatten([self._value(flat[i], flat, made) for i in each.leaves], each.tree))
+        return made[leaf.number]
 
     def changes(self, flat: list[Any], containers: list[Any], outputs: list[Any]) -> tuple[list[Change], list[Tensor]]:
         """What a run left in its containers that was not there, and the tensors among that which are no output yet."""
@@ -192,13 +191,9 @@ class Arguments:
         while place >= self.tree.num_leaves:
             inside = next(number for number, each in enumerate(self.containers) if place in each.leaves)
             place = self._place_of(inside)
-        ends, end = [], 0
-        for child in (child for part in self.tree.children_specs for child in part.children_specs):
-            end += child.num_leaves
-            ends.append(end)
-        index = next(i for i, end in enumerate(ends) if place < end)
-        named = index - (len(ends) - len(self.names))
-        return f"argument {self.names[named]}" if named >= 0 else f"argument {index + 1}"
+        args, values = tree_unflatten(list(range(self.tree.num_leaves)), self.tree)
+        index = next(index for index, each in enumerate((*args, *values)) if place in tree_flatten(each)[0])
+        return f"argument {index + 1}" if index < len(args) else f"argument {self.names[index - len(args)]}"
 
     def refuse_hidden_graphs(self) -> None:
         """Refuse an object that is not looked into and holds tensors that want a gradient: it would not get one."""

@@ -240,12 +240,12 @@ def install_memory(
         name = type(binding.model).__name__
         raise UnsupportedError(f"{name} does not name its layers (_no_split_modules): use memory=None")
     with unsharded(binding.model):
-        roles = roles_of(binding, layers)
         with watching(binding.model, layers) as watch:
             around = norms_around(binding.model, layers)
         passing = found_by(watch)
+        given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
+        roles = roles_of(binding, layers, silence=passing.refused is None)
         plain = head_is_plain(binding.model)
-    given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
     installed = Installed(binding, fused=fuse)
     installed.chain.strict = isinstance(given, MemoryPlan) or given.layers is not None
     compiled = compilations()
@@ -314,8 +314,8 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
             installed.put(norm, FusedNorm(norm, compiled[key]))
 
 
-def roles_of(binding: Binding, layers: list[nn.Module]) -> list[list[UnitRole]]:
-    """The units of each layer, tried once a kind: which may stay silent in a replay."""
+def roles_of(binding: Binding, layers: list[nn.Module], *, silence: bool = True) -> list[list[UnitRole]]:
+    """The units of each layer, tried once a kind: with `silence` also which of them may stay silent in a replay."""
     found: dict[tuple[Any, ...], list[UnitRole]] = {}
     # Ahead of the runs: there may be modules that count theirs.
     kinds = [signature(layer) for layer in layers]
@@ -323,9 +323,9 @@ def roles_of(binding: Binding, layers: list[nn.Module]) -> list[list[UnitRole]]:
     with without_hooks(module for layer in layers for module in layer.modules()):
         for index, (args, kwargs) in layer_arguments(binding.model, layers).items():
             layer = layers[index]
-            found[kinds[index]] = [
-                _try_silence(binding, layer, role, args, kwargs) for role in find_units(layer, args, kwargs)
-            ]
+            units = find_units(layer, args, kwargs)
+            tried = [_try_silence(binding, layer, role, args, kwargs) for role in units] if silence else units
+            found[kinds[index]] = tried
     return [found[kind] for kind in kinds]
 
 

@@ -155,6 +155,10 @@ def hands_on(layer: nn.Module, args: Any, kwargs: Any) -> bool:
     run = arguments.run_with([], [])
     with torch.no_grad():
         outputs = tree_flatten(layer(*run.args, **run.kwargs))[0]
-    return sum(isinstance(x, Tensor) for x in outputs) > 1 or bool(
-        arguments.changes(run.flat, run.containers, outputs)[0]
-    )
+    if sum(isinstance(x, Tensor) for x in outputs) > 1:
+        return True
+    try:
+        return bool(arguments.changes(run.flat, run.containers, outputs)[0])
+    except UnsupportedError:
+        # Such a layer is not run again.
+        return True
