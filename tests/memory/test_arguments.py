@@ -66,9 +66,13 @@ def test_what_is_left_behind_reaches_the_callers_container() -> None:
     before = outer["swapped"]
     apply_changes(changes, originals, flat, handed)
     assert list(outer) == ["inner", "swapped"]
-    assert outer["inner"] is inner and inner[1] is handed[1]
-    assert outer["swapped"][0] is before[1] and outer["swapped"][1] is before[0]
-    assert outer["swapped"][2] is handed[0] and outer["swapped"][3] is hidden and outer["swapped"][4] == 7
+    assert outer["inner"] is inner
+    assert inner[1] is handed[1]
+    assert outer["swapped"][0] is before[1]
+    assert outer["swapped"][1] is before[0]
+    assert outer["swapped"][2] is handed[0]
+    assert outer["swapped"][3] is hidden
+    assert outer["swapped"][4] == 7
 
 
 @pytest.mark.parametrize("made", [[], {}, object(), SimpleNamespace(), {1}])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 from ithaca.errors import UnsupportedError
@@ -19,8 +19,8 @@ from ithaca.models.binding import is_bound
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import compare
-from ithaca.proof.small import small_batch, small_config, small_model
-from tests.ranks import expect_refusal, run_ranks
+from ithaca.proof.small import small_batch, small_config
+from tests.ranks import run_ranks
 from tests.tolerances import FP64
 
 LAYERS = 4
@@ -90,7 +90,9 @@ class PassingModel(LlamaModel):
 
     way = ""
 
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:  # type: ignore[override]
         hidden = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1])[None]
@@ -107,7 +109,9 @@ class PassingModel(LlamaModel):
         for layer in self.layers:
             given = {"state": states.get(self.way), "position_embeddings": around, "position_ids": position_ids}
             hidden = layer(hidden, attention_mask=mask, **given, **kwargs)
-        return SimpleNamespace(last_hidden_state=self.norm(hidden), past_key_values=None, hidden_states=None, attentions=None)
+        return SimpleNamespace(
+            last_hidden_state=self.norm(hidden), past_key_values=None, hidden_states=None, attentions=None
+        )
 
 
 def passing(way: str) -> LlamaForCausalLM:
