@@ -25,7 +25,7 @@ from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked, without_hooks
-from ithaca.models.passing import found_by, hands_on, watching
+from ithaca.models.passing import Passing, found_by, hands_on, watching
 from ithaca.models.plans import check_plan
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
 from ithaca.models.settings import Assumed, settings
@@ -138,6 +138,7 @@ class Installed:
     stacks: list[nn.ModuleList] = field(default_factory=list)
     parts: list[nn.Module] = field(default_factory=list)
     assumed: Assumed = field(default_factory=Assumed)
+    passing: Passing = field(default_factory=Passing)
     fused: bool = False
     warned: bool = False
 
@@ -247,6 +248,7 @@ def install_memory(
         roles = roles_of(binding, layers, silence=passing.refused is None)
         plain = head_is_plain(binding.model)
     installed = Installed(binding, fused=fuse)
+    installed.passing = passing
     installed.chain.strict = isinstance(given, MemoryPlan) or given.layers is not None
     compiled = compilations()
     for layer, own in zip(layers, roles, strict=True):

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, unlinked
 from ithaca.memory.arguments import INSTEAD, Arguments, Seen, reachable, same, version
 from ithaca.models.auto import AutoMemory
-from ithaca.models.binding import logger
+from ithaca.models.binding import Binding, logger, unsharded
 from ithaca.models.roles import few_tokens
 from ithaca.planning.plan import Decided, MemoryPlan
 
@@ -38,10 +38,20 @@ _NOT_ENTERED = ("transformers.", "torch.", "ithaca.")
 @dataclass(frozen=True, slots=True)
 class Passing:
     """What was found of one model. `unlinked`: layers whose input is not the output of the layer before. `refused`: why
-    no layer can be run again, None if layers can."""
+    no layer can be run again, None if layers can. `copied`: a layer that puts something into a dict or list that FSDP2
+    would hand it a copy of, None if there is none."""
 
     unlinked: frozenset[int] = frozenset()
     refused: str | None = None
+    copied: str | None = None
+
+    def refuse_copies(self) -> None:
+        """Refuse a model whose layers would not see, under FSDP2, what other layers leave for them."""
+        if self.copied is not None:
+            raise UnsupportedError(
+                f"{self.copied}, and FSDP2 gives every layer a copy of its own: use weights='none', or a "
+                "collections.UserDict in the model's code"
+            )
 
     def settled(self, given: MemoryPlan | Decided, count: int) -> MemoryPlan | Decided:
         """What is given, checked; where modes are left to a plan and no layer can be run again, all of them are "keep"."""
@@ -73,6 +83,7 @@ class Watch:
     before: int = -1
     unlinked: set[int] = field(default_factory=set)
     refused: str | None = None
+    copied: str | None = None
     left: str | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +109,11 @@ class Watch:
             if changed is not None:
                 self.refused = self.refused or f"layer {index} {changed}"
             try:
-                arguments.changes(arguments.flat, containers, outputs)
+                changes, _ = arguments.changes(arguments.flat, containers, outputs)
+                kinds = [type(containers[change.number]) for change in changes]
+                kind = next((kind for kind in kinds if kind in SUPPORTED_NODES), None)
+                if kind is not None:
+                    self.copied = self.copied or f"layer {index} changes a {kind.__name__} that it is given"
             except UnsupportedError as error:
                 self.refused = self.refused or f"layer {index}: {str(error).removesuffix(f': {INSTEAD}')}"
             now = self._attributes(index)
@@ -146,7 +161,15 @@ def found_by(watch: Watch) -> Passing:
         with torch.no_grad(), watching(watch.model, watch.layers) as again:
             watch.model(input_ids=few_tokens(watch.model), use_cache=False)
         refused = again.left
-    return Passing(frozenset(watch.unlinked - {0}), refused)
+    return Passing(frozenset(watch.unlinked - {0}), refused, watch.copied)
+
+
+def passing_of(binding: Binding, layers: list[nn.Module]) -> Passing:
+    """What the layers of a model pass to each other, in a run of its own."""
+    model = binding.model
+    with unsharded(model), torch.no_grad(), watching(model, layers) as watch:
+        model(input_ids=few_tokens(model), use_cache=False)
+    return found_by(watch)
 
 
 def hands_on(layer: nn.Module, args: Any, kwargs: Any) -> bool:

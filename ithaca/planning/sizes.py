@@ -26,6 +26,7 @@ class ModelSizes:
     the head.
 
     `linked`: each layer's input is the output of the one before it, so that it can be rebuilt from there.
+    `kv_stores`: layers whose keys and values later layers use.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
     `widest`: the most intermediate values of a token in any layer's MLP.
@@ -46,6 +47,7 @@ class ModelSizes:
     in_place: int = 0
     trained_head: int = 0
     linked: bool = True
+    kv_stores: int = 0
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
     layer_parameters: int = field(init=False, compare=False, repr=False)
     largest_layer: int = field(init=False, compare=False, repr=False)
@@ -89,6 +91,8 @@ class ModelSizes:
             layers=tuple(layer_sizes(own, index, *_head_sizes(own)) for index, own in zip(layers, each, strict=True)),
             final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
             linked=kind not in UNLINKED,
+            # Of each kind of layer the last that has its own.
+            kv_stores=len(set(config.get("layer_types") or ())) if config.get("num_kv_shared_layers") else 0,
         )
 
     @property

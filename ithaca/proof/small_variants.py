@@ -58,8 +58,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere2_moe": {"mlp_layer_types": ["dense", "sparse"], "prefix_dense_intermediate_size": 24},
     "laguna": {"num_attention_heads_per_layer": [8, 4]},
 }
-# DBRX ties nothing; GPT-2's upcast attention takes no fp64.
-_NOT = {"dbrx": ("tie_word_embeddings",), **dict.fromkeys(("gpt2", "gpt-sw3"), ("reorder_and_upcast_attn",))}
+_NOT = {
+    "dbrx": ("tie_word_embeddings",),
+    # Attention that is cast to fp32 takes no fp64 in transformers.
+    **dict.fromkeys(("gpt2", "gpt-sw3"), ("reorder_and_upcast_attn",)),
+    "laguna": ("moe_apply_router_weight_on_input",),
+}
 
 
 def features_on(kind: str) -> dict[str, Any]:

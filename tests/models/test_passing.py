@@ -145,6 +145,21 @@ def test_a_mapping_of_tensors_is_followed_over_ranks_and_by_fsdp2() -> None:
     assert max(max(each) for each in run_ranks(2, errors, "mapping", 2, "shard")) < FP64
 
 
+def copied(way: str, memory: str | None) -> tuple[str, bool]:
+    model = passing(way)
+    with pytest.raises(UnsupportedError) as caught:
+        parallelize(model, init_mesh(sp=2), memory=memory, allow_untested=True)  # type: ignore[arg-type]
+    return str(caught.value), is_bound(model)
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+@pytest.mark.parametrize("way", ["dict", "list"])
+def test_containers_that_fsdp2_copies_are_refused(way: str, memory: str | None) -> None:
+    for said, bound in run_ranks(2, copied, way, memory):
+        assert re.match(rf"layer 0 changes a {way} that it is given, and FSDP2 gives every layer a copy", said)
+        assert not bound
+
+
 REFUSED = {
     "object": r"layer 0 changes a SimpleNamespace that it is given \(argument state\)",
     "list inside": r"layer 0: a layer puts a list into a dict that it is given \(argument state\)",
