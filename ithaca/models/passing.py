@@ -167,6 +167,8 @@ def found_by(watch: Watch) -> Passing:
 def passing_of(binding: Binding, layers: list[nn.Module]) -> Passing:
     """What the layers of a model pass to each other, in a run of its own."""
     model = binding.model
+    if not layers:
+        return Passing()
     with unsharded(model), torch.no_grad(), watching(model, layers) as watch:
         model(input_ids=few_tokens(model), use_cache=False)
     return found_by(watch)

@@ -146,7 +146,7 @@ def test_a_type_that_fails_with_its_features_on_is_refused() -> None:
     def off_with(where: str) -> Any:
         def run(world: int, kind: str, *, memory: bool = False, **overrides: Any) -> Measured:
             wrong = bool(overrides) and memory is (where == "memory")
-            return Measured(good | ({"plain: logits": 1e-3} if wrong else {}))
+            return Measured(good | ({"plain: logits": 1e-3} if wrong else {}), ["window"])
 
         return run
 
