@@ -50,7 +50,7 @@ def test_a_container_may_hold_itself() -> None:
 
 def test_what_is_left_behind_reaches_the_callers_container() -> None:
     inner: list[Any] = [tensor()]
-    outer = {"inner": inner, "gone": tensor(), "swapped": (tensor(), tensor())}
+    outer: dict[str, Any] = {"inner": inner, "gone": tensor(), "swapped": (tensor(), tensor())}
     hidden = tensor(trains=True)
     arguments, originals = Arguments.of((hidden,), {"state": outer})
     flat = list(arguments.flat)

@@ -38,7 +38,7 @@ class Passes(LlamaDecoderLayer):
 
     way = ""
 
-    def forward(self, hidden_states: Tensor, state: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, state: Any = None, **kwargs: Any) -> Any:
         index = self.self_attn.layer_idx
         before = self.given(state) if index > 1 else None
         # Not linear, and of each token alone: a value that is left out, or old, shows.
@@ -81,7 +81,7 @@ class Passes(LlamaDecoderLayer):
             case "object" | "in place" | "stream":
                 return state.first if self.way == "object" else None
             case "module":
-                return self.first.left  # type: ignore[union-attr]
+                return self.first.left
         return None
 
 
@@ -92,7 +92,7 @@ class PassingModel(LlamaModel):
 
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         hidden = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1])[None]
@@ -121,9 +121,9 @@ def passing(way: str) -> LlamaForCausalLM:
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config).double()
     model._no_split_modules = ["Passes"]
-    model.model.__class__, model.model.way = PassingModel, way  # type: ignore[assignment]
+    model.model.__class__, model.model.way = PassingModel, way
     for layer in model.model.layers:
-        layer.__class__, layer.way = Passes, way  # type: ignore[assignment]
+        layer.__class__, layer.way = Passes, way
         layer.__dict__["first"] = model.model.layers[0]
         if way == "buffer":
             layer.register_buffer("total", torch.zeros((), dtype=torch.float64))

@@ -17,7 +17,7 @@ from ithaca.proof.small_variants import features_on
 from ithaca.proof.survey import PAGE, VERDICTS
 from ithaca.proof.survey_judge import FEATURES_ON, TOLERANCE, explain, is_exact, judge
 from ithaca.proof.survey_page import page
-from ithaca.proof.survey_run import Measured, bind_unchecked, measure
+from ithaca.proof.survey_run import Measured, bind_unchecked, bind_with_memory, measure
 from ithaca.proof.survey_static import CAUSES, aliases, kinds, look, static_cause
 from tests.ranks import run_ranks
 
@@ -177,3 +177,26 @@ def test_shared_keys_and_unequal_heads_are_among_the_features() -> None:
         assert len(sizes) == 2
         assert on.attention_k_eq_v
         assert on.use_double_wide_mlp
+
+
+def with_features_on(kind: str, memory: bool) -> tuple[str | None, float]:
+    prepare = bind_with_memory if memory else bind_unchecked
+    config = survey_config(kind, **features_on(kind))
+    measured = measure(config, init_mesh(sp=2, device="cpu"), prepare=prepare)
+    return measured.failure, measured.worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [
+        (kind, memory)
+        for kind in kinds()
+        for memory in (False, True)
+        if ROWS[kind]["verdict"] == "exact" and (not memory or ROWS[kind]["memory"] == "exact")
+    ],
+)
+def test_an_exact_type_is_exact_with_its_features_on(kind: str, memory: bool) -> None:
+    for failure, worst in run_ranks(2, with_features_on, kind, memory):
+        assert failure is None
+        assert worst <= TOLERANCE
