@@ -18,9 +18,10 @@ from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.auto import AutoMemory, job_of
-from ithaca.models.binding import bind
+from ithaca.models.binding import bind, unbound_on_refusal
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import install_memory
+from ithaca.models.passing import passing_of
 from ithaca.models.plans import plan_for
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers
@@ -81,11 +82,11 @@ def parallelize(
     budget, host = read_budget("memory_budget", memory_budget), read_budget("host_budget", host_budget)
     base = base_model(model)
     fuse = mesh.device.type == "cuda" if fuse is None else fuse
-    away = leaves_device(mesh, on_host)
+    away, grouped = leaves_device(mesh, on_host), takes_groups(mesh, weights, on_host, compute_dtype)
 
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
-    if takes_groups(mesh, weights, on_host, compute_dtype):
+    if grouped:
         check_shardable(model, decoder_layers(base))
     check_heads(*head_counts(base), mesh)
     given = plan_for(base, read_memory(memory), allow_untested=allow_untested)
@@ -102,8 +103,16 @@ def parallelize(
         )
         planner = AutoMemory.of(model, base, mesh, job, budget, given, host)
         planner.held = partial(held_on_host, model)
-        with stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device):
-            install_memory(binding, decoder_layers(base), planner, fuse=fuse)
+        with (
+            stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device),
+            unbound_on_refusal(base),
+        ):
+            passing = install_memory(binding, decoder_layers(base), planner, fuse=fuse).passing
+            if grouped:
+                passing.refuse_copies()
+    elif grouped and allow_untested:
+        with stand_ins(base, decoder_layers(base), torch.device("cpu")), unbound_on_refusal(base):
+            passing_of(binding, decoder_layers(base)).refuse_copies()
 
     # 4. Weights: FSDP2 over all ranks, or over each of several groups; gradients summed in fp32; on the host if asked.
     place_weights(
@@ -157,7 +166,8 @@ def read_budget(name: str, given: float | str | None) -> int | None:
 
 
 def head_counts(base: nn.Module) -> tuple[int, int]:
-    """Query heads and key-value heads, as the config has them."""
+    """Query heads and key-value heads, as the config has them; of the layer with the fewest, where layers differ."""
     config = base.config.get_text_config()  # type: ignore[union-attr, operator]
-    heads = int(config.num_attention_heads)
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    counts = [(int(own.num_attention_heads), getattr(own, "num_key_value_heads", None)) for own in each]
+    return min((heads, int(kv_heads or heads)) for heads, kv_heads in counts)

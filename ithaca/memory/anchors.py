@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ithaca.errors import UnsupportedError
+from ithaca.memory.arguments import INSTEAD, Arguments, Change, apply_changes, version
 from ithaca.memory.noted import Noted
 from ithaca.memory.offload import HostStore, Ticket
 from ithaca.memory.rng import Rng
@@ -63,9 +64,34 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Chain:
-    """The layers of one forward pass that left something behind, linked from last to first."""
+    """The layers of one forward pass that left something behind, linked from last to first.
+
+    `gave` is the output of the last of them and how often it was written to; a layer whose input is another tensor has
+    an input that cannot be rebuilt. `strict`: a layer that was given "rebuild" by hand is then refused, else its input
+    is saved.
+    """
 
     last: Kept | None = None
+    gave: tuple[Tensor, int] | None = None
+    strict: bool = True
+
+    def begin(self) -> None:
+        """Start a forward pass, or let go of one."""
+        self.last = self.gave = None
+
+    def gives(self, x: Any) -> bool:
+        """Return whether `x` is what the last layer gave. FSDP2 passes on another view of the same memory."""
+        if self.gave is None:
+            return False
+        output, written = self.gave
+        if not version(x) == version(output) == written:
+            return False
+        return x is output or _place(x) == _place(output)
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's numbers are, and how they are read; of two tensors alive at once that says if they are one."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +102,7 @@ class Layer:
     runner: Runner
     chain: Chain
     mode: Mode
+    index: int = 0
     store: HostStore | None = None
     units: list[Unit] = field(default_factory=list)
 
@@ -96,40 +123,83 @@ class Layer:
             outcome = self.runner.run(args, kwargs, None, value=True)
             self.runner.say_aside(outcome.aside)
             return outcome.output
-        flat, tree = tree_flatten((args, kwargs))
-        call = _Call(self, flat, tree, _differentiable(flat))
+        arguments, originals = Arguments.of(args, kwargs)
+        arguments.refuse_hidden_graphs()
+        flat, places = list(arguments.flat), arguments.differentiable
+        hidden = flat[places[0]]
+        call = _Call(self, arguments, places, self._saves_input(hidden))
         # Where no input wants a gradient (frozen embeddings) the graph must still reach this layer's weights.
         trains = any(p.requires_grad for p in self.module.parameters())
-        tether = torch.empty(0, device=flat[call.places[0]].device, requires_grad=trains)
-        outputs = list(_Replayed.apply(tether, call, *(flat[i] for i in call.places)))
+        tether = torch.empty(0, device=hidden.device, requires_grad=trains)
+        outputs = list(_Replayed.apply(tether, call, *(flat[i] for i in places)))
         assert call.structure is not None
         count = call.structure.num_leaves
-        self.runner.say_aside(outputs[count:])
+        apply_changes(call.changes, originals, flat, outputs)
+        self.chain.gave = outputs[0], version(outputs[0])
+        self.runner.say_aside(outputs[count + call.written :])
         return tree_unflatten(outputs[:count], call.structure)
 
+    def _saves_input(self, hidden: Tensor) -> bool:
+        """Whether the input is saved: always but under "rebuild", and there too where no layer's output is this input."""
+        if self.mode != "rebuild":
+            return True
+        if self.chain.gives(hidden):
+            return False
+        if self.chain.strict:
+            raise UnsupportedError(unlinked(self.index))
+        return True
 
-def _differentiable(flat: list[Any]) -> list[int]:
-    """Where the hidden states stand (the first floating tensor), and whatever else wants a gradient."""
-    floating = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.is_floating_point()]
-    return [floating[0], *(i for i in floating[1:] if flat[i].requires_grad)]
+
+def unlinked(index: int) -> str:
+    """The sentence that refuses to rebuild this layer's input."""
+    return (
+        f"layer {index} cannot be under 'rebuild': its input is not the output of the layer before it, from which it would "
+        "be made again; use 'save' or 'recompute' for that layer"
+    )
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call of a layer: its arguments, flat, and the places of those that are differentiated."""
+    """One call of a layer: its arguments, and the places of those that are differentiated.
+
+    `changes`: what the layer put into containers that it was given; `written` tensors of it follow the layer's outputs.
+    """
 
     layer: Layer
-    flat: list[Any]
-    tree: TreeSpec
+    arguments: Arguments
     places: list[int]
+    saves_input: bool
     structure: TreeSpec | None = None
+    changes: list[Change] = field(default_factory=list)
+    written: int = 0
 
-    def run(self, inputs: list[Tensor], anchors: list[Tensor] | None, *, value: bool) -> Outcome:
-        flat = list(self.flat)
-        for place, tensor in zip(self.places, inputs, strict=True):
-            flat[place] = tensor
-        args, kwargs = tree_unflatten(flat, self.tree)
-        return self.layer.runner.run(args, kwargs, anchors, value=value)
+    def first(self, inputs: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        """Run it in forward: its outputs, and its anchors."""
+        run = self.arguments.run_with(self.places, inputs)
+        before = self.arguments.seen(run.flat)
+        outcome = self.layer.runner.run(run.args, run.kwargs, None, value=True)
+        changed = self.arguments.changed_in_place(run.flat, before)
+        if changed is not None:
+            raise UnsupportedError(f"layer {self.layer.index} {changed}: {INSTEAD}")
+        outputs, self.structure = tree_flatten(outcome.output)
+        self.changes, written = self.arguments.changes(run.flat, run.containers, outputs)
+        self.written = len(written)
+        return [*outputs, *written, *outcome.aside], outcome.anchors
+
+    def again(
+        self, inputs: list[Tensor], anchors: list[Tensor] | None, *, value: bool
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Run it once more, from its anchors or attending again: its outputs, and its anchors."""
+        run = self.arguments.run_with(self.places, inputs)
+        outcome = self.layer.runner.run(run.args, run.kwargs, anchors, value=value)
+        outputs = tree_flatten(outcome.output)[0]
+        written = self.arguments.changes(run.flat, run.containers, outputs)[1]
+        if len(written) != self.written:
+            raise UnsupportedError(
+                f"layer {self.layer.index} put {self.written} tensors into what it shares with other layers, and "
+                f"{len(written)} when it was run again: {INSTEAD}"
+            )
+        return [*outputs, *written, *outcome.aside], outcome.anchors
 
 
 @dataclass(eq=False, slots=True)
@@ -157,15 +227,15 @@ class Kept:
             None if layer.mode == "recompute" else anchors,
             rng,
             layer.chain.last,
-            layer.mode != "rebuild",
+            call.saves_input,
             [unit.tile for unit in layer.units],
             Noted.of([layer.module]),
         )
-        if layer.mode == "rebuild":
+        if not call.saves_input:
             kept.inputs = [torch.empty(0), *inputs[1:]]
         # The call's own references would keep alive what is to go to the host.
         for place in call.places:
-            call.flat[place] = None
+            call.arguments.flat[place] = None
         layer.chain.last = kept
         if layer.store is not None:
             kept._send_away(layer.store)
@@ -205,13 +275,13 @@ class Kept:
             if isinstance(module, FSDPModule):
                 module.unshard()
             with torch.no_grad(), kept.as_it_was():
-                outcome = kept.call.run(kept.inputs, kept.anchors, value=True)
+                outputs, anchors = kept.call.again(kept.inputs, kept.anchors, value=True)
             if isinstance(module, FSDPModule):
                 module.reshard()
             if kept.anchors is None:
                 # It attended again just now; its own backward need not.
-                kept.anchors = outcome.anchors
-            after.inputs[0] = tree_flatten(outcome.output)[0][0]
+                kept.anchors = anchors
+            after.inputs[0] = outputs[0]
             after.hidden = True
 
     @contextmanager
@@ -248,11 +318,12 @@ def _set_tiles(units: list[Unit], tiles: list[int]) -> None:
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tether: Tensor, call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # Of keys and values that no later layer reads no gradient is made up.
+        ctx.set_materialize_grads(False)
         rng = Rng(inputs[0].device)
-        outcome = call.run(list(inputs), None, value=True)
-        outputs, call.structure = tree_flatten(outcome.output)
-        ctx.kept = Kept.of(call, list(inputs), outcome.anchors, rng if rng.moved() else None)
-        return (*outputs, *outcome.aside)
+        outputs, anchors = call.first(list(inputs))
+        ctx.kept = Kept.of(call, list(inputs), anchors, rng if rng.moved() else None)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -276,13 +347,12 @@ def _replay(kept: Kept, wants: tuple[bool, ...], douts: tuple[Tensor | None, ...
     kept.bring_back()
     with torch.enable_grad(), kept.as_it_was():
         inputs = [x.detach().requires_grad_(want) for x, want in zip(kept.inputs, wants, strict=True)]
-        outcome = kept.call.run(inputs, kept.anchors, value=False)
+        outputs = kept.call.again(inputs, kept.anchors, value=False)[0]
     kept.inputs, kept.anchors = [], None
-    outputs = [*tree_flatten(outcome.output)[0], *outcome.aside]
     pairs = [
         (get_gradient_edge(o), d) for o, d in zip(outputs, douts, strict=True) if d is not None and o.requires_grad
     ]
     # The edges are enough to start from: the values are not held through the layer's backward.
-    del outcome, outputs
+    del outputs
     torch.autograd.backward([edge for edge, _ in pairs], [d for _, d in pairs])
     return [x.grad for x in inputs]

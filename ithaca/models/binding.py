@@ -163,6 +163,16 @@ def unbind(model: nn.Module) -> None:
     del binding.model.__dict__["generate"]
 
 
+@contextmanager
+def unbound_on_refusal(model: nn.Module) -> Iterator[None]:
+    """Inside, a refusal leaves the model as it was before `bind`."""
+    try:
+        yield
+    except UnsupportedError:
+        unbind(model)
+        raise
+
+
 def binding_of(model: nn.Module) -> Binding:
     """The binding of a model or of what it wraps (PEFT, DDP)."""
     for module in model.modules():

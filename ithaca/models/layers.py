@@ -25,6 +25,7 @@ from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked, without_hooks
+from ithaca.models.passing import Passing, found_by, hands_on, watching
 from ithaca.models.plans import check_plan
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
 from ithaca.models.settings import Assumed, settings
@@ -137,6 +138,7 @@ class Installed:
     stacks: list[nn.ModuleList] = field(default_factory=list)
     parts: list[nn.Module] = field(default_factory=list)
     assumed: Assumed = field(default_factory=Assumed)
+    passing: Passing = field(default_factory=Passing)
     fused: bool = False
     warned: bool = False
 
@@ -166,7 +168,7 @@ class Installed:
 
     def begin(self, layout: SequenceLayout | None = None) -> None:
         """A new forward pass: its layers are linked anew, and a plan is made for it where that is left to us."""
-        self.chain.last = None
+        self.chain.begin()
         if self.auto is not None and layout is not None:
             plan = self.auto.plan_for(layout)
             if plan is not None:
@@ -239,10 +241,15 @@ def install_memory(
         name = type(binding.model).__name__
         raise UnsupportedError(f"{name} does not name its layers (_no_split_modules): use memory=None")
     with unsharded(binding.model):
-        roles = roles_of(binding, layers)
-        around = norms_around(binding.model, layers)
+        with watching(binding.model, layers) as watch:
+            around = norms_around(binding.model, layers)
+        passing = found_by(watch)
+        given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
+        roles = roles_of(binding, layers, silence=passing.refused is None)
         plain = head_is_plain(binding.model)
     installed = Installed(binding, fused=fuse)
+    installed.passing = passing
+    installed.chain.strict = isinstance(given, MemoryPlan) or given.layers is not None
     compiled = compilations()
     for layer, own in zip(layers, roles, strict=True):
         runner = LayerRunner(binding, layer.forward)
@@ -253,15 +260,15 @@ def install_memory(
         if fuse:
             _fuse_attention(installed, layer, compiled)
         installed.runners.append(runner)
-        installed.layers.append(Layer(layer, runner, installed.chain, "keep", units=units))
+        installed.layers.append(Layer(layer, runner, installed.chain, "keep", len(installed.layers), units=units))
         installed.put(layer, installed.layers[-1])
     for stack, role in around:
         fused = _fused(stack, role, compiled) if fuse else None
         _install_unit(installed, LayerRunner(binding, stack.forward), stack, role, fused)
     _install_head(installed, plain, fuse=fuse)
-    given = memory if isinstance(memory, MemoryPlan) else memory.given
     installed.auto = None if isinstance(memory, MemoryPlan) else memory
     if installed.auto is not None:
+        passing.inform(installed.auto, given)
         installed.auto.job = replace(installed.auto.job, whole_logits=installed.head is None)
     if isinstance(given, MemoryPlan):
         installed.apply(given)
@@ -309,8 +316,8 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
             installed.put(norm, FusedNorm(norm, compiled[key]))
 
 
-def roles_of(binding: Binding, layers: list[nn.Module]) -> list[list[UnitRole]]:
-    """The units of each layer, tried once a kind: which may stay silent in a replay."""
+def roles_of(binding: Binding, layers: list[nn.Module], *, silence: bool = True) -> list[list[UnitRole]]:
+    """The units of each layer, tried once a kind: with `silence` also which of them may stay silent in a replay."""
     found: dict[tuple[Any, ...], list[UnitRole]] = {}
     # Ahead of the runs: there may be modules that count theirs.
     kinds = [signature(layer) for layer in layers]
@@ -318,15 +325,15 @@ def roles_of(binding: Binding, layers: list[nn.Module]) -> list[list[UnitRole]]:
     with without_hooks(module for layer in layers for module in layer.modules()):
         for index, (args, kwargs) in layer_arguments(binding.model, layers).items():
             layer = layers[index]
-            found[kinds[index]] = [
-                _try_silence(binding, layer, role, args, kwargs) for role in find_units(layer, args, kwargs)
-            ]
+            units = find_units(layer, args, kwargs)
+            tried = [_try_silence(binding, layer, role, args, kwargs) for role in units] if silence else units
+            found[kinds[index]] = tried
     return [found[kind] for kind in kinds]
 
 
 def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, kwargs: Any) -> UnitRole:
     """Whether zeroing the unit's value leaves every gradient as it is, bit by bit."""
-    if not role.wide or role.draws:
+    if not role.wide or role.draws or hands_on(layer, args, kwargs):
         return role
     trial = Installed(binding)
     runner = LayerRunner(binding, layer.forward)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
+from ithaca.memory.arguments import Arguments
 from ithaca.memory.rng import Rng
 from ithaca.models.settings import dropping, settings
 
@@ -92,7 +93,9 @@ def layer_arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[int
 
     def watch(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found[index] = (args, kwargs)
+            # Layers after this one may put more into what they all share.
+            own = Arguments.of(args, kwargs)[0].run_with([], [])
+            found[index] = (own.args, own.kwargs)
             if len(found) == len(wanted):
                 raise Enough
 

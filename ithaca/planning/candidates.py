@@ -77,8 +77,9 @@ def running_again(frame: Frame, bounds: Bounds) -> Iterator[Candidate]:
 
 
 def rebuilds(frame: Frame) -> bool:
-    """Not through experts: a rebuilt input differs in its last bits and could choose others."""
-    return not any(layer.experts for layer in frame.sizes.layers)
+    """Not through experts: a rebuilt input differs in its last bits and could choose others. Nor where a layer's input is
+    more than the output of the one before."""
+    return frame.sizes.linked and not any(layer.experts for layer in frame.sizes.layers)
 
 
 def uniform(mode: LayerMode, count: int) -> Modes:

@@ -21,6 +21,8 @@ NAMES = {
 }
 # Families whose positions are a table of weights: no length beyond it, whatever the rotation.
 LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
+# Families whose layers stand in stacks between which hidden states are added up: the first input of each is no output.
+UNLINKED = ("hrm_text",)
 # What attention dropout is called; it is not exact over ranks.
 ATTENTION_DROPOUTS = (
     "attention_dropout",
@@ -86,6 +88,20 @@ def text_of(config: Config) -> dict[str, Any]:
     if named.get("multi_query") and not named.get("num_key_value_heads"):
         named["num_key_value_heads"] = 1
     return named
+
+
+def of_layer(config: Config, index: int) -> dict[str, Any]:
+    """The config as layer `index` has it: some families have head sizes and counts of their own for some layers."""
+    own = config.get("per_layer_config") or {}
+    return {**config, **(own.get(str(index)) or own.get(index) or {})}
+
+
+def widest(config: Config) -> dict[str, Any]:
+    """The config with the largest head size and the most key-value heads of any layer."""
+    every = [config, *(config.get("per_layer_config") or {}).values()]
+    keys = ("head_dim", "num_key_value_heads")
+    most = {key: max(own[key] for own in every if own.get(key)) for key in keys if any(own.get(key) for own in every)}
+    return {**config, **most}
 
 
 def cautions_of(config: Config) -> dict[str, str]:

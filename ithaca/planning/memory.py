@@ -130,7 +130,9 @@ class Frame:
         self.kinds = sizes.kinds
         self.trainable, self.shards, self.gathers = sizes.trainable, job.shards, job.gathers
         self.standing = {again: standing_terms(sizes, job, rebuilds=again) for again in (False, True)}
-        self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8)
+        # Keys and values that later layers read are there until those are done in backward, and so are their gradients.
+        self.shared = 2 * sizes.kv_stores * self.flow.kv
+        self.positions = job.tokens * (2 * sizes.key_size * job.compute_bytes + 3 * 8) + self.shared
         self.loss = loss_work(self.flow, sizes, loss_tile, trains=sizes.head_trainable > 0)
         self.standing_bytes = {
             again: sum(term.device_bytes for term in terms) for again, terms in self.standing.items()
@@ -288,8 +290,15 @@ class Frame:
             Piece("saved on the device", sum(resident), "layers not offloaded"),
             Piece("staged for the host", sum(away[i] for i in _late(away)), "of the last layers, on their way out"),
             *self.loss,
-            Piece("positions and ids", self.positions, POSITIONS),
+            *self._positions,
         ]
+
+    @property
+    def _positions(self) -> list[Piece]:
+        """What is there in every layer."""
+        own = Piece("positions and ids", self.positions - self.shared, POSITIONS)
+        formula = f"2 * {self.sizes.kv_stores} layers * B*L*K*(D+E)*c"
+        return [own, Piece("keys and values that layers share", self.shared, formula)] if self.shared else [own]
 
     def _at_layer(self, modes: Sequence[LayerMode], index: int, here: int, staged: int) -> list[Piece]:
         place = behind_root(modes, index)
@@ -299,7 +308,7 @@ class Frame:
             Piece("staged for the host", staged, "of this layer (and its chain) and of the next one, prefetched"),
             Piece("rebuilt inputs", place * self.flow.x, f"{place} X"),
             Piece("attention run again", again, "B*L*H*E*c + B*S*h*4"),
-            Piece("positions and ids", self.positions, POSITIONS),
+            *self._positions,
         ]
 
     def layer_more(self, index: int, mode: LayerMode) -> int:

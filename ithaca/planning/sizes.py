@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import UnsupportedError
-from ithaca.planning.config_names import LEARNED_POSITIONS, text_of
+from ithaca.planning.config_names import LEARNED_POSITIONS, UNLINKED, of_layer, text_of, widest
 from ithaca.planning.layers import PLAIN, LayerSizes, layer_sizes
 
 Config = Mapping[str, Any]
@@ -24,6 +24,9 @@ class ModelSizes:
     `final_norm`: the last norm, and a table of positions where there is one. `adapters`: what is trained where the rest
     is frozen; of that `beside` is outside the layers, `in_place` among the model's own weights, and `trained_head` in
     the head.
+
+    `linked`: each layer's input is the output of the one before it, so that it can be rebuilt from there.
+    `kv_stores`: layers whose keys and values later layers use.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
     `widest`: the most intermediate values of a token in any layer's MLP.
@@ -43,6 +46,8 @@ class ModelSizes:
     beside: int = 0
     in_place: int = 0
     trained_head: int = 0
+    linked: bool = True
+    kv_stores: int = 0
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
     layer_parameters: int = field(init=False, compare=False, repr=False)
     largest_layer: int = field(init=False, compare=False, repr=False)
@@ -67,6 +72,8 @@ class ModelSizes:
                 f"the config has no {', '.join(missing)}: a causal language model's config.json is needed"
             )
         kind = str(config.get("model_type", ""))
+        layers = range(int(config["num_hidden_layers"]))
+        config, each = widest(config), [of_layer(config, index) for index in layers]
         heads = int(config["num_attention_heads"])
         key, value = _head_sizes(config)
         latent = config.get("kv_lora_rank") is not None
@@ -81,8 +88,11 @@ class ModelSizes:
             value_size=value,
             vocabulary=int(config["vocab_size"]),
             tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
-            layers=tuple(layer_sizes(config, index, key, value) for index in range(int(config["num_hidden_layers"]))),
+            layers=tuple(layer_sizes(own, index, *_head_sizes(own)) for index, own in zip(layers, each, strict=True)),
             final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
+            linked=kind not in UNLINKED,
+            # Of each kind of layer the last that has its own.
+            kv_stores=len(set(config.get("layer_types") or ())) if config.get("num_kv_shared_layers") else 0,
         )
 
     @property

@@ -1,6 +1,7 @@
 """From what the source says and what was measured to one row of the verdict table.
 
-A row is "exact" only when every case of every world came out below the tolerance. Where something is off, the cause is
+A row is "exact" only when every case of every world came out below the tolerance, with the type as its config's own
+defaults have it and with the features on that those leave off. Where something is off, the cause is
 looked for in the source (positions, windows, masks, weights) and the number that showed it is kept in the reason.
 """
 
@@ -13,10 +14,12 @@ from math import inf
 from typing import Any, Protocol
 
 from ithaca.proof.small_more import without_window
+from ithaca.proof.small_variants import features_on
 from ithaca.proof.survey_run import Measured
 from ithaca.proof.survey_static import Look, sentence, static_cause
 
 TOLERANCE = 1e-10
+FEATURES_ON = "with what its config leaves off switched on"
 Row = dict[str, Any]
 
 
@@ -40,15 +43,26 @@ def judge(seen: Look, measure: Measure, worlds: tuple[int, ...]) -> Row:
             without = _exact_without(seen.kind, cause, measured, partial(measure, world, seen.kind))
             return row | ({"exact_without": without} if without else {})
         total.add(measured)
-    return _row(seen, "exact", "", "parity", total) | {"memory": _memory(measure(worlds[0], seen.kind, memory=True))}
+    more = features_on(seen.kind)
+    for world in worlds if more else ():
+        measured = measure(world, seen.kind, **more)
+        if not is_exact(measured):
+            cause, reason = explain(seen, measured, world)
+            return _row(seen, "refused", cause, f"{FEATURES_ON}: {reason}", measured)
+        total.add(measured)
+    return _row(seen, "exact", "", "parity", total) | {"memory": _memory(partial(measure, worlds[0], seen.kind), more)}
 
 
-def _memory(measured: Measured) -> str:
-    """ "exact", or what went wrong with layers run again."""
-    if is_exact(measured):
-        return "exact"
-    where, number = _largest(measured)
-    return measured.failure or f"{where} off by {number:.0e}"
+def _memory(measure: Callable[..., Measured], more: dict[str, Any]) -> str:
+    """ "exact", or what went wrong with layers run again, as the type comes or with its features on."""
+    for said, overrides in (("", {}), (f"{FEATURES_ON}: ", more)):
+        measured = measure(memory=True, **overrides)
+        if not is_exact(measured):
+            where, number = _largest(measured)
+            return said + (measured.failure or f"{where} off by {number:.0e}")
+        if not more:
+            break
+    return "exact"
 
 
 def is_exact(measured: Measured) -> bool:

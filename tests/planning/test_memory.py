@@ -21,8 +21,9 @@ from ithaca.planning.activations import (
 )
 from ithaca.planning.advice import explain
 from ithaca.planning.known_models import find_model
-from ithaca.planning.memory import GIB, Memory, memory_of
+from ithaca.planning.memory import GIB, SLACK, Memory, memory_of
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
+from ithaca.planning.sizes import ModelSizes
 from tests.planning.models import B1, B8, K
 
 BARE = Job(128 * K, weights="none", optimizer="none")
@@ -376,3 +377,34 @@ def test_a_plan_of_other_types_is_refused_when_it_is_made(change: dict[str, Any]
     with pytest.raises(MemoryPlanError) as raised:
         MemoryPlan(**given | change)
     assert str(raised.value) == said
+
+
+def test_keys_and_values_that_layers_share_are_counted() -> None:
+    """Two layers' keys and values, and their gradients, whatever the modes; nothing where no layer shares."""
+    config = {
+        "model_type": "gemma4_text", "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 1000, "intermediate_size": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 512,
+    }  # fmt: skip
+    alone, shared = (ModelSizes.from_config(config | {"num_kv_shared_layers": count}) for count in (0, 2))
+    job = Job(length=32768)
+    every: tuple[LayerMode, ...] = ("keep", "save", "recompute")
+    for mode in every:
+        kept = plan(mode, offload=False, layers=6)
+        terms = {term.name: term.device_bytes for term in memory_of(shared, job, kept).terms}
+        assert terms["keys and values that layers share"] == 2 * 2 * 32768 * 2 * (256 + 256) * 2
+        more = memory_of(shared, job, kept).device_bytes - memory_of(alone, job, kept).device_bytes
+        assert more == pytest.approx(terms["keys and values that layers share"] * (1 + SLACK), abs=2)
+
+
+def test_head_sizes_of_single_layers_are_read() -> None:
+    config = {
+        "model_type": "gemma4_text", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1000, "intermediate_size": 1024,
+        "per_layer_config": {"1": {"head_dim": 128, "num_key_value_heads": 1}},
+    }  # fmt: skip
+    sizes = ModelSizes.from_config(config)
+    assert (sizes.key_size, sizes.value_size, sizes.kv_heads) == (128, 128, 4)
+    first, second = (layer.attention for layer in sizes.layers)
+    assert first == 512 * 64 * (8 + 4 + 4 + 8)
+    assert second == 512 * 128 * (8 + 1 + 1 + 8)

@@ -13,10 +13,11 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import NAME
 from ithaca.proof.small import LISTED
 from ithaca.proof.small_more import survey_config
+from ithaca.proof.small_variants import features_on
 from ithaca.proof.survey import PAGE, VERDICTS
-from ithaca.proof.survey_judge import TOLERANCE, explain, is_exact, judge
+from ithaca.proof.survey_judge import FEATURES_ON, TOLERANCE, explain, is_exact, judge
 from ithaca.proof.survey_page import page
-from ithaca.proof.survey_run import Measured, bind_unchecked, measure
+from ithaca.proof.survey_run import Measured, bind_unchecked, bind_with_memory, measure
 from ithaca.proof.survey_static import CAUSES, aliases, kinds, look, static_cause
 from tests.ranks import run_ranks
 
@@ -137,3 +138,65 @@ def test_a_refusal_inside_the_run_is_part_of_the_answer() -> None:
     row = judge(look("doge"), refused, (2,))
     assert row["verdict"] == "refused"
     assert row["cause"] == "bias"
+
+
+def test_a_type_that_fails_with_its_features_on_is_refused() -> None:
+    good = {f"{case}: {part}": 1e-15 for case in ("plain", "packed") for part in ("loss", "logits", "gradients")}
+
+    def off_with(where: str) -> Any:
+        def run(world: int, kind: str, *, memory: bool = False, **overrides: Any) -> Measured:
+            wrong = bool(overrides) and memory is (where == "memory")
+            return Measured(good | ({"plain: logits": 1e-3} if wrong else {}), ["window"])
+
+        return run
+
+    seen = look("granite_swa")
+    assert features_on("granite_swa")["residual_multiplier"] == 0.5
+    row = judge(seen, off_with("parity"), (2,))
+    assert row["verdict"] == "refused"
+    assert row["reason"] == f"{FEATURES_ON}: measured: plain: logits off by 1e-03 at sp=2"
+    row = judge(seen, off_with("memory"), (2,))
+    assert row["verdict"] == "exact"
+    assert row["memory"] == f"{FEATURES_ON}: plain: logits off by 1e-03"
+
+
+def test_every_exact_type_can_be_built_with_its_features_on() -> None:
+    exact = [kind for kind in kinds() if ROWS[kind]["verdict"] == "exact"]
+    off = [kind for kind in exact if not features_on(kind)]
+    assert off == ["dbrx"], "every other config offers something"
+    for kind in exact:
+        survey_config(kind, **features_on(kind))
+
+
+def test_shared_keys_and_unequal_heads_are_among_the_features() -> None:
+    for kind in ("gemma4_text", "gemma4_unified_text"):
+        on = survey_config(kind, **features_on(kind))
+        assert "reuse" in on.kv_sharing_modes
+        assert "store" in on.kv_sharing_modes
+        sizes = {(each.head_dim, each.num_key_value_heads) for each in on.per_layer_config}
+        assert len(sizes) == 2
+        assert on.attention_k_eq_v
+        assert on.use_double_wide_mlp
+
+
+def with_features_on(kind: str, memory: bool) -> tuple[str | None, float]:
+    prepare = bind_with_memory if memory else bind_unchecked
+    config = survey_config(kind, **features_on(kind))
+    measured = measure(config, init_mesh(sp=2, device="cpu"), prepare=prepare)
+    return measured.failure, measured.worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [
+        (kind, memory)
+        for kind in kinds()
+        for memory in (False, True)
+        if ROWS[kind]["verdict"] == "exact" and (not memory or ROWS[kind]["memory"] == "exact")
+    ],
+)
+def test_an_exact_type_is_exact_with_its_features_on(kind: str, memory: bool) -> None:
+    for failure, worst in run_ranks(2, with_features_on, kind, memory):
+        assert failure is None
+        assert worst <= TOLERANCE
