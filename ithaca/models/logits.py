@@ -75,7 +75,11 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
             return result
-        if func is F.linear and before is not None:
+        if "dropout" in getattr(func, "__name__", "") and (before or after) is not None:
+            # One that drops nothing gives its very input, and may be set to drop something yet.
+            self.hidden.clear()
+            self.logits.clear()
+        elif func is F.linear and before is not None:
             if self._is_head(before, *args[1:], **kwargs):
                 self.logits.append((result, result._version, before))
         elif before is not None and (way := _step(func, source, args[1:], kwargs, result, before)) is not None:
@@ -108,9 +112,9 @@ def _is_same(result: Tensor, source: Tensor) -> bool:
 
 def _step(func: Any, source: Any, others: Any, kwargs: Any, result: Tensor, way: _Way) -> _Way | None:
     """The way after one more operation; None where that is not one of a way."""
+    name = getattr(func, "__name__", "")
     if _is_same(result, source) and result is not source:
         return way
-    name = getattr(func, "__name__", "")
     if result.shape != source.shape or not result.is_floating_point():
         return None
     if name in ("float", "double", "to", "contiguous", "type_as"):
