@@ -21,10 +21,11 @@ from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind, unbound_on_refusal
 from ithaca.models.experts import has_experts
 from ithaca.models.layers import install_memory
+from ithaca.models.mixing import refuse_mixing
 from ithaca.models.passing import passing_of
 from ithaca.models.plans import plan_for
 from ithaca.models.stand_ins import stand_ins
-from ithaca.models.support import base_model, check_model, decoder_layers
+from ithaca.models.support import base_model, check_model, decoder_layers, verdicts
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
 from ithaca.state.on_host import held_on_host
 from ithaca.state.safetensors import refuse_plain_save
@@ -90,6 +91,9 @@ def parallelize(
         check_shardable(model, decoder_layers(base))
     check_heads(*head_counts(base), mesh)
     given = plan_for(base, read_memory(memory), allow_untested=allow_untested)
+    if str(base.config.model_type) not in verdicts():
+        with stand_ins(base, decoder_layers(base), torch.device("cpu")):
+            refuse_mixing(base)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)

@@ -16,6 +16,7 @@ from typing import Any
 
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.calibrated import read_measured, with_measured
+from ithaca.planning.config_names import counted_by_names
 from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
 from ithaca.planning.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
 from ithaca.planning.traffic import Machine
@@ -99,7 +100,7 @@ def read_model(name: str) -> KnownModel:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         config = _from_hub(name)
         if not isinstance(config, str):
-            return read_config(name, config)
+            return _read(name, config)
         reason += f", and the hub gave nothing ({config})"
     near = nearest_models(name) or known_names()[:4]
     raise UnsupportedError(f"no model {name!r}: {reason}; nearest are {', '.join(near)}; or give a config.json")
@@ -122,7 +123,16 @@ def _from_file(file: Path, name: str) -> KnownModel:
         raise ConfigError(f"--model {name}: {file} is no config.json ({error})") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--model {name}: {file} holds a {type(content).__name__}; a config.json is an object")
-    return read_config(name, content)
+    return _read(name, content)
+
+
+def _read(name: str, config: dict[str, Any]) -> KnownModel:
+    """The model of a config.json; where its names do not say its sizes, its modules are counted, which takes seconds."""
+    if counted_by_names(config):
+        return read_config(name, config)
+    from ithaca.models.counts import counted_sizes
+
+    return read_config(name, config, counted_sizes(name, config))
 
 
 def _from_hub(name: str) -> dict[str, Any] | str:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psutil
 import torch
@@ -17,12 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ithaca.memory.loss import in_place_kernel
+from ithaca.memory.loss import LossSpec, in_place_kernel
 from ithaca.memory.offload import HostStore
 from ithaca.mesh import Mesh
 from ithaca.models.binding import binding_of
 from ithaca.models.exhausted import out_of_memory
-from ithaca.models.head import logits_spec
 from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model
 from ithaca.planning.advice import LIBRARY, Words, explain
@@ -208,11 +208,18 @@ def job_of(
         adapter_bytes=trained if compute_dtype is None else compute_dtype.itemsize,
         optimizer=optimizer,
         fused=fused,
-        loss_in_place=fused and in_place_kernel(mesh.device, logits_spec(base_model(model))) is not None,
+        loss_in_place=fused and in_place_kernel(mesh.device, _expected_spec(base_model(model))) is not None,
         weights_on_host=on_host,
         gradients_on_host=on_host,
         optimizer_on_host=on_host,
     )
+
+
+def _expected_spec(base: PreTrainedModel) -> LossSpec:
+    """What the config's names say of the logits, for an estimate of memory; `logits.py` reads what is computed by."""
+    config: Any = base.config.get_text_config()
+    named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling")]
+    return LossSpec(scale=next((float(value) for value in named if value), 1.0))
 
 
 def base_width(model: nn.Module) -> int:

@@ -30,6 +30,7 @@ from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
+from ithaca.models.draws import watch_rates
 from ithaca.models.experts import wants_auxiliary_loss
 from ithaca.models.not_taken import check_call, checkpoints, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.rope import pin_length
@@ -139,6 +140,7 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
     binding.handles += [
         model.register_forward_pre_hook(_enter, with_kwargs=True),
         model.register_forward_hook(_leave, always_call=True),
+        *watch_rates(model),
         *pin_length(model, lambda: binding.call.layout if binding.call is not None else None),
     ]
     model.__dict__["generate"] = _Unsharded(binding, model.generate)

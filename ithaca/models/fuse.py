@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from ithaca.models.dependence import is_tokenwise, rounding
 from ithaca.models.hooks import drop_hooks
 from ithaca.models.settings import dropping
 
@@ -100,8 +102,12 @@ def compiled_way_back(module: nn.Module) -> WayBack:
     return by_tokens
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(1, -1, x.shape[-1])
+
+
 def _one_row(x_BtC: Tensor) -> Tensor:
-    x_1TC = x_BtC.reshape(1, -1, x_BtC.shape[-1])
+    x_1TC = _rows(x_BtC)
     torch._dynamo.maybe_mark_dynamic(x_1TC, 1)
     # A view's code is guarded by the strides of what it is a view of, where the number of tokens is too.
     base = x_1TC._base
@@ -163,8 +169,29 @@ def norms_within(attention: nn.Module) -> dict[str, nn.Module]:
     return {
         name: child
         for name, child in attention.named_children()
-        if any(True for _ in child.parameters()) and all(p.ndim == 1 for p in child.parameters()) and can_fuse([child])
+        if any(True for _ in child.parameters())
+        and all(p.ndim == 1 for p in child.parameters())
+        and can_fuse([child])
+        and _norms_rows(child)
     }
+
+
+def _norms_rows(norm: nn.Module) -> bool:
+    """True if the norm treats every `[C]` alone, whatever stands before it: heads and tokens are laid into one row."""
+    sizes, weight = {p.numel() for p in norm.parameters()}, next(norm.parameters())
+    if len(sizes) > 1:
+        return False
+    x = torch.randn(2, 3, 4, *sizes, generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.no_grad():
+        try:
+            apart, together = norm(x), norm(_rows(x))
+            if not isinstance(apart, Tensor) or apart.shape != x.shape or not is_tokenwise(norm, x[0]):
+                return False
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            # Of another width, or of heads: it is left as it is.
+            return False
+    off = (apart - together.view_as(x)).double().norm()
+    return bool(off <= rounding(norm, x) * apart.double().norm())
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +230,37 @@ def _by_tokens(rotary: Callable[..., Any]) -> Callable[..., Any]:
     Then one compilation serves all lengths, and no element's place takes a division by an unknown size.
     """
     fused = torch.compile(_with_own_code(rotary))
+    tried: dict[tuple[int, ...], bool] = {}
 
     def by_tokens(*args: Any, **kwargs: Any) -> Any:
         if kwargs or [getattr(x, "ndim", 0) for x in args] != [4, 4, 3, 3] or args[0].shape[2] != args[2].shape[1]:
             return rotary(*args, **kwargs)
-        q, k, cos, sin = args
-        rows, length = q.shape[0], q.shape[2]
-        tokens = [x.transpose(1, 2).reshape(-1, x.shape[1], 1, x.shape[3]) for x in (q, k)]
-        angles = [x.expand(rows, -1, -1).reshape(-1, 1, x.shape[2]) for x in (cos, sin)]
-        for x in (*tokens, *angles):
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-        turned = fused(*tokens, *angles)
-        return tuple(x.view(rows, length, *x.shape[1:2], *x.shape[3:]).transpose(1, 2) for x in turned)
+        sizes = tuple(x.shape[-1] for x in args)
+        if sizes not in tried:
+            tried[sizes] = _turns_tokens(rotary, sizes)
+        if not tried[sizes]:
+            return rotary(*args)
+        return _turned(fused, *args)
 
     return by_tokens
+
+
+def _turned(rotary: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    rows, length = q.shape[0], q.shape[2]
+    tokens = [x.transpose(1, 2).reshape(-1, x.shape[1], 1, x.shape[3]) for x in (q, k)]
+    angles = [x.expand(rows, -1, -1).reshape(-1, 1, x.shape[2]) for x in (cos, sin)]
+    for x in (*tokens, *angles):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    turned = rotary(*tokens, *angles)
+    return tuple(x.view(rows, length, *x.shape[1:2], *x.shape[3:]).transpose(1, 2) for x in turned)
+
+
+def _turns_tokens(rotary: Callable[..., Any], sizes: tuple[int, ...]) -> bool:
+    """True if the rotation of each token alone is, to the bit, that of all: as many heads as tokens tell a function apart
+    that takes one for the other."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 3), (2, 3, 3), (2, 3), (2, 3)]
+    with unset_fake_temporarily(), torch.no_grad():
+        given = [torch.randn(*shape, size, generator=draw) for shape, size in zip(shapes, sizes, strict=True)]
+        pairs = zip(rotary(*given), _turned(rotary, *given), strict=True)
+        return all(torch.equal(whole, alone) for whole, alone in pairs)

@@ -6,8 +6,10 @@ Only `forward` attributes of module instances are set, so everything comes off a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,18 +19,24 @@ from torch import Tensor, nn
 from ithaca.attention.anchored import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, Layer, Outcome
+from ithaca.memory.loss import LossSpec
 from ithaca.memory.noted import adapters_now
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
 from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
 from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
-from ithaca.models.head import HeadForward, head_is_plain, logits_spec
-from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked, without_hooks
-from ithaca.models.passing import Passing, found_by, hands_on, watching
+from ithaca.models.head import HeadForward, bare_head, head_spec
+from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked
+from ithaca.models.passing import Passing, found_by, watching
 from ithaca.models.plans import check_plan
-from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
+from ithaca.models.roles import (
+    UnitRole,
+    norms_around,
+    shapes,
+)
 from ithaca.models.settings import Assumed, settings
+from ithaca.models.trials import roles_of
 from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, router_of
 from ithaca.planning.plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
@@ -245,8 +253,8 @@ def install_memory(
             around = norms_around(binding.model, layers)
         passing = found_by(watch)
         given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
-        roles = roles_of(binding, layers, silence=passing.refused is None)
-        plain = head_is_plain(binding.model)
+        roles = roles_of(binding.model, layers, partial(on_trial, binding), silence=passing.refused is None)
+        spec = head_spec(binding.model)
     installed = Installed(binding, fused=fuse)
     installed.passing = passing
     installed.chain.strict = isinstance(given, MemoryPlan) or given.layers is not None
@@ -265,11 +273,12 @@ def install_memory(
     for stack, role in around:
         fused = _fused(stack, role, compiled) if fuse else None
         _install_unit(installed, LayerRunner(binding, stack.forward), stack, role, fused)
-    _install_head(installed, plain, fuse=fuse)
+    _install_head(installed, spec, fuse=fuse)
     installed.auto = None if isinstance(memory, MemoryPlan) else memory
     if installed.auto is not None:
         passing.inform(installed.auto, given)
-        installed.auto.job = replace(installed.auto.job, whole_logits=installed.head is None)
+        in_place = spec is not None and spec.scale == 1 and installed.auto.job.loss_in_place
+        installed.auto.job = replace(installed.auto.job, whole_logits=spec is None, loss_in_place=in_place)
     if isinstance(given, MemoryPlan):
         installed.apply(given)
     installed.stacks = [m for m in binding.model.modules() if isinstance(m, nn.ModuleList) and set(m) & set(layers)]
@@ -278,10 +287,10 @@ def install_memory(
     return installed
 
 
-def _install_head(installed: Installed, plain: bool, *, fuse: bool) -> None:
+def _install_head(installed: Installed, spec: LossSpec | None, *, fuse: bool) -> None:
     model = installed.binding.model
-    if plain:
-        head, spec = model.get_output_embeddings(), logits_spec(model)
+    if spec is not None:
+        head = bare_head(model)
         installed.head = HeadForward(model, head, model.forward, 1024, spec, fuse, installed.out_of_memory)
         installed.put(model, installed.head)
     elif installed.binding.mesh.rank == 0:
@@ -316,42 +325,16 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
             installed.put(norm, FusedNorm(norm, compiled[key]))
 
 
-def roles_of(binding: Binding, layers: list[nn.Module], *, silence: bool = True) -> list[list[UnitRole]]:
-    """The units of each layer, tried once a kind: with `silence` also which of them may stay silent in a replay."""
-    found: dict[tuple[Any, ...], list[UnitRole]] = {}
-    # Ahead of the runs: there may be modules that count theirs.
-    kinds = [signature(layer) for layer in layers]
-    # What layers of one kind share is not to be judged by a hook that one of them has.
-    with without_hooks(module for layer in layers for module in layer.modules()):
-        for index, (args, kwargs) in layer_arguments(binding.model, layers).items():
-            layer = layers[index]
-            units = find_units(layer, args, kwargs)
-            tried = [_try_silence(binding, layer, role, args, kwargs) for role in units] if silence else units
-            found[kinds[index]] = tried
-    return [found[kind] for kind in kinds]
-
-
-def _try_silence(binding: Binding, layer: nn.Module, role: UnitRole, args: Any, kwargs: Any) -> UnitRole:
-    """Whether zeroing the unit's value leaves every gradient as it is, bit by bit."""
-    if not role.wide or role.draws or hands_on(layer, args, kwargs):
-        return role
-    trial = Installed(binding)
-    runner = LayerRunner(binding, layer.forward)
-    silent = replace(role, silent=True)
-    _install_unit(trial, runner, layer, silent)
+@contextmanager
+def on_trial(binding: Binding, layer: nn.Module, role: UnitRole) -> Iterator[LayerRunner]:
+    """Inside, the layer has this one unit, in tiles of two tokens; see `trials.py`."""
+    trial, runner = Installed(binding), LayerRunner(binding, layer.forward)
+    _install_unit(trial, runner, layer, role)
     try:
-        with torch.no_grad():
-            output = layer(*args, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
-        weigh = torch.randn(first.shape, generator=torch.Generator().manual_seed(0)).to(first)
-        with_value = gradients(layer, args, kwargs, weigh)
-        runner.value = False
-        without = gradients(layer, args, kwargs, weigh)
+        yield runner
     finally:
         trial.remove()
         runner.aside.clear()
-    same = all(torch.equal(a, b) for a, b in zip(with_value, without, strict=True))
-    return silent if same else role
 
 
 def _install_unit(

@@ -1,10 +1,10 @@
 """What the parts of a decoder layer do, found by watching one run rather than by class names.
 
-A direct child that takes one tensor and treats every token alone is token-wise: with matrices it is an MLP or an
-expert block, without it is a norm. A norm whose output only an MLP reads, and a norm that reads only an MLP's output,
-belong to that MLP: the three become one unit. A unit is silent if its value merely joins the residual stream, so that
-a replay need not compute it: that too is tried, by zeroing the value and comparing every gradient. Where an MLP's
-output is that of a module inside it, its last matrix as a rule, backward can do without that product's value.
+A direct child that takes one tensor and treats every token alone (`dependence.py`) is token-wise: with matrices it is an
+MLP or an expert block, without it is a norm. A norm whose output nothing but an MLP reads, and a norm that alone reads an
+MLP's output, belong to that MLP: the three become one unit. A unit is silent if its value merely joins the residual
+stream, so that a replay need not compute it: that too is tried, by zeroing the value and comparing every gradient. Where
+an MLP's output is that of a module inside it, its last matrix as a rule, backward can do without that product's value.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import PreTrainedModel
 
 from ithaca.memory.arguments import Arguments
 from ithaca.memory.rng import Rng
+from ithaca.models.dependence import is_tokenwise, read_elsewhere
 from ithaca.models.settings import dropping, settings
 
 TOKENS = 4
@@ -48,13 +49,16 @@ class UnitRole:
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """One call of a child: what went in and what came out, by identity."""
+    """One call of a child: what went in and what came out, by identity. `entered`: how often each tensor of this and of
+    earlier calls had been written to by then, `left`: how often the output had when it came."""
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    entered: dict[int, int]
+    left: int
 
     @property
     def first(self) -> Any:
@@ -67,7 +71,7 @@ class _Seen:
         if dropping(self.module) is not None:
             return True
         rng = Rng(self.args[0].device)
-        with torch.no_grad(), _switched(self.module, training=True), rng.again():
+        with torch.no_grad(), switched(self.module, training=True), rng.again():
             self.module(*self.args)
             return rng.moved()
 
@@ -141,19 +145,15 @@ def find_units(layer: nn.Module, args: Any, kwargs: Any) -> list[UnitRole]:
     """The token-wise units of a layer, from watching it run."""
     seen = list(_watch(layer, args, kwargs))
     tokenwise = [call for call in seen if _is_tokenwise(call)]
-    readers: dict[int, list[str]] = {}
-    for call in seen:
-        for x in tree_flatten((call.args, call.kwargs))[0]:
-            if isinstance(x, Tensor):
-                readers.setdefault(id(x), []).append(call.name)
     units: list[UnitRole] = []
     taken: set[str] = set()
     for call in (c for c in tokenwise if _has_matrices(c.module)):
-        before = next((c for c in tokenwise if c.first is call.args[0] and not _has_matrices(c.module)), None)
-        after = next((c for c in tokenwise if c.args[0] is call.first and not _has_matrices(c.module)), None)
-        if before is not None and readers[id(before.first)] != [call.name]:
+        norms = [c for c in tokenwise if not _has_matrices(c.module)]
+        before = next((c for c in norms if c.first is call.args[0]), None)
+        after = next((c for c in norms if c.args[0] is call.first), None)
+        if before is not None and not _hands_on(seen, before, call, layer, args, kwargs):
             before = None
-        if after is not None and (readers[id(call.first)] != [after.name] or isinstance(call.output, tuple)):
+        if after is not None and not _hands_on(seen, call, after, layer, args, kwargs):
             after = None
         parts = [c for c in (before, call, after) if c is not None]
         names, drawn = tuple(c.name for c in parts), any(c.draws for c in parts)
@@ -164,14 +164,37 @@ def find_units(layer: nn.Module, args: Any, kwargs: Any) -> list[UnitRole]:
     return units
 
 
+def _hands_on(seen: list[_Seen], giver: _Seen, reader: _Seen, layer: nn.Module, args: Any, kwargs: Any) -> bool:
+    """True if what `giver` gives goes to `reader` alone, and neither that nor what it was made from is written to
+    between the two: then one of them can do the work of both."""
+    if isinstance(giver.output, tuple):
+        return False
+    readers = [c.name for c in seen if any(x is giver.first for x in tree_flatten((c.args, c.kwargs))[0])]
+    made_from, given = giver.args[0], giver.first
+    unwritten = (
+        reader.entered[id(given)] == giver.left and reader.entered[id(made_from)] == giver.entered[id(made_from)]
+    )
+    if readers != [reader.name] or not unwritten:
+        return False
+    return not read_elsewhere(layer, args, kwargs, giver.module, reader.module, reader.output)
+
+
 @contextmanager
 def _hooks(layer: nn.Module, calls: list[_Seen]) -> Iterator[None]:
-    handles = []
+    handles: list[Any] = []
+    entered: dict[str, dict[int, int]] = {}
     for name, child in layer.named_children():
 
-        def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            calls.append(_Seen(name, module, args, kwargs, output))
+        def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            held = tree_flatten((args, kwargs, [(call.args, call.output) for call in calls]))[0]
+            entered[name] = {id(x): x._version for x in held if isinstance(x, Tensor)}
 
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            left = first._version if isinstance(first, Tensor) else 0
+            calls.append(_Seen(name, module, args, kwargs, output, entered[name], left))
+
+        handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(child.register_forward_hook(note, with_kwargs=True))
     try:
         yield
@@ -191,18 +214,20 @@ def _watch(layer: nn.Module, args: Any, kwargs: Any) -> list[_Seen]:
 
 def _hands_through(call: _Seen) -> bool:
     """A dropout that drops nothing, for one."""
-    return not any(True for _ in call.module.parameters()) and torch.equal(call.first, call.args[0])
+    if isinstance(call.module, nn.Identity | nn.modules.dropout._DropoutNd):
+        return dropping(call.module) is None
+    return call.first is call.args[0] and call.left == call.entered[id(call.first)]
 
 
 def _end(call: _Seen) -> str | None:
-    """The outermost module inside this one that takes a tensor and whose output is this one's."""
-    calls: list[tuple[str, bool, Any]] = []
+    """The outermost module inside this one that takes a tensor and whose output, never written to, is this one's."""
+    calls: list[tuple[str, bool, Any, int]] = []
     handles = []
     for name, inner in call.module.named_modules():
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
             plain = not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() == 3
-            calls.append((name, plain, output))
+            calls.append((name, plain, output, output._version if isinstance(output, Tensor) else 0))
 
         if name and _has_matrices(inner):
             handles.append(inner.register_forward_hook(note, with_kwargs=True))
@@ -212,8 +237,12 @@ def _end(call: _Seen) -> str | None:
     finally:
         for handle in handles:
             handle.remove()
-    names = [name for name, _, _ in calls]
-    ends = [name for name, plain, output in calls if plain and output is given and names.count(name) == 1]
+    names = [name for name, *_ in calls]
+    ends = [
+        name
+        for name, plain, output, version in calls
+        if plain and output is given and output._version == version and names.count(name) == 1
+    ]
     return min(ends, key=len, default=None)
 
 
@@ -222,27 +251,20 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _is_tokenwise(call: _Seen) -> bool:
-    """One floating `[B, t, C]` in, and half the tokens alone give half of every result."""
+    """One floating `[B, t, C]` in, one of the same shape out first, and every token for itself."""
     alone = len(call.args) == 1 and all(value is None for value in call.kwargs.values())
     x = call.args[0] if call.args else None
     if not alone or not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(call.first, Tensor):
         return False
-    if call.first.shape != x.shape:
+    if call.first.shape != x.shape or not x.is_floating_point():
         return False
-    half, whole = x.shape[1] // 2, call.output
-    # What draws is compared as it is when it does not.
-    with torch.no_grad(), _switched(call.module, training=False) if call.draws else nullcontext():
-        whole = call.module(x) if call.draws else whole
-        given = call.module(x[:, :half].contiguous())
-    parts, wholes = (list(out) if isinstance(out, tuple) else [out] for out in (given, whole))
-    return len(parts) == len(wholes) and all(
-        isinstance(part, Tensor) and _is_half(part, whole, x.shape[0], half)
-        for part, whole in zip(parts, wholes, strict=True)
-    )
+    # What draws is judged as it is when it does not.
+    with switched(call.module, training=False) if call.draws else nullcontext():
+        return is_tokenwise(call.module, x)
 
 
 @contextmanager
-def _switched(module: nn.Module, *, training: bool) -> Iterator[None]:
+def switched(module: nn.Module, *, training: bool) -> Iterator[None]:
     before = {inner: inner.training for inner in module.modules()}
     module.train(training)
     try:
@@ -252,26 +274,41 @@ def _switched(module: nn.Module, *, training: bool) -> Iterator[None]:
             inner.training = mode
 
 
-def _is_half(part: Tensor, whole: Tensor, rows: int, half: int) -> bool:
-    """Whether `part` is `half` the tokens of `whole`, its first ones, both `[B, t, ...]` or `[B * t, ...]`."""
-    if part.shape[0] == rows * half and whole.shape[0] == 2 * rows * half:
-        part, whole = (out.unflatten(0, (rows, -1)) for out in (part, whole))
-    if part.shape[:2] != (rows, half) or whole.shape[:2] != (rows, 2 * half):
-        return False
-    first = whole[:, :half]
-    return torch.allclose(part.float(), first.float(), rtol=0.05, atol=1e-3 * float(whole.float().abs().max()))
-
-
 def gradients(layer: nn.Module, args: Any, kwargs: Any, weigh: Tensor) -> list[Tensor]:
-    """Gradients of the layer's inputs and parameters for a fixed gradient of its output."""
-    own = [p for p in layer.parameters() if p.requires_grad]
-    with torch.enable_grad():
+    """Gradients of the layer's inputs and of every parameter, frozen or not, for a fixed gradient of its output."""
+    own = [p for p in layer.parameters() if p.is_floating_point()]
+    with torch.enable_grad(), _trained(own):
         args, kwargs = tree_map(_leaf, (args, kwargs))
         leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
         output = layer(*args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output
         grads = torch.autograd.grad(first, [*leaves, *own], weigh, allow_unused=True)
     return [torch.zeros(()) if g is None else g for g in grads]
+
+
+@contextmanager
+def _trained(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, all of them have gradients: what is frozen now may be trained later."""
+    before = [p.requires_grad for p in parameters]
+    for p in parameters:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p, trained in zip(parameters, before, strict=True):
+            p.requires_grad_(trained)
+
+
+def drawn(args: Any, kwargs: Any, seed: int) -> tuple[Any, Any]:
+    """The same arguments with random hidden states: the first floating `[B, t, C]` among them."""
+    leaves, spec = tree_flatten((args, kwargs))
+    first = next(
+        (i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None
+    )
+    if first is not None:
+        draw = torch.Generator().manual_seed(seed)
+        leaves[first] = torch.randn(leaves[first].shape, generator=draw, dtype=torch.float64).to(leaves[first])
+    return tree_unflatten(leaves, spec)
 
 
 def _leaf(x: Any) -> Any:

@@ -3,6 +3,9 @@
 `dynamic` and `longrope` pick their frequencies by the largest position of the call. On a shard that is the local
 maximum, which gives other frequencies on other ranks. The pin adds one token at the global maximum to the
 positions and cuts its values off again, so transformers' own code decides, and decides alike everywhere.
+
+Positions are `[B, L]`, or `[3, B, L]` and `[4, B, L]` where the architecture has a row of positions for each axis of an
+image; the cosines and sines that come out have the tokens in their last dimension but one.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ithaca.errors import UnsupportedError
 from ithaca.sequence.layout import SequenceLayout
 
 _BY_LENGTH = ("dynamic", "longrope")
@@ -49,16 +53,36 @@ class _Pin:
         if layout is None:
             return args, kwargs
         if "position_ids" in kwargs:
-            return args, kwargs | {"position_ids": _with_last(kwargs["position_ids"], layout.max_position)}
-        return (args[0], _with_last(args[1], layout.max_position), *args[2:]), kwargs
+            return args, kwargs | {"position_ids": self._with_last(module, kwargs["position_ids"], layout)}
+        if len(args) < 2:
+            raise UnsupportedError(
+                f"{type(module).__name__} is called without position_ids, and its RoPE depends on the longest: use "
+                "rope_type 'default', 'linear', 'yarn' or 'llama3'"
+            )
+        return (args[0], self._with_last(module, args[1], layout), *args[2:]), kwargs
 
     def cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.layout() is None:
+        layout = self.layout()
+        if layout is None:
             return output
         if isinstance(output, Tensor):
-            return output[:, :-1]
-        return tuple(values[:, :-1] for values in output)
+            return self._without_last(module, output, layout)
+        return tuple(self._without_last(module, values, layout) for values in output)
+
+    def _with_last(self, module: nn.Module, position_ids: Tensor, layout: SequenceLayout) -> Tensor:
+        if position_ids.ndim not in (2, 3) or position_ids.shape[-1] != layout.shard_length:
+            raise _unknown(module, "takes positions", position_ids)
+        return torch.cat([position_ids, torch.full_like(position_ids[..., :1], layout.max_position)], dim=-1)
+
+    def _without_last(self, module: nn.Module, values: Tensor, layout: SequenceLayout) -> Tensor:
+        if values.ndim not in (3, 4) or values.shape[-2] != layout.shard_length + 1:
+            raise _unknown(module, "gives values", values)
+        return values[..., :-1, :]
 
 
-def _with_last(position_ids: Tensor, last: int) -> Tensor:
-    return torch.cat([position_ids, torch.full_like(position_ids[:, :1], last)], dim=1)
+def _unknown(module: nn.Module, what: str, given: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(module).__name__} {what} of shape {list(given.shape)}, and its RoPE depends on the longest position: "
+        "positions [B, L] or [3, B, L] and values [..., L, D] can be pinned to the whole sequence's; use rope_type "
+        "'default', 'linear', 'yarn' or 'llama3'"
+    )

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ithaca.errors import UnsupportedError
 from ithaca.models.binding import is_bound
 from ithaca.models.compiled import compiled_within
+from ithaca.models.draws import refuse_dropped_layers
 from ithaca.planning.config_names import ATTENTION_DROPOUTS
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
@@ -76,6 +77,7 @@ def check_model(model: nn.Module, base: PreTrainedModel, *, allow_untested: bool
     _check_architecture(base, allow_untested)
     _check_settings(base)
     _check_parts(base)
+    refuse_dropped_layers(base, measured=str(base.config.model_type) in verdicts())
 
 
 def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:

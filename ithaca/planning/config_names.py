@@ -31,16 +31,16 @@ ATTENTION_DROPOUTS = (
     "attn_dropout",
     "attention_dropout_prob",
 )
-# Families whose parameters are counted right from a config; a test holds them to transformers' own modules.
+# Families whose parameters are counted right from a config, at any size; a test holds them to transformers' own modules.
 COUNTED = frozenset((
-    "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2",
+    "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cwm", "deepseek_v2",
     "deepseek_v3", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "flint", "fuyu",
-    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
-    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
+    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode",
+    "gpt_oss", "granite", "granite_swa", "granitemoe", "helium",
     "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "llama", "mellum", "minicpm3", "minimax_m2",
-    "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat", "olmo", "olmo2", "olmo3",
-    "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3",
+    "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
 ))  # fmt: skip
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 # The text model inside, where its config does not say.
@@ -85,7 +85,7 @@ def text_of(config: Config) -> dict[str, Any]:
             named[usual] = named[old]
     if "n_embd" in named and not named.get("intermediate_size"):
         named["intermediate_size"] = 4 * int(named["n_embd"])
-    if named.get("multi_query") and not named.get("num_key_value_heads"):
+    if named.get("multi_query") and (named.get("model_type") == "gpt_bigcode" or not named.get("num_key_value_heads")):
         named["num_key_value_heads"] = 1
     return named
 
@@ -104,14 +104,24 @@ def widest(config: Config) -> dict[str, Any]:
     return {**config, **most}
 
 
-def cautions_of(config: Config) -> dict[str, str]:
-    """What a plan for this config does not cover, or a run of it will refuse."""
+def counted_by_names(config: Config) -> bool:
+    """Whether sizes follow from the config alone; else a model must be built to count them."""
+    return str(text_of(config).get("model_type", "")) in COUNTED
+
+
+def cautions_of(config: Config, *, built: bool = False) -> dict[str, str]:
+    """What a plan for this config does not cover, or a run of it will refuse. `built`: sizes are the model's own."""
     found, kind = {}, str(config.get("model_type", "")) or "this model"
     if config.get("text_config") is not None or any(config.get(tower) for tower in _TOWERS):
         found["text only"] = f"the text model inside {kind} is planned, and nothing else that it has"
     text = text_of(config)
     inside = str(text.get("model_type", ""))
-    if inside not in COUNTED:
+    if built:
+        found["sizes"] = (
+            f"parameters are those of transformers' own modules of {inside or kind!r}, built without weights; activations "
+            "are planned as a Llama's of these widths: `ithaca rehearse` runs the model itself"
+        )
+    elif inside not in COUNTED:
         found["sizes"] = (
             f"parameters and windows of {inside or kind!r} are counted as Llama's and may be off: `ithaca rehearse` "
             "counts the model itself"

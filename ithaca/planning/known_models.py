@@ -85,10 +85,10 @@ def nearest_models(name: str, count: int = 4) -> list[str]:
     return [plain[key] for key in get_close_matches(_plain(name), plain, n=count, cutoff=0.4)]
 
 
-def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
-    """The model that the content of a config.json describes."""
+def read_config(name: str, config: Mapping[str, Any], counted: ModelSizes | None = None) -> KnownModel:
+    """The model that the content of a config.json describes. `counted`: its sizes, where they were counted on the model."""
     try:
-        sizes = ModelSizes.from_config(config)
+        sizes = counted or ModelSizes.from_config(config)
         _check(sizes)
         text = text_of(config)
         positions = text.get("max_position_embeddings")
@@ -97,7 +97,14 @@ def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
         reach, before = (None if number is None else int(number) for number in (positions, original))
         if min(reach or 1, before or 1) < 1:
             raise ValueError(f"{reach} positions, {before} before they were stretched")
-        return KnownModel(name, sizes, reach, before, str(config.get("model_type", "")), cautions_of(config))
+        return KnownModel(
+            name,
+            sizes,
+            reach,
+            before,
+            str(config.get("model_type", "")),
+            cautions_of(config, built=counted is not None),
+        )
     except IthacaError as error:
         raise ConfigError(f"{name}: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -1,7 +1,8 @@
 """How large a model is, from its config alone: widths, heads, and parameters layer by layer.
 
 `ModelSizes.from_config(config)` takes the dict of a `config.json`. Parameter counts are exact for the families
-named in `tests/planning/test_sizes.py`; others are counted as Llama would be, which is right to about a percent.
+in `config_names.COUNTED`, to a percent and at any size. Others are counted as Llama would be, which may be off by half:
+for those whoever has the model counts it (`models/counts.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import binding_of
-from ithaca.models.head import head_is_plain
+from ithaca.models.head import head_spec
 from ithaca.parallelize import parallelize
 from ithaca.proof.small import small_batch, small_model
 from ithaca.training.step import causal_loss
@@ -21,10 +21,10 @@ from tests.tolerances import EVAL_LOSS
 
 def test_a_head_with_an_adapter_is_more_than_its_weight() -> None:
     plain = small_model("llama")
-    assert head_is_plain(plain)
+    assert head_spec(plain) is not None
     # New, the adapter adds nothing: the logits alone do not tell.
     adapted: Any = get_peft_model(small_model("llama"), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
-    assert not head_is_plain(adapted.get_base_model())
+    assert head_spec(adapted.get_base_model()) is None
 
 
 def _softcap_taken_off(kind: str, name: str, value: float | None) -> tuple[float, float, float]:

@@ -11,6 +11,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -197,13 +198,14 @@ def test_units_are_found_by_role(kind: str, size: int) -> None:
 
 def _roles(kind: str) -> list[tuple[tuple[str, ...], bool, bool]]:
     from ithaca.models.binding import bind, unsharded
-    from ithaca.models.layers import roles_of
+    from ithaca.models.layers import on_trial
     from ithaca.models.support import decoder_layers
+    from ithaca.models.trials import roles_of
 
     model = small_model(kind)
     binding = bind(model, init_mesh(sp=1))
     with unsharded(model):
-        found = roles_of(binding, decoder_layers(model))
+        found = roles_of(model, decoder_layers(model), partial(on_trial, binding))
     return [(role.names, role.wide, role.silent) for roles in found for role in roles]
 
 

@@ -1,0 +1,101 @@
+"""Random numbers that decide which layers run: refused, because each rank would draw its own.
+
+Ranks of a sequence group exchange heads in every layer. Where a rank leaves out a layer that its neighbours run (layer
+dropout, stochastic depth), the neighbours wait for its heads and never get them; and a row of which one shard took a
+branch and another did not is no row of any model. Noise on single tokens (dropout, a router's jitter) is not of that
+kind: ranks hold different tokens.
+
+Two sieves, both before the first layer runs. Rates that modules hold are read by name, when a model is parallelized and
+again at each training step, because a rate may be set in between. Of an architecture that was never measured, the code of
+each module is read too: one that draws from torch's generator, or from Python's or NumPy's, is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ithaca.errors import UnsupportedError
+
+_RATE = re.compile(r"layer_?drop|drop_?path|path_?drop|stochastic_depth|drop_?connect|survival_prob", re.IGNORECASE)
+# Rates of staying rather than of dropping: 1 is the one that leaves all in.
+_KEEPS = re.compile(r"survival", re.IGNORECASE)
+# Functions that draw whole tensors or single numbers; noise of a tensor's own shape (rand_like, uniform_) is on tokens.
+_DRAWS = frozenset(("rand", "randn", "randint", "randperm", "bernoulli", "bernoulli_", "random", "choice", "gauss"))
+
+_FILLS = ("__init__", "_init_weights", "reset_parameters", "init_weights")
+
+
+def refuse_dropped_layers(base: PreTrainedModel, *, measured: bool) -> None:
+    """Raise where random numbers may decide which layers run. `measured`: the architecture's code is known."""
+    for name, module in base.named_modules():
+        for key, value in _rates(module):
+            raise _refused(f"{name}.{key}" if name else key, key, value)
+    for key, value in vars(base.config.get_text_config()).items():
+        if _RATE.search(key) and _drops(key, value):
+            raise _refused(f"config.{key}", key, value)
+    drawing = None if measured else next((each for each in base.modules() if _draws(each)), None)
+    if drawing is not None:
+        raise UnsupportedError(
+            f"{type(drawing).__name__} draws random numbers in its code, and each rank would draw its own, so a draw for whole "
+            "rows or layers would differ: nn.Dropout and noise of a tensor's own shape (rand_like) are taken"
+        )
+
+
+def watch_rates(model: PreTrainedModel) -> list[Any]:
+    """Hook the model so that a rate set later is refused in training; gives the hooks' handles."""
+    holders = [(name, module) for name, module in model.named_modules() if any(map(_RATE.search, vars(module)))]
+
+    def refuse(model: nn.Module, args: Any) -> None:
+        for name, module in holders:
+            if module.training:
+                for key, value in _rates(module):
+                    raise _refused(f"{name}.{key}" if name else key, key, value)
+
+    return [model.register_forward_pre_hook(refuse)] if holders else []
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[str, float]]:
+    for key, value in vars(module).items():
+        if _RATE.search(key) and _drops(key, value):
+            yield key, value
+    # timm's and others' module for stochastic depth: its rate is one of few names.
+    if re.search(r"DropPath|StochasticDepth", type(module).__name__):
+        for key in ("drop_prob", "p"):
+            if _drops(key, rate := vars(module).get(key)):
+                yield key, float(rate or 0)
+
+
+def _drops(key: str, value: Any) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return value < 1 if _KEEPS.search(key) else value > 0
+
+
+def _refused(where: str, key: str, value: float) -> UnsupportedError:
+    off = 1 if _KEEPS.search(key) else 0
+    return UnsupportedError(
+        f"{where}={value:g} drops whole layers by random numbers that each rank would draw for itself, so ranks would "
+        f"run different layers and wait for each other: set {key}={off:g} (dropout of single values is taken)"
+    )
+
+
+def _draws(module: nn.Module) -> bool:
+    return any(not _DRAWS.isdisjoint(code.co_names) for code in _own_code(type(module)))
+
+
+def _own_code(kind: type[nn.Module]) -> Iterator[CodeType]:
+    """The code that an architecture gives a class of its own, but for what only fills weights."""
+    for each in kind.__mro__:
+        if not issubclass(each, nn.Module) or each is PreTrainedModel or each.__module__.startswith("torch."):
+            continue
+        for name, value in vars(each).items():
+            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            if isinstance(code, CodeType) and name not in _FILLS:
+                yield code
