@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
+from ithaca.sequence.embeddings import cut_embeddings
 from ithaca.sequence.documents import DOCUMENTS, IGNORE, read_documents, read_positions
 from ithaca.sequence.layout import SequenceLayout
 
@@ -49,13 +51,18 @@ class Shard:
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None = None) -> Shard:
     """Lay out, pad and cut a whole batch; every rank of a sequence group passes the same one."""
     check_mesh(mesh)
-    return cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
+    shard = cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
+    embeds = batch.get("inputs_embeds")
+    if embeds is not None and embeds.requires_grad and torch.is_grad_enabled():
+        cut = _Cut(shard.layout, mesh.sequence_rank, mesh.device)
+        shard.inputs["inputs_embeds"] = cut_embeddings(embeds, partial(cut, fill=None), shard.layout, mesh)
+    return shard
 
 
 def cut_batch(
     batch: Mapping[str, Any], shards: int, rank: int, device: torch.device, *, vocab_size: int | None = None
 ) -> Shard:
-    """`shard_batch` without a mesh: shard `rank` of `shards`."""
+    """`shard_batch` without a mesh: shard `rank` of `shards`. Embeddings have the gradient of their own tokens alone."""
     tokens = _tokens(batch)
     documents_BS = read_documents(batch, tokens)
     positions_BS = read_positions(batch, tokens, documents_BS)
