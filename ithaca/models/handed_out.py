@@ -36,7 +36,7 @@ class Mark:
     def __call__(self, gradient: Tensor) -> None:
         if not self.free and self.reduced_in != current_backward():
             raise UnsupportedError(
-                f"backward reached {self.what} of this rank's tokens past any reduction over the ranks: sum what you make "
+                f"backward reached {self.what}, of this rank's tokens alone, without a reduction over ranks: sum what you make "
                 "of them, and call backward on ithaca.reduce_mean(model, total, count, mesh), alone or added to causal_loss"
             )
 
@@ -75,7 +75,7 @@ def mark_output(output: Any) -> Any:
     """What a model gives: the logits (or the summed loss) themselves, everything else as copies."""
     first = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
     if isinstance(first, Tensor):
-        mark(first, "logits")
+        mark(first, "the logits")
 
     def shown(value: Any) -> Any:
         return value if value is first else mark_copies(value, "an output")[0]
