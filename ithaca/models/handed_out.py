@@ -52,7 +52,8 @@ def mark(tensor: Tensor, what: str) -> Mark | None:
         return None
     own = Mark(what)
     tensor.register_hook(own)
-    tensor.grad_fn.metadata.setdefault(_KEY, []).append(own)
+    node: Any = tensor.grad_fn
+    node.metadata.setdefault(_KEY, []).append(own)
     return own
 
 

@@ -129,7 +129,7 @@ class ShownToHooks:
     model: nn.Module
     active: Callable[[], bool]
     said: bool = False
-    kept: list[tuple[OrderedDict[int, Any], int]] = field(default_factory=list)
+    kept: list[tuple[dict[int, Callable[..., Any]], int]] = field(default_factory=list)
 
     def begin(self, rank: int) -> None:
         """Before a pass: hooks may have come since the last one."""

@@ -19,7 +19,15 @@ from ithaca.mesh import Mesh
 from ithaca.sequence.batch import Shard, shard_batch
 
 _FAILED = -1
-_COLUMNS = ("rows", "tokens a row", "targets", "tokens' content", "labels' content", "documents and positions", "embeddings that need a gradient")
+_COLUMNS = (
+    "rows",
+    "tokens a row",
+    "targets",
+    "tokens' content",
+    "labels' content",
+    "documents and positions",
+    "embeddings that need a gradient",
+)
 _CONTENTS = (
     ("input_ids", "inputs_embeds"),
     ("labels", "shift_labels"),

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
-from ithaca.sequence.embeddings import cut_embeddings
 from ithaca.sequence.documents import DOCUMENTS, IGNORE, read_documents, read_positions
+from ithaca.sequence.embeddings import cut_embeddings
 from ithaca.sequence.layout import SequenceLayout
 
 _TOKENS = ("input_ids", "inputs_embeds")

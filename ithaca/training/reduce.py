@@ -55,13 +55,17 @@ def _wrong(total: object, count: object, total_count: object) -> Exception | Non
     """What is no sum and no number, held until all ranks know of it."""
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
         found = f"{list(total.shape)} of {total.dtype}" if isinstance(total, Tensor) else type(total).__name__
-        return BatchError(f"reduce_mean: total is {found}: pass one floating-point number, the sum over this rank's values")
+        return BatchError(
+            f"reduce_mean: total is {found}: pass one floating-point number, the sum over this rank's values"
+        )
     for name, number in (("count", count), ("total_count", total_count)):
         if number is None and name == "total_count":
             continue
         single = not isinstance(number, Tensor) or (number.numel() == 1 and not number.requires_grad)
         if not single or not 0 <= as_number(number.item() if isinstance(number, Tensor) else number) < float("inf"):
-            return BatchError(f"reduce_mean: {name}={number!r}: pass one number of values, 0 or more, without a gradient")
+            return BatchError(
+                f"reduce_mean: {name}={number!r}: pass one number of values, 0 or more, without a gradient"
+            )
     return None
 
 
@@ -78,7 +82,9 @@ def _added(total: Tensor, count: Tensor | float, mesh: Mesh, error: Exception | 
     if error is not None:
         raise error
     if mine[3]:
-        raise PeerError("another rank passed something else than numbers to reduce_mean and says why; all ranks stop alike")
+        raise PeerError(
+            "another rank passed something else than numbers to reduce_mean and says why; all ranks stop alike"
+        )
     with_graph = int(mine[2])
     if with_graph not in (0, mesh.world):
         raise BatchError(

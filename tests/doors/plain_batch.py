@@ -20,10 +20,10 @@ REDUCE = r"without a reduction over ranks: sum .* ithaca\.reduce_mean"
 Made = tuple[Any, "ithaca.Mesh | None"]
 
 
-def _made(sp: int | None) -> Made:
+def _made(sp: int | None, **options: Any) -> Made:
     model = small_model("llama")
     mesh = None if sp is None else ithaca.init_mesh(sp=sp)
-    return (model if mesh is None else ithaca.parallelize(model, mesh)), mesh
+    return (model if mesh is None else ithaca.parallelize(model, mesh, **options)), mesh
 
 
 def _step(model: nn.Module, loss: Tensor) -> dict[str, Any]:
@@ -75,9 +75,10 @@ def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def gradient_of_embeddings(sp: int | None) -> dict[str, Any]:
-    """`torch.autograd.grad` in place of backward."""
-    model, mesh = _made(sp)
+def gradient_of_embeddings(sp: int | None, *, again: bool) -> dict[str, Any]:
+    """`torch.autograd.grad` in place of backward; `again`: layers are run again in it."""
+    plan = ithaca.MemoryPlan(("save", "save"), (False, False), 8, 8) if again else None
+    model, mesh = _made(sp, memory=plan)
     noise = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     loss = loss_of(model, {"inputs_embeds": noise, "labels": small_batch(2, LENGTH)["labels"]}, mesh)
     return {"gradient": torch.autograd.grad(loss, [noise])[0]}
@@ -154,8 +155,9 @@ HABITS: list[Habit] = [
     exact(DOOR, "train a soft prompt in `inputs_embeds`", partial(embeddings, prompt=True),
           note="over data ranks its gradients are yours to add up"),
     exact(DOOR, "gradients of noise on embeddings", partial(embeddings, prompt=False)),
-    refused(DOOR, "`torch.autograd.grad(loss, embeddings)`", gradient_of_embeddings,
-            says="call loss.backward", note="`loss.backward()` and `embeddings.grad`"),
+    exact(DOOR, "`torch.autograd.grad(loss, embeddings)`, `memory=None`", partial(gradient_of_embeddings, again=False)),
+    refused(DOOR, "`torch.autograd.grad(loss, embeddings)`, layers run again", partial(gradient_of_embeddings, again=True),
+            says="call loss.backward", note="`loss.backward()` and `embeddings.grad`, or `memory=None`"),
     exact(DOOR, "a hook that looks at activations", partial(hook, reduced=None), note="it is shown this rank's tokens"),
     refused(DOOR, "an auxiliary loss from a hook, its mean taken there", partial(hook, reduced=False), says=REDUCE),
     exact(DOOR, "an auxiliary loss from a hook through `ithaca.reduce_mean`", partial(hook, reduced=True)),

@@ -60,7 +60,7 @@ def _batches() -> dict[str, dict[str, Tensor]]:
         calls[name] = plain | {"position_ids": both, "labels": plain["labels"].masked_fill(first, -100)}
     left = torch.ones(2, LENGTH, dtype=torch.long)
     left[0, :5] = 0
-    counted = (left.cumsum(1) - 1).clamp(min=1)
+    counted = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
     labels = plain["labels"].masked_fill(left == 0, -100)
     labels[0, 5] = -100
     calls["left-padded"] = plain | {"attention_mask": left, "position_ids": counted, "labels": labels}
@@ -93,7 +93,9 @@ def _errors(kind: str, degree: int, memory: Any) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", *[pytest.param(k, marks=pytest.mark.slow) for k in ("mistral", "opt", "smollm3")]])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", *[pytest.param(k, marks=pytest.mark.slow) for k in ("mistral", "opt", "smollm3")]]
+)
 def test_a_call_with_positions_is_that_call_in_transformers(kind: str) -> None:
     for rank in run_ranks(2, _errors, kind, 2, "auto"):
         assert {name: error for name, error in rank.items() if not error < FP64} == {}

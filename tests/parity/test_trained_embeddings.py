@@ -93,6 +93,8 @@ def _error(degree: int, weights: str, plan: str, frozen: bool) -> float:
 def _reduce(module: nn.Module, mesh: Mesh, *, averages: bool) -> None:
     """Add up over data ranks, or average over all ranks as a DDP around the module does."""
     for parameter in module.parameters():
+        if parameter.grad is None:
+            continue
         dist.all_reduce(parameter.grad, group=mesh.world_group if averages else mesh.data.get_group())
         if averages:
             parameter.grad /= mesh.world

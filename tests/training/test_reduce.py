@@ -59,8 +59,12 @@ def _over_logits(weights: str, memory: Any, add: str) -> float:
     """Two micro-batches on each of two data ranks, padded by unequal amounts; `add`: how micro-batches are counted."""
     mesh = init_mesh(sp=2)
     batches = [[right_padded(2, 10 * d + i) | {"labels": None} for i in range(2)] for d in range(mesh.dp)]
-    batches[0].append(small_batch(2, 3, seed=5) | {"attention_mask": torch.tensor([[1, 1, 0], [0, 0, 0]]), "labels": None})
-    batches[1].append(small_batch(1, 9, seed=6) | {"attention_mask": torch.ones(1, 9, dtype=torch.long), "labels": None})
+    batches[0].append(
+        small_batch(2, 3, seed=5) | {"attention_mask": torch.tensor([[1, 1, 0], [0, 0, 0]]), "labels": None}
+    )
+    batches[1].append(
+        small_batch(1, 9, seed=6) | {"attention_mask": torch.ones(1, 9, dtype=torch.long), "labels": None}
+    )
     truth = small_model("llama")
     model = parallelize(copy.deepcopy(truth), mesh, weights=weights, memory=memory)
     with promoted():
@@ -226,7 +230,7 @@ def _measured() -> tuple[float, float, float]:
         own = (model(**shard.inputs).logits.argmax(-1) == shard.targets) & (shard.targets != -100)
         got = reduce_mean(model, own.double().sum(), (shard.targets != -100).sum(), mesh)
         nothing = reduce_mean(model, own.double().sum() * 0, 0, mesh)
-    return float(got), float(hits.sum() / (targets != -100).sum()), float(nothing)
+    return float(got), float(hits.double().sum() / (targets != -100).sum()), float(nothing)
 
 
 def test_a_metric_over_logits_is_that_of_one_process() -> None:
@@ -242,16 +246,21 @@ def _hooked(what: str) -> dict[str, Any]:
     model = parallelize(copy.deepcopy(truth), mesh, memory=None)
     rows: list[Any] = []
     hooked: dict[str, Callable[[nn.Module], Any]] = {
-        "reads": lambda module: module.register_forward_hook(lambda _m, _a, out: rows.append(float(out.detach().sum()))),
+        "reads": lambda module: module.register_forward_hook(
+            lambda _m, _a, out: rows.append(float(out.detach().sum()))
+        ),
         "bends": lambda module: module.register_forward_hook(lambda _m, _a, out: out * 1.5),
-        "in place": lambda module: module.register_forward_hook(lambda _m, _a, out: out.mul_(1.5) and None),
+        "in place": lambda module: module.register_forward_hook(_in_place),
         "keywords": lambda module: module.register_forward_pre_hook(_with_a_keyword, with_kwargs=True),
         "keywords in place": lambda module: module.register_forward_pre_hook(_in_the_keywords, with_kwargs=True),
     }
     place = "model.layers.1.self_attn" if "keywords" in what else "model.layers.0.mlp.down_proj"
     for each in (truth, model):
         handle = hooked[what](each.get_submodule(place))
-    original = [*truth.get_submodule(place)._forward_hooks.values(), *truth.get_submodule(place)._forward_pre_hooks.values()]
+    original = [
+        *truth.get_submodule(place)._forward_hooks.values(),
+        *truth.get_submodule(place)._forward_pre_hooks.values(),
+    ]
     with promoted(), patch.object(hooks.logger, "warning", lambda text, *given: said.append(text % given)):
         expected = truth(**batch, use_cache=False).loss
         expected.backward()
@@ -267,6 +276,10 @@ def _hooked(what: str) -> dict[str, Any]:
     handle.remove()
     gone = not any(isinstance(hook, hooks._Shown) for hook in module._forward_hooks.values())
     return {"error": error, "said": said, "kinds": kinds, "gone": gone, "rows": len(rows)}
+
+
+def _in_place(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    output.mul_(1.5)
 
 
 def _with_a_keyword(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
