@@ -33,6 +33,7 @@ from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.experts import wants_auxiliary_loss
 from ithaca.models.handed_out import mark_output, with_gradient_times
 from ithaca.models.hooks import ShownToHooks
+from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
 from ithaca.models.not_taken import check_call, checkpoints, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.rope import pin_length
 from ithaca.sequence.layout import SequenceLayout
@@ -85,6 +86,7 @@ class Binding:
     router_logits: list[Tensor] = field(default_factory=list)
     calls: int = 0
 
+    positions: int | None = None
     averages: bool = False
     sharded: bool = True
     takes_kwargs: bool = True
@@ -137,7 +139,7 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
     configs = {module: module.config for module in model.modules() if getattr(module, "config", None) is not None}
     layers = model.config.get_text_config().num_hidden_layers
     signature = inspect.signature(model.forward)
-    binding = Binding(model, mesh, kernel, layers, configs)
+    binding = Binding(model, mesh, kernel, layers, configs, positions=learned_positions(model))
     binding.takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for module, config in configs.items():
         # One memo for all: modules that shared a config (or a part of it) still do.
@@ -273,6 +275,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
             "logits, or run it whole inside `with ithaca.unsharded(model):`"
         )
     refuse_arguments(kwargs)
+    refuse_beyond_table(binding.positions, layout)
     refuse_autocast(binding.model, binding.mesh.device.type)
     if binding.memory is not None:
         if kwargs.get("output_router_logits"):

@@ -156,6 +156,7 @@ class ShownToHooks:
     def remove(self) -> None:
         """Put the hooks back that are still there."""
         for hooks, key in self.kept:
-            if isinstance(hooks.get(key), _Shown):
-                hooks[key] = hooks[key].func
+            hook = hooks.get(key)
+            if isinstance(hook, _Shown):
+                hooks[key] = hook.func
         self.kept.clear()

@@ -19,7 +19,7 @@ from ithaca.proof.promote import promoted, relative_error
 from ithaca.proof.small import small_batch, small_model
 from ithaca.sequence.batch import shard_batch
 from ithaca.training.step import causal_loss
-from tests.ranks import run_ranks
+from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 
 LENGTH = 18
@@ -106,3 +106,21 @@ def test_a_call_with_positions_is_that_call_in_transformers(kind: str) -> None:
 def test_a_call_with_positions_at_other_degrees(kind: str, degree: int) -> None:
     for rank in run_ranks(degree, _errors, kind, degree, None):
         assert {name: error for name, error in rank.items() if not error < FP64} == {}
+
+
+def _beyond(kind: str) -> float:
+    mesh = init_mesh(sp=2)
+    model = parallelize(small_model(kind, **FAMILIES[kind]), mesh, allow_untested=True)
+    positions = {"position_ids": _COUNT[None] + 112, "attention_mask": torch.ones(1, LENGTH, dtype=torch.long)}
+    return float(causal_loss(model, small_batch(1, LENGTH) | positions, mesh).detach())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_position_that_was_never_learned_is_refused_on_all_ranks(kind: str) -> None:
+    """The last shard alone has it."""
+    match = "has the position 129, this model has learned 128: pass position_ids of 0 to 127"
+    expect_refusal(2, _beyond, kind, error="BatchError", match=match)
+
+
+def test_rope_has_no_table() -> None:
+    assert run_ranks(2, _beyond, "llama")
