@@ -20,7 +20,7 @@ def learned_positions(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config()
     lengths = {getattr(config, name, None) for name in _LENGTHS}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    # OPT's table, and those made after it, begin with rows that no position has.
+    # Tables of BioGPT, and of others made after OPT, begin with rows that no position has.
     sizes = [table.num_embeddings - int(getattr(table, "offset", 0)) for table in tables]
     return min((size for size in sizes if size in lengths), default=None)
 
