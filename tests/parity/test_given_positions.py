@@ -72,6 +72,8 @@ def _errors(kind: str, degree: int, memory: Any) -> dict[str, float]:
     mesh = init_mesh(sp=degree)
     found = {}
     for name, batch in _batches().items():
+        if kind in NEVER_PACKS and name in DOCUMENTS:
+            continue
         truth = small_model(kind, **FAMILIES[kind])
         model = parallelize(copy.deepcopy(truth), mesh, memory=memory)
         with promoted():
@@ -93,7 +95,9 @@ def _errors(kind: str, degree: int, memory: Any) -> dict[str, float]:
     return found
 
 
-# BioGPT does not name its layers.
+# BioGPT does not name its layers, and in transformers takes every row for one document: here documents are kept apart
+# in every architecture, as tests/parity/test_architectures.py holds document by document.
+NEVER_PACKS = ("biogpt",)
 MEMORY: dict[str, Any] = {"biogpt": None}
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "smollm3")]
 
