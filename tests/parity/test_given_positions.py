@@ -95,9 +95,10 @@ def _errors(kind: str, degree: int, memory: Any) -> dict[str, float]:
     return found
 
 
-# BioGPT does not name its layers, and in transformers takes every row for one document: here documents are kept apart
-# in every architecture, as tests/parity/test_architectures.py holds document by document.
+# In transformers BioGPT takes every row for one document; here documents are kept apart in every architecture, which
+# the matrix holds document by document.
 NEVER_PACKS = ("biogpt",)
+# It does not name its layers.
 MEMORY: dict[str, Any] = {"biogpt": None}
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "smollm3")]
 
