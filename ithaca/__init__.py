@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ithaca.state.optimizers import build_optimizer as build_optimizer
     from ithaca.state.safetensors import save_pretrained as save_pretrained
     from ithaca.state.weights import recover as recover
+    from ithaca.training.reduce import reduce_mean as reduce_mean
     from ithaca.training.step import causal_loss as causal_loss
     from ithaca.training.step import count_tokens as count_tokens
 
@@ -58,6 +59,7 @@ _HOMES = {
     "build_optimizer": "ithaca.state.optimizers",
     "save_pretrained": "ithaca.state.safetensors",
     "recover": "ithaca.state.weights",
+    "reduce_mean": "ithaca.training.reduce",
     "causal_loss": "ithaca.training.step",
     "count_tokens": "ithaca.training.step",
 }

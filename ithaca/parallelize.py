@@ -33,6 +33,7 @@ from ithaca.state.shardable import check_shardable
 from ithaca.state.weights import (
     OnHost,
     Weights,
+    averages_gradients,
     check_placement,
     leaves_device,
     move,
@@ -129,7 +130,7 @@ def parallelize(
         compute_dtype=compute_dtype,
         uneven=has_experts(base.config),
     )
-    binding.reduction = reduction_of(model)
+    binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)
     refuse_plain_save(model)
     return model
 

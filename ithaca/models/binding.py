@@ -28,10 +28,13 @@ from ithaca.attention.anchored import AttentionCall
 from ithaca.attention.heads import split_heads
 from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.ulysses import attend_sharded
-from ithaca.errors import UnsupportedError
-from ithaca.mesh import Mesh
+from ithaca.errors import MeshError, UnsupportedError
+from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.draws import watch_rates
 from ithaca.models.experts import wants_auxiliary_loss
+from ithaca.models.handed_out import mark_output, with_gradient_times
+from ithaca.models.hooks import ShownToHooks
+from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
 from ithaca.models.not_taken import check_call, checkpoints, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.rope import pin_length
 from ithaca.sequence.layout import SequenceLayout
@@ -84,14 +87,23 @@ class Binding:
     router_logits: list[Tensor] = field(default_factory=list)
     calls: int = 0
 
+    positions: int | None = None
+    averages: bool = False
     sharded: bool = True
     takes_kwargs: bool = True
     handles: list[Any] = field(default_factory=list)
+    shown: ShownToHooks | None = None
     announced: set[AttentionSpec] = field(default_factory=set)
 
     @property
     def original_attention(self) -> str:
         return self.configs[self.model]._attn_implementation or "sdpa"
+
+    @property
+    def needs_reduction(self) -> bool:
+        """Whether the mean of a rank's own tokens is not what its gradients go by: alone, or under a wrapper that
+        averages over ranks with rows of their own, it is."""
+        return self.sharded and self.mesh.world > 1 and not (self.averages and self.mesh.shards == 1)
 
     @property
     def replays(self) -> bool:
@@ -128,7 +140,7 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
     configs = {module: module.config for module in model.modules() if getattr(module, "config", None) is not None}
     layers = model.config.get_text_config().num_hidden_layers
     signature = inspect.signature(model.forward)
-    binding = Binding(model, mesh, kernel, layers, configs)
+    binding = Binding(model, mesh, kernel, layers, configs, positions=learned_positions(model))
     binding.takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for module, config in configs.items():
         # One memo for all: modules that shared a config (or a part of it) still do.
@@ -144,6 +156,8 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
         *pin_length(model, lambda: binding.call.layout if binding.call is not None else None),
     ]
     model.__dict__["generate"] = _Unsharded(binding, model.generate)
+    binding.shown = ShownToHooks(model, lambda: binding.call is not None and binding.needs_reduction)
+    binding.handles.append(binding.shown)
     return binding
 
 
@@ -182,6 +196,13 @@ def binding_of(model: nn.Module) -> Binding:
             binding: Binding = module.__dict__[_BINDING]
             return binding
     raise UnsupportedError(f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first")
+
+
+def check_same_mesh(bound: Mesh, mesh: Mesh) -> None:
+    """Refuse a mesh that is not the one of `parallelize`."""
+    check_mesh(mesh)
+    if mesh.degrees != bound.degrees:
+        raise MeshError(f"mesh is {mesh}, the model was parallelized over {bound}: pass the same mesh to both")
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -262,10 +283,11 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if layout is None:
         raise UnsupportedError(
             f"{type(model).__name__} is parallelized but was called with a whole batch: use ithaca.causal_loss(model, "
-            "batch, mesh), or model(**ithaca.shard_batch(batch, mesh).inputs), or run it whole inside "
-            "`with ithaca.unsharded(model):`"
+            "batch, mesh), or model(**ithaca.shard_batch(batch, mesh).inputs) with ithaca.reduce_mean for a loss of its "
+            "logits, or run it whole inside `with ithaca.unsharded(model):`"
         )
     refuse_arguments(kwargs)
+    refuse_beyond_table(binding.positions, layout)
     refuse_autocast(binding.model, binding.mesh.device.type)
     if binding.memory is not None:
         if kwargs.get("output_router_logits"):
@@ -274,7 +296,12 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         refuse_checkpointing(model)
         binding.memory.begin(layout)
     binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
+    if binding.shown is not None and binding.needs_reduction:
+        binding.shown.begin(binding.mesh.rank)
     kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
+    if binding.averages and kwargs.get("inputs_embeds") is not None:
+        # Every rank of the group is given the group's gradient, which a mean over all ranks then counts once.
+        kwargs["inputs_embeds"] = with_gradient_times(kwargs["inputs_embeds"], 1 / binding.mesh.shards)
     return args, kwargs | {"use_cache": False} | ({LAYOUT: binding.call} if binding.takes_kwargs else {})
 
 
@@ -299,7 +326,7 @@ def _without_cache(binding: Binding, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"use_cache": False}
 
 
-def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     binding = binding_of(model)
     reached, ran = binding.calls, binding.call is not None
     binding.call = None
@@ -319,6 +346,7 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(back)
+    return mark_output(output) if ran and binding.needs_reduction else None
 
 
 def _attention(

@@ -6,19 +6,26 @@ another module or left out would show it something else, so what has hooks is ru
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch.utils._pytree import tree_leaves
+
+from ithaca.models.handed_out import current_backward, mark_copies
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # transformers leaves these on a model once it has recorded outputs; they look on, and only while it records.
 _RECORDERS = "transformers.utils.output_capturing"
 # Around a layer FSDP2 gathers its weights, and a run notes where it is: neither changes what goes in or out.
 AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
-
+# Hooks of libraries, which make no losses of what they see.
+_LIBRARIES = ("ithaca.", "torch.", "transformers.", "accelerate.", "peft.", "deepspeed.")
+logger = logging.getLogger("ithaca")
 
 HOOKED_INSIDE = (
     "%s is in a layer that is run again in backward, and has a forward hook: what the hook sees has no gradient, so that a "
@@ -84,3 +91,72 @@ def drop_hooks(modules: Iterable[nn.Module]) -> None:
         for kind in _KINDS:
             hooks = module.__dict__[kind]
             module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not _asks(hook))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """In place of somebody's hook: it is shown copies, so that a loss made of them can be told from the model's own use."""
+
+    func: Callable[..., Any]
+    name: str
+    before: bool
+    active: Callable[[], bool]
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        # In backward, and where a layer keeps no graph, nothing that is shown can come into a loss.
+        if not is_grad_enabled() or current_backward() >= 0 or not self.active():
+            return self.func(module, *given)
+        shown, marks = mark_copies(given, f"what a hook on {self.name} was shown")
+        goes_on = shown if self.before and len(shown) > 1 else shown[-1]
+        copies = tree_leaves(goes_on)
+        changed = self.func(module, *shown)
+        if changed is None or changed is goes_on:
+            left = tree_leaves(goes_on)
+            if len(left) == len(copies) and all(mine is theirs for mine, theirs in zip(copies, left, strict=True)):
+                return None
+            # A container was changed in place.
+            changed = goes_on
+        for mark in marks:
+            # The model goes on with what the hook made of them.
+            mark.free = True
+        return changed
+
+
+@dataclass(eq=False)
+class ShownToHooks:
+    """The hooks of others on one model's inner modules, each behind a `_Shown`; `remove` gives them back."""
+
+    model: nn.Module
+    active: Callable[[], bool]
+    said: bool = False
+    kept: list[tuple[dict[int, Callable[..., Any]], int]] = field(default_factory=list)
+
+    def begin(self, rank: int) -> None:
+        """Before a pass: hooks may have come since the last one."""
+        for module in self.model.modules():
+            if not (module._forward_hooks or module._forward_pre_hooks) or module is self.model:
+                continue
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    if not isinstance(hook, _Shown) and _asks(hook, _LIBRARIES):
+                        name = next(name for name, each in self.model.named_modules() if each is module)
+                        hooks[key] = _Shown(hook, name, hooks is module._forward_pre_hooks, self.active)
+                        self.kept.append((hooks, key))
+                        self._say(name, rank)
+
+    def _say(self, name: str, rank: int) -> None:
+        if not self.said and rank == 0:
+            logger.warning(
+                "%s has a hook, which is shown the tokens of its own rank alone: a loss made of them is exact as "
+                "ithaca.reduce_mean(model, total, count, mesh), of their sum and their number",
+                name,
+            )
+        self.said = True
+
+    def remove(self) -> None:
+        """Put the hooks back that are still there."""
+        for hooks, key in self.kept:
+            hook = hooks.get(key)
+            if isinstance(hook, _Shown):
+                hooks[key] = hook.func
+        self.kept.clear()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ithaca.memory.loss import Each, token_loss
 from ithaca.models.binding import Binding
+from ithaca.models.handed_out import reduced
 from ithaca.models.head import EACH, SMOOTHING, TARGETS, Z
 from ithaca.sequence.batch import Shard
 
@@ -70,18 +71,6 @@ def shown_sum(part: Tensor, group: dist.ProcessGroup, binding: Binding, scale: f
     Of sums: the mean is taken of what was rounded, as the plain model takes it, so that the two round alike.
     """
     dtype = torch.promote_types(binding.model.dtype, torch.float32)
-    shown: Tensor = _Shown.apply(part, group, scale, dtype)
-    return shown
-
-
-class _Shown(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, scale: float, dtype: torch.dtype) -> Tensor:
-        ctx.scale, ctx.dtype = scale, part.dtype
-        total = part.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.to(ctx.dtype) * ctx.scale, None, None, None
+    total = part.detach().clone()
+    dist.all_reduce(total, group=group)
+    return reduced(part, total.to(dtype), scale)

@@ -12,13 +12,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
 from ithaca.sequence.batch import Shard, shard_batch
 
 _FAILED = -1
-_COLUMNS = ("rows", "tokens a row", "targets", "tokens' content", "labels' content", "documents and positions")
+_COLUMNS = (
+    "rows",
+    "tokens a row",
+    "targets",
+    "tokens' content",
+    "labels' content",
+    "documents and positions",
+    "embeddings that need a gradient",
+)
 _CONTENTS = (
     ("input_ids", "inputs_embeds"),
     ("labels", "shift_labels"),
@@ -78,7 +87,9 @@ def _note(batch: Mapping[str, Any], shard: Shard | None) -> list[int]:
     if shard is None:
         return [_FAILED] + [0] * (len(_COLUMNS) - 1)
     layout = shard.layout
-    return [layout.batch, layout.length, shard.count, *(_fingerprint(batch, keys) for keys in _CONTENTS)]
+    contents = (_fingerprint(batch, keys) for keys in _CONTENTS)
+    trained = any(isinstance(value, Tensor) and value.requires_grad for value in shard.inputs.values())
+    return [layout.batch, layout.length, shard.count, *contents, int(trained)]
 
 
 def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
@@ -87,7 +98,7 @@ def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     for number, key in enumerate(keys, 1):
         if batch.get(key) is None:
             continue
-        values = torch.as_tensor(batch[key])
+        values = torch.as_tensor(batch[key]).detach()
         # Of embeddings the first entry of every token will do; bits, because NaN has no integer value.
         flat = (values[..., 0] if key == "inputs_embeds" else values).flatten()
         bits = flat.double().view(torch.int64) if flat.is_floating_point() else flat.long()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,16 @@ from torch.nn import functional as F
 
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
+from ithaca.sequence.documents import DOCUMENTS, IGNORE, read_documents, read_positions
+from ithaca.sequence.embeddings import cut_embeddings
 from ithaca.sequence.layout import SequenceLayout
 
-IGNORE = -100
 _TOKENS = ("input_ids", "inputs_embeds")
 _LABELS = ("labels", "shift_labels")
-_DOCUMENTS = ("document_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 # What collators add beside the above and the layout already knows, and flags that change no token.
 _REDUNDANT = ("cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "num_items_in_batch")
 _FLAGS = ("output_router_logits",)
-KNOWN_KEYS = (*_TOKENS, *_LABELS, "attention_mask", "position_ids", *_DOCUMENTS, *_REDUNDANT, *_FLAGS)
+KNOWN_KEYS = (*_TOKENS, *_LABELS, "attention_mask", "position_ids", *DOCUMENTS, *_REDUNDANT, *_FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,21 @@ class Shard:
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None = None) -> Shard:
     """Lay out, pad and cut a whole batch; every rank of a sequence group passes the same one."""
     check_mesh(mesh)
-    return cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
+    shard = cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
+    embeds = batch.get("inputs_embeds")
+    if embeds is not None and embeds.requires_grad and torch.is_grad_enabled():
+        cut = _Cut(shard.layout, mesh.sequence_rank, mesh.device)
+        shard.inputs["inputs_embeds"] = cut_embeddings(embeds, partial(cut, fill=None), shard.layout, mesh)
+    return shard
 
 
 def cut_batch(
     batch: Mapping[str, Any], shards: int, rank: int, device: torch.device, *, vocab_size: int | None = None
 ) -> Shard:
-    """`shard_batch` without a mesh: shard `rank` of `shards`."""
+    """`shard_batch` without a mesh: shard `rank` of `shards`. Embeddings have the gradient of their own tokens alone."""
     tokens = _tokens(batch)
     documents_BS = read_documents(batch, tokens)
-    positions_BS = _positions(batch, tokens, documents_BS)
+    positions_BS = read_positions(batch, tokens, documents_BS)
     targets_BS = _targets(batch, tokens, documents_BS)
     _check_vocabulary(batch, vocab_size)
     layout = SequenceLayout.packed(documents_BS, shards, int(positions_BS.max()))
@@ -136,105 +142,6 @@ def _check_type(key: str, value: object) -> None:
         raise BatchError(f"{key} is a {type(value).__name__}: a tensor is needed, a collator makes one")
     if key != "inputs_embeds" and (value.is_floating_point() or value.dtype == torch.bool):
         raise BatchError(f"{key} is of {value.dtype}: ids are whole numbers, torch.int64")
-
-
-def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """A document number per token on the host, [B, S], -1 on padding."""
-    shape = tokens.shape[:2]
-    explicit = _explicit_documents(batch, shape)
-    positions = _given_positions(batch, shape)
-    restarts = None if positions is None else _restarts(positions)
-    real = _real(batch, shape)
-    if explicit is not None:
-        documents = explicit
-    elif restarts is not None:
-        documents = restarts.cumsum(1)
-    else:
-        documents = torch.zeros(shape, dtype=torch.long)
-    if real is not None:
-        # A left-padded row restarts where its first token stands: padding must not number the documents.
-        documents = documents.masked_fill(~real, -1)
-    if explicit is not None and restarts is not None:
-        inside = (documents == documents.roll(1, 1)) & (documents >= 0)
-        if (restarts & inside).any():
-            raise BatchError(
-                "position_ids restart inside a document that cu_seqlens or document_ids call one: they disagree"
-            )
-    return documents
-
-
-def _explicit_documents(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
-    given = [key for key in _DOCUMENTS if batch.get(key) is not None]
-    if not given:
-        return None
-    if len(given) > 1:
-        raise BatchError(f"the batch has {' and '.join(given)}: documents are given in one way only")
-    value = torch.as_tensor(batch[given[0]]).cpu().long()
-    if given[0] in ("document_ids", "seq_idx"):
-        if value.shape != shape:
-            raise BatchError(f"{given[0]} has shape {list(value.shape)}: it needs that of the tokens, {list(shape)}")
-        return value
-    offsets = value.flatten()
-    total = shape[0] * shape[1]
-    if offsets.numel() < 2 or offsets[0] != 0 or offsets[-1] != total or (offsets.diff() <= 0).any():
-        raise BatchError(
-            f"{given[0]} must rise from 0 to {total} (the tokens of the batch), got {offsets.tolist()[:8]}"
-        )
-    documents = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff()).view(shape)
-    if shape[0] > 1 and (documents[1:, 0] == documents[:-1, -1]).any():
-        raise BatchError(f"{given[0]}: a document crosses from one row into the next; end documents at {shape[1]}")
-    return documents
-
-
-def _given_positions(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
-    value = batch.get("position_ids")
-    if value is None:
-        return None
-    value = torch.as_tensor(value).cpu()
-    if value.dim() == 1:
-        value = value[None]
-    if value.dim() != 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
-        raise BatchError(f"position_ids has shape {list(value.shape)}: [B, S] = {list(shape)} is needed")
-    if value.min() < 0:
-        raise BatchError(f"position_ids has the value {int(value.min())}: positions count from 0")
-    return value.expand(shape)
-
-
-def _restarts(positions_BS: Tensor) -> Tensor:
-    """True where a token does not follow its left neighbour: the rule transformers' own masks use."""
-    return F.pad(positions_BS.diff(dim=1) != 1, (1, 0), value=False)
-
-
-def _real(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        found = f"{mask.dim()}-D, {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise UnsupportedError(
-            f"attention_mask is {found}: only 2-D masks of padding are exact under sequence parallelism; "
-            "give packed documents as position_ids, cu_seqlens or document_ids"
-        )
-    if mask.shape != shape:
-        raise BatchError(f"attention_mask has shape {list(mask.shape)}: it needs that of the tokens, {list(shape)}")
-    mask = mask.cpu()
-    if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
-        raise BatchError(
-            f"attention_mask has the value {mask.max().item()}: it takes 0 and 1; pass document numbers as document_ids"
-        )
-    return mask.bool()
-
-
-def _positions(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tensor) -> Tensor:
-    """As given; else restarting in every document that was named; else counting along the row."""
-    given = _given_positions(batch, tokens.shape[:2])
-    if given is not None:
-        return given
-    count = torch.arange(tokens.shape[1]).expand(tokens.shape[:2])
-    if not any(batch.get(key) is not None for key in _DOCUMENTS):
-        return count
-    starts = F.pad(documents_BS.diff(dim=1) != 0, (1, 0), value=True)
-    return count - torch.where(starts, count, 0).cummax(1).values
 
 
 def _targets(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """A collator for own loops: examples of any length in, one batch of tensors out.
 
-It pads to the longest (or to `length`), masks the padding, packs if asked, and adds positions that restart
-in every document. The batch means the same to plain transformers and to `causal_loss`: the label of a
-document's first token is -100, so neither learns it from the document before.
+It pads to the longest (or to `length`), packs if asked, and adds positions that restart in every document. Padding is
+masked; in packed rows, which transformers keeps apart only where there is no mask, it is -1 in `document_ids`. The
+batch means the same to plain transformers and to `causal_loss`: the label of a document's first token is -100, so
+neither learns it from the document before.
 """
 
 from __future__ import annotations
@@ -42,8 +43,13 @@ class SequenceCollator:
         columns = [self._row(row, width) for row in rows]
         batch = {key: torch.stack([column[key] for column in columns]) for key in columns[0]}
         if batch["attention_mask"].all():
-            # Without a mask transformers reads the documents off the position ids; with one it does not.
             del batch["attention_mask"]
+        elif any(len(row) > 1 for row in rows):
+            # With a mask transformers takes a packed row for one document; without one it reads the documents off the
+            # position ids, and padding is documents of one token that nobody attends to or learns.
+            real = batch.pop("attention_mask").bool()
+            starts = torch.nn.functional.pad(batch["position_ids"].diff(dim=1) != 1, (1, 0), value=False)
+            batch["document_ids"] = starts.cumsum(1).masked_fill(~real, -1)
         return batch
 
     def _document(self, example: Mapping[str, Any], index: int) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaca.errors import BatchError, MeshError, PeerError, UnsupportedError
+from ithaca.errors import BatchError, PeerError, UnsupportedError
 from ithaca.memory.anchors import WHOLE_BACKWARD
 from ithaca.mesh import Mesh, check_mesh
-from ithaca.models.binding import Binding, binding_of
+from ithaca.models.binding import Binding, binding_of, check_same_mesh
 from ithaca.models.compiled import refuse_compiled
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
@@ -52,7 +52,7 @@ def causal_loss(
     binding = binding_of(model)
     refuse_compiled(model)
     refuse_added(model)
-    _check_same(binding.mesh, mesh)
+    check_same_mesh(binding.mesh, mesh)
     _check_options(count, label_smoothing, z_loss)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
@@ -65,12 +65,6 @@ def causal_loss(
         total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * own
     scale = mesh.world if averages_gradients(model) else 1
     return _accounted(shown_sum(total, mesh.world_group, binding, scale) / divisor, binding)
-
-
-def _check_same(bound: Mesh, mesh: Mesh) -> None:
-    check_mesh(mesh)
-    if mesh.degrees != bound.degrees:
-        raise MeshError(f"mesh is {mesh}, the model was parallelized over {bound}: pass the same mesh to both")
 
 
 def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:

@@ -97,10 +97,12 @@ def test_padding_masks(mask: list[int], spans: tuple[Any, ...], targets: list[in
 def test_padding_with_positions_that_restart_in_it() -> None:
     """A collator's padded positions stay 0: that must not number documents, left nor right."""
     left = {"attention_mask": ids([0, 0, 0, 1, 1, 1, 1]), "position_ids": ids([0, 0, 0, 0, 1, 2, 3])}
-    right = {"attention_mask": ids([1, 1, 1, 1, 0, 0, 0]), "position_ids": ids([0, 1, 0, 1, 0, 0, 0])}
+    right = {"attention_mask": ids([1, 1, 1, 1, 0, 0, 0]), "position_ids": ids([0, 1, 2, 3, 0, 0, 0])}
+    packed = {"document_ids": ids([0, 0, 1, 1, -1, -1, -1]), "position_ids": ids([0, 1, 0, 1, 0, 0, 0])}
     ones = {"attention_mask": ids([0, 0, 1, 1, 1, 1, 1]), "position_ids": ids([1, 1, 0, 1, 2, 3, 4])}
     assert cut({"input_ids": TOKENS, **left}).layout.documents == (((3, 7),),)
-    assert cut({"input_ids": TOKENS, **right}).layout.documents == (((0, 2), (2, 4)),)
+    assert cut({"input_ids": TOKENS, **right}).layout.documents == (((0, 4),),)
+    assert cut({"input_ids": TOKENS, **packed}).layout.documents == (((0, 2), (2, 4)),)
     assert cut({"input_ids": TOKENS, **ones}).layout.documents == (((2, 7),),)
     assert cut({"input_ids": TOKENS, **left, "document_ids": ids([0] * 7)}).layout.documents == (((3, 7),),)
 
@@ -124,6 +126,47 @@ def test_documents_with_positions_that_go_on_are_taken_as_given() -> None:
     assert shard.layout.documents == (((0, 3), (3, 7)),)
     assert shard.inputs["position_ids"].tolist() == [list(range(7))]
     assert shard.targets.tolist() == [[12, 13, N, 15, 16, 17, N]]
+
+
+SPREAD = {
+    "spaced": [0, 2, 4, 6, 8, 10, 12],
+    "gapped": [0, 1, 2, 50, 51, 52, 53],
+    "repeated": [0, 1, 1, 2, 2, 2, 3],
+    "constant": [4] * 7,
+    "decreasing": [6, 5, 4, 3, 2, 1, 0],
+    "zigzag": [3, 4, 5, 4, 3, 4, 5],
+    "far": [900, 901, 902, 903, 904, 905, 906],
+}
+
+
+@pytest.mark.parametrize("name", list(SPREAD))
+@pytest.mark.parametrize("beside", [{"attention_mask": ids([1] * 7)}, {"document_ids": ids([3] * 7)}])
+def test_positions_beside_a_mask_or_named_documents_are_positions_and_no_more(
+    name: str, beside: dict[str, Any]
+) -> None:
+    positions = ids(SPREAD[name])
+    shard = cut({"input_ids": TOKENS, "position_ids": positions, **beside})
+    assert shard.layout.documents == (((0, 7),),)
+    assert shard.inputs["position_ids"].tolist() == positions.tolist()
+    assert shard.count == 6
+
+
+def test_documents_of_positions_that_begin_anywhere_but_at_zero() -> None:
+    """A row that goes on with the last one's document, and collators for models whose positions begin at 2."""
+    goes_on, from_two = ids([90, 91, 92, 0, 1, 0, 1]), ids([2, 3, 4, 2, 2, 2, 3])
+    assert cut({"input_ids": TOKENS, "position_ids": goes_on}).layout.documents == (((0, 3), (3, 5), (5, 7)),)
+    assert cut({"input_ids": TOKENS, "position_ids": from_two}).layout.documents == (((0, 3), (3, 4), (4, 5), (5, 7)),)
+
+
+def test_a_row_of_padding_without_a_mask_is_no_jump() -> None:
+    """A packed batch with a row that is padding alone: nothing is to be learned there."""
+    batch = {"position_ids": ids(list(range(7)), [0] * 7), "labels": ids([1] * 7, [N] * 7)}
+    assert cut({"input_ids": TOKENS.expand(2, 7), **batch}).count == 6
+
+
+def test_unsigned_positions_that_fall_begin_documents() -> None:
+    shard = cut({"input_ids": TOKENS, "position_ids": POSITIONS.to(torch.uint8)})
+    assert shard.layout.documents == (SPANS,)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 8])
@@ -265,7 +308,24 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         BatchError,
         "restart inside a document",
     ),
-    ({"cu_seqlens": [0, 4, 8], "position_ids": ids([0, 1, 3, 4])}, BatchError, "restart inside .*: they disagree"),
+    ({"cu_seqlens": [0, 4, 8], "position_ids": ids([5, 6, 5, 6])}, BatchError, "restart inside .*: they disagree"),
+    ({"position_ids": torch.ones(4)}, BatchError, "position_ids is of torch.float32: positions are whole numbers"),
+    # Without a mask each of these jumps begins a document for transformers, which nobody asked for.
+    ({"position_ids": ids([0, 2, 4, 6])}, BatchError, "row 0 go from 0 to 2 at token 1, .* an attention_mask of ones"),
+    ({"position_ids": ids([0, 1, 2, 3], [0, 1, 5, 6])}, BatchError, "row 1 go from 1 to 5 at token 2"),
+    ({"position_ids": ids([0, 1, 1, 2])}, BatchError, "row 0 go from 1 to 1 at token 2"),
+    ({"position_ids": ids([3, 2, 1, 0])}, BatchError, "row 0 go from 3 to 2 at token 1"),
+    ({"position_ids": ids([0, 0, 0, 0])}, BatchError, "row 0 go from 0 to 0 at token 1"),
+    ({"position_ids": ids([0, 1, 0, 1]), "use_cache": True}, BatchError, "restart beside use_cache=True"),
+    # Under a mask a packed row is one document to eager attention, several to flash attention.
+    *[
+        ({"attention_mask": ids(mask, [1] * 4), "position_ids": positions}, BatchError, f"row {row} restart beside")
+        for mask, positions, row in (
+            ([1, 1, 1, 1], ids([0, 1, 0, 1]), 0),
+            ([1, 1, 1, 1], ids([0, 1, 2, 3], [2, 3, 4, 2]), 1),
+            ([1, 1, 1, 0], ids([0, 0, 1, 0], [0, 1, 2, 3]), 0),
+        )
+    ],
 ]
 
 
