@@ -68,9 +68,9 @@ class Chain:
     last: Kept | None = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Layer:
-    """One decoder layer of a model under one mode: called in place of the layer's own forward."""
+    """One decoder layer of a model under one mode: called in place of the layer's own forward, whose look it is given."""
 
     module: nn.Module
     runner: Runner

@@ -6,6 +6,7 @@ Only `forward` attributes of module instances are set, so everything comes off a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -26,6 +27,7 @@ from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain
 from ithaca.models.head import HeadForward, head_is_plain, logits_spec
 from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked, without_hooks
 from ithaca.models.plans import check_plan
+from ithaca.models.replaced import looks_like
 from ithaca.models.roles import UnitRole, find_units, gradients, layer_arguments, norms_around, shapes, signature
 from ithaca.models.settings import Assumed, settings
 from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, router_of
@@ -161,6 +163,8 @@ class Installed:
 
     def put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """In place of the module's forward; one that somebody gave this instance comes back with `remove`."""
+        if not inspect.ismethod(forward):
+            looks_like(forward, module.forward)
         self.replaced.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
 
