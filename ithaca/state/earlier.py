@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import numbers
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from ithaca.mesh import Mesh
 from ithaca.state.alike import differing_of, digest, fingerprint
 from ithaca.state.load import bounds
 
-Named = list[tuple[str, nn.Parameter]]
+Named = list[tuple[str, weakref.ref[nn.Parameter]]]
 # Under this name an optimizer may have a function that is called with the parameters before and after.
 FOLLOWER = "_ithaca_follower"
 
@@ -43,7 +44,10 @@ class Replaced(nn.Parameter):
 
 @dataclass(eq=False)
 class Earlier:
-    """The parameters of a model that is about to be sharded, and the optimizers that have them."""
+    """The parameters of a model that is about to be sharded, and the optimizers that have them.
+
+    What nobody else holds is freed as FSDP2 goes from layer to layer, so the references are weak.
+    """
 
     named: Named
     optimizers: list[Any] = field(default_factory=list)
@@ -51,7 +55,7 @@ class Earlier:
     @classmethod
     def of(cls, model: nn.Module) -> Earlier:
         """Find the optimizers of this model's parameters."""
-        found = cls(list(model.named_parameters(remove_duplicate=False)))
+        found = cls([(name, weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)])
         if found._holders():
             # Those that nobody has any more, and that only wait to be collected, are no matter.
             gc.collect()
@@ -79,7 +83,7 @@ class Earlier:
     def follow(self, model: nn.Module) -> None:
         """Exchange the parameters of every optimizer for those that the model has now."""
         now = dict(model.named_parameters(remove_duplicate=False))
-        moved = {old: now[name] for name, old in self.named}
+        moved = {old: now[name] for name, old in self._living()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 # In place: LBFGS and others have the list itself.
@@ -94,15 +98,18 @@ class Earlier:
             if old is not new:
                 old.__class__ = Replaced
 
+    def _living(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, reference in self.named if (parameter := reference()) is not None]
+
     def _holders(self) -> list[Any]:
-        mine = {id(parameter) for _, parameter in self.named}
+        mine = {id(parameter) for _, parameter in self._living()}
         # The type itself is asked: isinstance would have proxies of all libraries make up their class.
         everyone = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
         return [each for each in everyone if mine & {id(p) for group in _groups(each) for p in group["params"]}]
 
     def _stepped(self) -> Iterable[tuple[Any, str, nn.Parameter]]:
         """Each optimizer with each parameter that it has state of, once."""
-        first = {id(parameter): (name, parameter) for name, parameter in reversed(self.named)}
+        first = {id(parameter): (name, parameter) for name, parameter in reversed(self._living())}
         for optimizer in self.optimizers:
             for name, parameter in first.values():
                 if parameter in optimizer.state:
