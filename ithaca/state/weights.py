@@ -107,11 +107,12 @@ def place_weights(
     # PEFT's generate, and whoever else takes the model out of its wrapper, calls the inner one alone.
     root = inner if inner is not None and set(inner.parameters()) == set(model.parameters()) else model
     for module in (*layers, root):
-        own = type(module)
+        own: Any = type(module)
         # The root too is given up after forward: FSDP2 would keep it gathered, and a step taken after an evaluation
         # would then go on with embeddings and head as they were before it.
         fully_shard(module, mesh=box, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
-        module.__class__ = _named_as(own, type(module))
+        sharded: Any = type(module)
+        module.__class__ = _named_as(own, sharded)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, uneven)

@@ -129,7 +129,10 @@ class Loss(Tensor):
 
 def _whole(value: Any) -> Any:
     """The sum over ranks of a sharded term; all ranks take part. What is on the host is joined on the device."""
-    return value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    there: Any = value.to(value.device_mesh.device_type)
+    return there.full_tensor()
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:
