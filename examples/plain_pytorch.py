@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ithaca
 
-torch.manual_seed(0)
+torch.manual_seed(0)  # one seed on all ranks: the same model; a dropout still draws anew for every shard of a row
 config = LlamaConfig(
     vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=2,

@@ -42,3 +42,10 @@ class LinkError(IthacaError, RuntimeError):
 
 class MemoryPlanError(IthacaError, MemoryError):
     """No plan fits the memory there is; the message names the largest term and what would fit."""
+
+
+NOT_PICKLED = (
+    "pickle and torch.save cannot take a parallelized model, which holds its ranks' process groups: write its weights with "
+    "ithaca.save_pretrained(model, folder) on every rank, or torch.save what torch.distributed.checkpoint.state_dict."
+    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives"
+)

@@ -24,12 +24,15 @@ from ithaca.models.layers import install_memory
 from ithaca.models.mixing import refuse_mixing
 from ithaca.models.passing import passing_of
 from ithaca.models.plans import plan_for
+from ithaca.models.replaced import looks_like
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers, verdicts
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
+from ithaca.state.earlier import Earlier
 from ithaca.state.on_host import held_on_host
 from ithaca.state.safetensors import refuse_plain_save
 from ithaca.state.shardable import check_shardable
+from ithaca.state.spread import refuse_whole_weights
 from ithaca.state.weights import (
     OnHost,
     Weights,
@@ -88,13 +91,18 @@ def parallelize(
 
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
+    earlier = Earlier.of(model)
     if grouped:
         check_shardable(model, decoder_layers(base))
+        earlier.check_state()
     check_heads(*head_counts(base), mesh)
     given = plan_for(base, read_memory(memory), allow_untested=allow_untested)
     if str(base.config.model_type) not in verdicts():
         with stand_ins(base, decoder_layers(base), torch.device("cpu")):
             refuse_mixing(base)
+
+    if grouped:
+        earlier.check_alike(mesh)
 
     # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
     binding = bind(base, mesh, kernel=kernel)
@@ -129,9 +137,12 @@ def parallelize(
         on_host=on_host,
         compute_dtype=compute_dtype,
         uneven=has_experts(base.config),
+        inner=base,
     )
+    earlier.follow(model)
     binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)
-    refuse_plain_save(model)
+    refuse_plain_save(model, looks_like)
+    refuse_whole_weights(model, base, looks_like)
     return model
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from ithaca.mesh import Mesh
 from ithaca.models.auto import planner_of
 from ithaca.models.binding import is_bound
 from ithaca.models.not_taken import checkpointing_off, is_checkpointing
+from ithaca.models.replaced import looks_like
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
 from ithaca.planning.advice import Words
@@ -58,7 +57,7 @@ class Preparation:
         kernel = self.settings.kernel
         if kernel == "auto":
             kernel = kernel_for(base.config._attn_implementation or "sdpa")
-        name, before = type(model).__name__, dict(model.named_parameters())
+        before = dict(model.named_parameters())
         parallelize(
             model,
             self.mesh,
@@ -75,9 +74,7 @@ class Preparation:
             planner.words = _WORDS
         after = dict(model.named_parameters())
         self.moved.update({before[name]: after[name] for name in before})
-        self._dress(model, base)
-        # FSDP2 renames the class, and Trainer knows by the name alone that label smoothing has to shift the labels.
-        model.__dict__["_get_name"] = partial(str, name)
+        self._dress(model)
         return model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -99,14 +96,12 @@ class Preparation:
         if self.mesh.rank == 0:
             logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")
 
-    def _dress(self, model: nn.Module, base: Any) -> None:
+    def _dress(self, model: nn.Module) -> None:
         own = self.settings
         model.__dict__[_HOOKS] = take_whole_batches(model, whole_logits=own.whole_logits, length=own.length)
-        model.__dict__["save_pretrained"] = SavePretrained(model)
-        forward = base.__dict__.get("forward")
-        if forward is not None and not inspect.isroutine(forward):
-            # Trainer reads off the signature which columns of a dataset the model takes.
-            forward.__signature__ = inspect.signature(type(base).forward.__get__(base))
+        save = SavePretrained(model)
+        looks_like(save, save.original)
+        model.__dict__["save_pretrained"] = save
 
 
 def _refuse(model: nn.Module, base: Any) -> None:

@@ -94,9 +94,9 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Layer:
-    """One decoder layer of a model under one mode: called in place of the layer's own forward."""
+    """One decoder layer of a model under one mode: called in place of the layer's own forward, whose look it is given."""
 
     module: nn.Module
     runner: Runner

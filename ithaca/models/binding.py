@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import OutOfMemoryError, Tensor, is_grad_enabled, nn
@@ -28,15 +29,19 @@ from ithaca.attention.anchored import AttentionCall
 from ithaca.attention.heads import split_heads
 from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.ulysses import attend_sharded
-from ithaca.errors import MeshError, UnsupportedError
+from ithaca.errors import NOT_PICKLED, MeshError, UnsupportedError
+from ithaca.memory.rng import ShardRng
 from ithaca.mesh import Mesh, check_mesh
+from ithaca.models.alone import watch_parts
 from ithaca.models.draws import watch_rates
-from ithaca.models.experts import wants_auxiliary_loss
+from ithaca.models.experts import has_experts, wants_auxiliary_loss
+from ithaca.models.generate import WholeGenerate
 from ithaca.models.handed_out import mark_output, with_gradient_times
 from ithaca.models.hooks import ShownToHooks
 from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
 from ithaca.models.not_taken import check_call, checkpoints, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.rope import pin_length
+from ithaca.models.settings import dropping
 from ithaca.sequence.layout import SequenceLayout
 
 NAME = "ithaca"
@@ -93,6 +98,7 @@ class Binding:
     takes_kwargs: bool = True
     handles: list[Any] = field(default_factory=list)
     shown: ShownToHooks | None = None
+    rng: ShardRng | None = None
     announced: set[AttentionSpec] = field(default_factory=set)
 
     @property
@@ -120,6 +126,27 @@ class Binding:
             if self.memory is None:
                 raise
             raise self.memory.out_of_memory(error) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(NOT_PICKLED)
+
+    def begin_drawing(self) -> None:
+        """Let this shard draw random numbers of its own until the pass ends."""
+        self.end_drawing()
+        if self.mesh.shards > 1:
+            self.rng = ShardRng(self.mesh.device, self.mesh.sequence_rank)
+
+    def end_drawing(self) -> None:
+        rng, self.rng = self.rng, None
+        if rng is not None:
+            # A rank none of whose tokens chose an expert with a dropout drew nothing, where others did.
+            rng.end(drew=has_experts(self.model.config) and dropping(self.model) is not None)
 
     def announce(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, spec: AttentionSpec) -> None:
         """Say once for every kind of attention in the model, on rank 0, which kernel runs it."""
@@ -153,12 +180,24 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
         model.register_forward_pre_hook(_enter, with_kwargs=True),
         model.register_forward_hook(_leave, always_call=True),
         *watch_rates(model),
-        *pin_length(model, lambda: binding.call.layout if binding.call is not None else None),
+        # No closure: a copy of the model asks its own binding.
+        *pin_length(model, partial(_layout_of, binding)),
+        *watch_parts(model, binding),
     ]
-    model.__dict__["generate"] = _Unsharded(binding, model.generate)
-    binding.shown = ShownToHooks(model, lambda: binding.call is not None and binding.needs_reduction)
+    model.__dict__["generate"] = WholeGenerate.of(binding, partial(unsharded, model))
+    binding.shown = ShownToHooks(model, partial(_is_reduced, binding))
     binding.handles.append(binding.shown)
     return binding
+
+
+def _layout_of(binding: Binding) -> SequenceLayout | None:
+    """Of the pass in flight; None between two."""
+    return None if binding.call is None else binding.call.layout
+
+
+def _is_reduced(binding: Binding) -> bool:
+    """True in a pass whose losses have to be reduced over ranks."""
+    return binding.call is not None and binding.needs_reduction
 
 
 def unbind(model: nn.Module) -> None:
@@ -233,18 +272,6 @@ def _set_attention(binding: Binding, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Unsharded:
-    """`model.generate` of a bound model: its tokens come one by one, so there is no sequence to split."""
-
-    binding: Binding
-    generate: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with unsharded(self.binding.model):
-            return self.generate(*args, **kwargs)
-
-
-@dataclass(frozen=True)
 class _GoingBack:
     """A hook on what a pass gave: its backward begins, and wants what its forward had.
 
@@ -298,6 +325,7 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
     if binding.shown is not None and binding.needs_reduction:
         binding.shown.begin(binding.mesh.rank)
+    binding.begin_drawing()
     kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
     if binding.averages and kwargs.get("inputs_embeds") is not None:
         # Every rank of the group is given the group's gradient, which a mean over all ranks then counts once.
@@ -330,6 +358,7 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     binding = binding_of(model)
     reached, ran = binding.calls, binding.call is not None
     binding.call = None
+    binding.end_drawing()
     if binding.memory is not None:
         # The graph holds what backward needs; the links between layers are not to keep it alive beyond that.
         binding.memory.begin()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -194,7 +195,7 @@ def _norms_rows(norm: nn.Module) -> bool:
     return bool(off <= rounding(norm, x) * apart.double().norm())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class FusedNorm:
     """A norm of `[..., C]`, compiled; heads before tokens, as a transposed view has them, are not copied."""
 
@@ -221,6 +222,7 @@ def fused_rotary(attention: nn.Module, compiled: dict[Any, Any]) -> MethodType |
     renamed = function.__globals__ | {_ROTARY: compiled[rotary]}
     own = FunctionType(function.__code__, renamed, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
+    update_wrapper(own, function)
     return MethodType(own, attention)
 
 

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from ithaca.models.handed_out import current_backward, mark_copies
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# transformers leaves these on a model once it has recorded outputs; they look on, and only while it records.
-_RECORDERS = "transformers.utils.output_capturing"
+# transformers leaves these on a model once it has recorded outputs; they look on, and only while it records. Ours look
+# at how a part of the model is called.
+_RECORDERS = ("transformers.utils.output_capturing", "ithaca.models.alone")
 # Around a layer FSDP2 gathers its weights, and a run notes where it is: neither changes what goes in or out.
 AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
 # Hooks of libraries, which make no losses of what they see.
@@ -68,7 +69,7 @@ def hooked_inside(module: nn.Module) -> bool:
 
 
 def _asks(hook: Any, besides: tuple[str, ...] = ()) -> bool:
-    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith((_RECORDERS, *besides))
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith((*_RECORDERS, *besides))
 
 
 @contextmanager

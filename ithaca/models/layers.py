@@ -6,6 +6,7 @@ Only `forward` attributes of module instances are set, so everything comes off a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,11 +31,8 @@ from ithaca.models.head import HeadForward, bare_head, head_spec
 from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked
 from ithaca.models.passing import Passing, found_by, watching
 from ithaca.models.plans import check_plan
-from ithaca.models.roles import (
-    UnitRole,
-    norms_around,
-    shapes,
-)
+from ithaca.models.replaced import looks_like
+from ithaca.models.roles import UnitRole, norms_around, shapes
 from ithaca.models.settings import Assumed, settings
 from ithaca.models.trials import roles_of
 from ithaca.models.units import Fused, UnitBackward, UnitForward, adapted, router_of
@@ -171,6 +169,8 @@ class Installed:
 
     def put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """In place of the module's forward; one that somebody gave this instance comes back with `remove`."""
+        if not inspect.ismethod(forward):
+            looks_like(forward, module.forward)
         self.replaced.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
 

@@ -29,13 +29,13 @@ def make_alike(model: nn.Module, mesh: Mesh) -> None:
         return
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     structure = repr([(key, tuple(x.shape), x.dtype, x.is_meta) for key, x in named.items()])
-    if _differing([_digest(structure.encode())], mesh):
+    if differing_of([digest(structure.encode())], mesh):
         raise UnsupportedError(
             "the ranks' models differ in their weights' names, shapes, dtypes or being on the meta device: build the "
             "same model on every rank"
         )
     held = {key: x.detach() for key, x in named.items() if x.numel() and not x.is_meta}
-    differing = _differing([_fingerprint(x) for x in held.values()], mesh)
+    differing = differing_of([fingerprint(x) for x in held.values()], mesh)
     if not differing:
         return
     keys = list(held)
@@ -51,7 +51,7 @@ def make_alike(model: nn.Module, mesh: Mesh) -> None:
         _take_first(held[keys[index]], mesh)
 
 
-def _differing(numbers: list[int], mesh: Mesh) -> list[int]:
+def differing_of(numbers: list[int], mesh: Mesh) -> list[int]:
     """Where the ranks' numbers are not all the same."""
     own = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
     most = torch.stack([own, -own])
@@ -59,12 +59,12 @@ def _differing(numbers: list[int], mesh: Mesh) -> list[int]:
     return (most[0] != -most[1]).nonzero().flatten().tolist()
 
 
-def _fingerprint(tensor: Tensor) -> int:
+def fingerprint(tensor: Tensor) -> int:
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)[:, :_SAMPLE]
-    return _digest(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
 
-def _digest(content: bytes) -> int:
+def digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 

@@ -18,7 +18,7 @@ backward after them. What needs all gradients before the first step is refused b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.errors import UnsupportedError
 from ithaca.planning.plan import Optimizer as Name
+from ithaca.state.earlier import FOLLOWER
 from ithaca.state.on_host import note_optimizer
 from ithaca.state.weights import averages_gradients
 from ithaca.values import as_number
@@ -262,6 +263,10 @@ class _Rounding:
     def install(self) -> None:
         self.optimizer.register_step_pre_hook(self._begin)
         self.optimizer.register_step_post_hook(self._end)
+        self.optimizer.__dict__[FOLLOWER] = self._follow
+
+    def _follow(self, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        self.places = {moved.get(p, p): place for p, place in self.places.items()}
 
     def _begin(self, *_: Any) -> None:
         groups = self.optimizer.param_groups

@@ -45,16 +45,18 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
             write_model(base, target, lambda _, tensor: _gather(tensor), max_shard_size=max_shard_size)
 
 
-def refuse_plain_save(model: Any) -> None:
+def refuse_plain_save(model: Any, dress: Callable[[Any, Callable[..., Any]], None]) -> None:
     """`model.save_pretrained` of weights that are spread over ranks, which transformers cannot read, says what can.
 
     It stays on for as long as the weights are spread, so an unbound model has it too.
     """
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        model.__dict__["save_pretrained"] = _PlainSave(model.save_pretrained)
+        instead = _PlainSave(model.save_pretrained)
+        dress(instead, model.save_pretrained)
+        model.__dict__["save_pretrained"] = instead
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class _PlainSave:
     original: Callable[..., Any]
 

@@ -26,6 +26,11 @@ def check_shardable(model: nn.Module, layers: list[nn.Module]) -> None:
             raise UnsupportedError(
                 f"{name} has a hook, which its shard would not have: call {_CALLED} after parallelize"
             )
+        if parameter.grad is not None:
+            raise UnsupportedError(
+                f"{name} has a gradient, which its shard would not have: call model.zero_grad() before parallelize, or "
+                "backward after it"
+            )
         group = next((each for each in groups if name.startswith(each)), "")
         first, other = seen.setdefault(parameter, (group, name))
         if first != group:
@@ -48,7 +53,7 @@ def refuse_added(model: nn.Module) -> None:
         raise UnsupportedError(
             f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
         )
-    if isinstance(root, FSDPModule) and not _all_plain_shards(root):
+    if any(isinstance(module, FSDPModule) for module in root.modules()) and not _all_plain_shards(root):
         _name_stranger(root)
 
 

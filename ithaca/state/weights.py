@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,6 +27,7 @@ from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.state.alike import make_alike
 from ithaca.state.shardable import note_placed
+from ithaca.state.spread import refuse_copy, refuse_pickle
 
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
@@ -78,11 +80,13 @@ def place_weights(
     on_host: OnHost = "nothing",
     compute_dtype: torch.dtype | None = None,
     uneven: bool = False,
+    inner: nn.Module | None = None,
 ) -> None:
     """Apply FSDP2 to `layers` and to the whole of `model`, in place.
 
     `replicas`: over how many groups of neighbouring ranks the weights are copied, each sharding its own copy.
-    `uneven`: a rank may leave weights unused that others use (experts no token of its shard chose).
+    `uneven`: a rank may leave weights unused that others use (experts no token of its shard chose). `inner`: the model
+    that `model` is wrapped around, which takes the wrapper's place where it has all the weights.
     """
     check_placement(mesh, weights, replicas, on_host)
     if weights == "none":
@@ -100,14 +104,32 @@ def place_weights(
     offload = _to_host() if away else OffloadPolicy()
     box = _box(mesh, mesh.world if weights == "replicate" else replicas)
     policy = _precision(model, compute_dtype)
-    for module in (*layers, model):
+    # PEFT's generate, and whoever else takes the model out of its wrapper, calls the inner one alone.
+    root = inner if inner is not None and set(inner.parameters()) == set(model.parameters()) else model
+    for module in (*layers, root):
+        own: Any = type(module)
         # The root too is given up after forward: FSDP2 would keep it gathered, and a step taken after an evaluation
         # would then go on with embeddings and head as they were before it.
         fully_shard(module, mesh=box, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
+        sharded: Any = type(module)
+        module.__class__ = _named_as(own, sharded)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, uneven)
-    model.register_forward_pre_hook(_gather_for_training, prepend=True)
+    root.register_forward_pre_hook(_gather_for_training, prepend=True)
+
+
+@cache
+def _named_as(own: type[nn.Module], sharded: type[nn.Module]) -> type[nn.Module]:
+    """FSDP2's class under the name that the module's class had: transformers, Trainer and PEFT choose by it (how labels
+    are shifted, which model an adapter belongs to). A call of it makes a module that is not sharded, as FSDP2's does."""
+
+    def build(_cls: type, /, *args: Any, **kwargs: Any) -> nn.Module:
+        return own(*args, **kwargs)
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    methods = {"__new__": build, "__deepcopy__": refuse_copy, "__reduce_ex__": refuse_pickle}
+    return type(own.__name__, (sharded,), {**names, **methods})
 
 
 def _gather_for_training(model: nn.Module, args: Any) -> None:
@@ -193,13 +215,15 @@ def reduction_of(model: nn.Module) -> Reduction | None:
 
 def recover(model: nn.Module) -> None:
     """Make a model usable again after an exception ended a step in its middle, on all ranks; gradients are dropped."""
-    if isinstance(model, FSDPModule):
-        if not hasattr(model, "reset_iter_state"):
+    # The root comes before the layers.
+    root: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    if root is not None:
+        if not hasattr(root, "reset_iter_state"):
             raise UnsupportedError(
                 f"torch {torch.__version__} cannot clear FSDP2's state after an exception: build the model anew, or "
                 "use torch 2.13 or newer"
             )
-        model.reset_iter_state()
+        root.reset_iter_state()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 _drop_gathered_gradients(module)

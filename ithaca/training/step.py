@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ithaca.errors import BatchError, PeerError, UnsupportedError
 from ithaca.memory.anchors import WHOLE_BACKWARD
@@ -85,8 +87,20 @@ class Loss(Tensor):
     tensor.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     binding: Binding
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Terms made of sharded weights, such as an L2 norm, are added as the whole numbers that they stand for."""
+        flat, tree = tree_flatten((args, kwargs or {}))
+        terms = any(isinstance(value, DTensor) for value in flat)
+        args, kwargs = tree_unflatten([_whole(value) for value in flat], tree) if terms else (args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            given = func(*args, **kwargs)
+        if terms and isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
+            # More terms may follow.
+            given = _accounted(given, next(value for value in flat if isinstance(value, cls)).binding)
+        return given
 
     def backward(
         self,
@@ -105,6 +119,14 @@ class Loss(Tensor):
             )
         with self.binding.accounting():
             torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
+
+
+def _whole(value: Any) -> Any:
+    """The sum over ranks of a sharded term; all ranks take part. What is on the host is joined on the device."""
+    if not isinstance(value, DTensor):
+        return value
+    there: Any = value.to(value.device_mesh.device_type)
+    return there.full_tensor()
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:

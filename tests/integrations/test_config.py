@@ -182,7 +182,7 @@ def _too_many_ranks() -> None:
     Accelerator(cpu=True, parallelism_config=UlyssesConfig(sp_size=3))
 
 
-def _stale_optimizer() -> None:
+def _stale_gradients() -> None:
     reset()
     model = small_model("llama", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -214,7 +214,7 @@ def _neftune() -> None:
         (_hidden_states, "UnsupportedError", "output_hidden_states .*unsharded"),
         (_few_logits, "UnsupportedError", "logits_to_keep"),
         (_too_many_ranks, "MeshError", "sp=3 does not divide a world of 2 processes"),
-        (_stale_optimizer, "UnsupportedError", "AdamW has state from before prepare"),
+        (_stale_gradients, "UnsupportedError", "has a gradient, .* call model.zero_grad\\(\\) before"),
         (_prompt_tuning, "UnsupportedError", "PromptTuningConfig puts tokens of its own .* use LoRA"),
         (_neftune, "UnsupportedError", "neftune_noise_alpha"),
     ],
