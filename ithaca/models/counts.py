@@ -52,7 +52,8 @@ def counted_sizes(name: str, config: Mapping[str, Any]) -> ModelSizes | None:
 
 def _causal(kind: str) -> str | None:
     """The type, if a causal language model can be built of it: by its own name, or as the text part of another."""
-    known = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or verdicts().get(kind, {}).get("verdict") == "exact"
+    row = verdicts().get(kind)
+    known = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (row is not None and row["verdict"] == "exact")
     return kind if known and kind in CONFIG_MAPPING else None
 
 
