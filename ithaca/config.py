@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ithaca.errors import ConfigError
 from ithaca.mistakes import check_keys, sentence
-from ithaca.values import Bytes, Decay, Length, Number, Positive, Share, Tokens, Where, no_truth, one_or_more
+from ithaca.values import Bytes, Decay, Length, Number, Positive, Share, Tokens, Where, no_truth, one_or_more, run_name
 
 
 class Section(BaseModel):
@@ -248,9 +248,12 @@ class Launch(Section):
 
 
 class Run(Section):
-    """The whole file. Left out, a section has the defaults above; all of them together are the embedded run."""
+    """The whole file. Left out, a section has the defaults above; all of them together are the embedded run.
 
-    output: Where = "runs/first"
+    `output`: the run's folder; left out, it is named after the model and the data, so each pair has a folder of its own.
+    """
+
+    output: Where = ""
     seed: Annotated[int, BeforeValidator(no_truth), Field(ge=0, lt=2**63)] = 0
     precision: Literal["auto", "mixed", "bf16", "fp32"] = "auto"
     model: Model = Model()
@@ -268,6 +271,16 @@ class Run(Section):
     metrics: Metrics = Metrics()
     limits: Limits = Limits()
     launch: Launch = Launch()
+
+    @model_validator(mode="after")
+    def _in_a_folder(self) -> Run:
+        if not self.output:
+            demo = self.model.name == Model().name and self.data.sources == Data().sources
+            given = [self.model.revision, *(source.model_dump(exclude={"path"}) for source in self.data.sources)]
+            names = run_name(self.model.name, [source.path for source in self.data.sources], given)
+            # The model is frozen once it is read; here it is being read.
+            self.__dict__["output"] = "runs/first" if demo else f"runs/{names}"
+        return self
 
     @field_validator("precision", mode="before")
     @classmethod

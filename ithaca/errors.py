@@ -5,7 +5,9 @@ Numbered 0 in the house: everything may import it. `assert` is for our own invar
 
 
 class IthacaError(Exception):
-    """Base of every error that is the caller's to mend."""
+    """Base of every error that is the caller's to mend. `status`: what a command that it ends ends with."""
+
+    status = 2
 
 
 class MeshError(IthacaError, ValueError):
@@ -22,6 +24,12 @@ class DataError(IthacaError, ValueError):
 
 class CheckpointError(IthacaError, RuntimeError):
     """A checkpoint that is not whole, or is another run's."""
+
+
+class UntrainedError(IthacaError, ArithmeticError):
+    """A stage whose every step was skipped: there is no trained model to export."""
+
+    status = 65
 
 
 class BatchError(IthacaError, ValueError):

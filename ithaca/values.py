@@ -3,8 +3,10 @@ and amounts of memory as they are said."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,3 +95,17 @@ Share = Annotated[Number, Field(ge=0.0, le=1.0)]
 Decay = Annotated[Number, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
 Where = Annotated[str, AfterValidator(at_home)]
+
+
+def run_name(model: str, sources: Sequence[str], rest: object) -> str:
+    """A name for what is trained on what: the last parts of both, and digits that tell places of one name apart."""
+    paths = [path.rstrip("/") for path in (model, *sources)]
+    digits = hashlib.sha256(repr((paths, rest)).encode()).hexdigest()[:6]
+    more = "-and-more" if len(sources) > 1 else ""
+    return f"{_last_part(paths[0])}-{_last_part(paths[1]) if sources else 'data'}{more}-{digits}"
+
+
+def _last_part(path: str) -> str:
+    """The last part of a path or hub name, in letters that every file system takes."""
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", path.rpartition("/")[2]).strip("-.")
+    return name[:40].rstrip("-.") or "folder"

@@ -49,11 +49,11 @@ def _options(
 
 
 def main() -> None:
-    """The `ithaca` command. A user's mistake is one line and status 2, never a traceback."""
+    """The `ithaca` command. A user's mistake is one line and the error's own status, 2 of most, never a traceback."""
     quiet()
     let_segments_grow()
     try:
         app()
     except IthacaError as error:
         typer.echo(f"ithaca: {error}", err=True)
-        sys.exit(2)
+        sys.exit(error.status)

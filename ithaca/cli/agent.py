@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +29,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ithaca.cli.failures import Verdict, judge
 from ithaca.cli.nodes import Nodes, meet, missing
+from ithaca.cli.scratch import scratch_folder
 from ithaca.cli.worker import Entry, Report, work
 from ithaca.errors import ConfigError
 from ithaca.training.watch import INTERRUPTED, PEER, PREEMPTED
 
 LINGER = 5.0
+# Warnings of torch's C++ come with a stack of frames: a rank whose launcher was killed has one to print of its store.
+_HUSHED = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -185,7 +187,7 @@ def start_ranks(
 
     `variables` are for the ranks' environment, where they are not set already.
     """
-    with tempfile.TemporaryDirectory(prefix="ithaca-") as folder, _quiet(), _environment(variables):
+    with scratch_folder() as folder, _quiet(), _environment(variables):
         handler = meet(nodes)
         spec = WorkerSpec(
             role="rank",
@@ -269,8 +271,12 @@ def _quiet() -> Iterator[None]:
 def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
     """Variables that ranks and the agent read, for the time of a launch; of `defaults` those the user has not set."""
     before = dict(os.environ)
+    os.environ.update({**_HUSHED, **defaults, **before})
+    # Said by a process of Python's own, after the launcher was killed, of what the system frees by itself.
+    warnings = [before.get("PYTHONWARNINGS"), "ignore:resource_tracker"]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, warnings))
     # The agent takes over the signals named here, and none that `Handover` is for.
-    os.environ.update({**defaults, **before, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"})
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     try:
         yield
     finally:

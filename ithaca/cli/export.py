@@ -1,6 +1,7 @@
 """`ithaca export`: a checkpoint of a run as a standard Hugging Face folder, on any machine, without GPUs.
 
-What the run itself keeps, the models in `stages/` (one of which `export/` names) and `checkpoints/`, is never written to.
+What the run itself keeps, the models in `stages/` (one of which `export/` names) and `checkpoints/`, is never written to,
+and a folder that holds anything else than this run's own export only with `--force`.
 """
 
 from __future__ import annotations
@@ -19,31 +20,34 @@ def export(
     path: Path = typer.Argument(..., metavar="RUN_OR_CHECKPOINT", help="A run's folder, or one of its checkpoints."),
     to: Path | None = typer.Option(None, help="Where to write; RUN/export-step-N if left out."),
     step: int | None = typer.Option(None, help="The checkpoint of this step; the newest whole one if left out."),
+    force: bool = typer.Option(False, "--force", help="Replace the model that is in the folder --to."),
     dtype: Literal["bf16", "fp32"] | None = typer.Option(None, help="What to write weights in; as kept if left out."),
 ) -> None:
     """Write a checkpoint as a Hugging Face model that plain transformers loads."""
+    from functools import partial
+
     import torch
 
-    from ithaca.state.export import export_checkpoint, find_checkpoint
+    from ithaca.state.export import DESCRIPTION, export_checkpoint, find_checkpoint
+    from ithaca.state.exported import description_of, export_into, refuse_own_places, run_of
     from ithaca.state.manifest import step_of
 
     checkpoint = find_checkpoint(path, step)
-    target = to or _run_of(checkpoint) / f"export-step-{step_of(checkpoint)}"
+    target = to or run_of(checkpoint) / f"export-step-{step_of(checkpoint)}"
     _check_target(target)
+    refuse_own_places(target, run_of(checkpoint), description_of(checkpoint, DESCRIPTION))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[dtype]
-    export_checkpoint(checkpoint, target, dtype=width)
+    export_into(checkpoint, target, partial(export_checkpoint, checkpoint, dtype=width), force=force)
     typer.echo(f"{checkpoint} -> {target}")
     typer.echo(f'load it with: AutoModelForCausalLM.from_pretrained("{target}")')
 
 
-def _run_of(checkpoint: Path) -> Path:
-    parent = checkpoint.resolve().parent
-    return parent.parent if parent.name == "checkpoints" else parent
-
-
 def _check_target(target: Path) -> None:
     """Refuse what lies, through links too, in a folder that a run keeps its own models or checkpoints in."""
-    real = target.resolve()
+    try:
+        real = target.resolve()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"--to {target} leads nowhere ({error}): name a folder") from None
     for folder in (real, *real.parents):
         if folder.name in _KEPT and (folder.parent / "checkpoints").is_dir():
             where = f"{target} is" if real == target.absolute() else f"{target} leads to {real},"

@@ -144,7 +144,7 @@ def _run_here(entry: Entry, args: Sequence[Any]) -> int:
         rank = int(os.environ["RANK"])
         if not Report.of(rank, error).consequence and _says(str(error)):
             os.write(2, f"ithaca: {error}\n".encode())
-        return 2
+        return error.status
 
 
 def _says(message: str) -> bool:

@@ -29,6 +29,9 @@ def train(
     node_rank: int | None = typer.Option(None, help="Which of them this is, from 0."),
     rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: a free port of the first."),
     hosts: str = typer.Option("", metavar="A,B,...", help="Take only these of the machines that are there."),
+    restart: bool = typer.Option(
+        False, "--restart", help="Begin at step 1 where there are checkpoints and none is whole; none is deleted."
+    ),
 ) -> None:
     """Train a model on long sequences; without arguments, a small one made on the spot."""
     from ithaca.cli.launch import launch
@@ -41,7 +44,7 @@ def train(
         return
     status = launch(
         "ithaca.cli.train:work",
-        (run.model_dump_json(),),
+        (run.model_dump_json(), restart),
         processes=processes or run.launch.processes,
         device=run.launch.device,
         grace=run.limits.grace,
@@ -61,22 +64,27 @@ def split_words(words: list[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
-def work(text: str) -> int:
+def work(text: str, restart: bool = False) -> int:
     """What one rank does; gives 75 where the run was asked to stop before its end, 130 where Ctrl-C did."""
     quiet()
     from ithaca.config import Run
+    from ithaca.errors import DataError
     from ithaca.report.loss import draw_loss
     from ithaca.training.folder import RunFolder
     from ithaca.training.trainer import train as train_rank
     from ithaca.training.watch import INTERRUPTED, PREEMPTED
 
     began = time.monotonic()
-    outcome = train_rank(Run.model_validate_json(text))
+    outcome = train_rank(Run.model_validate_json(text), restart=restart)
     if not outcome.finished:
         return INTERRUPTED if outcome.interrupted else PREEMPTED
     if int(os.environ.get("RANK", "0")) == 0:
         folder = RunFolder(outcome.folder)
-        draw_loss(folder.metrics, folder.picture)
+        try:
+            draw_loss(folder.metrics, folder.picture)
+        except DataError as error:
+            # The run has ended well: its picture is the least of it.
+            typer.echo(f"warning: {error}", err=True)
         typer.echo(ending(outcome, time.monotonic() - began), err=True)
     return 0
 

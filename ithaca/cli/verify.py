@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -19,6 +18,7 @@ import typer
 
 from ithaca.cli.plan_files import check_report
 from ithaca.cli.quiet import quiet
+from ithaca.cli.scratch import scratch_folder
 from ithaca.cli.stopped import INTERRUPTED, say_stopped, told_when_stopped
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
@@ -107,7 +107,7 @@ def _on(
     from ithaca.cli.launch import launch
     from ithaca.training.watch import PREEMPTED
 
-    with tempfile.TemporaryDirectory(prefix="ithaca-verify-") as scratch, warnings.catch_warnings():
+    with scratch_folder() as scratch, warnings.catch_warnings():
         _hush()
         import torch
 

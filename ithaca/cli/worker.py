@@ -36,7 +36,10 @@ _CONSEQUENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ended one rank. `user`: the caller's to mend. `consequence`: raised because another rank had ended."""
+    """What ended one rank. `user`: the caller's to mend. `consequence`: raised because another rank had ended.
+
+    `status`: what the rank, and the launcher if this was the first cause, ends with.
+    """
 
     rank: int
     when: float
@@ -45,17 +48,15 @@ class Report:
     traceback: str
     user: bool
     consequence: bool
+    status: int
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Report:
         text = "".join(traceback.format_exception(error))
         user = isinstance(error, IthacaError)
+        status = error.status if isinstance(error, IthacaError) else 1
         consequence = isinstance(error, PeerError) or any(part in str(error) for part in _CONSEQUENCES)
-        return cls(rank, time.time(), type(error).__name__, str(error), text, user, consequence)
-
-    @property
-    def status(self) -> int:
-        return 2 if self.user else 1
+        return cls(rank, time.time(), type(error).__name__, str(error), text, user, consequence, status)
 
     def write(self, folder: str) -> None:
         Path(folder, f"rank-{self.rank}.json").write_text(json.dumps(asdict(self)), encoding="utf-8")

@@ -21,12 +21,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ithaca.config import Data
 from ithaca.data.encode import Encoded, Encoder, Kind, find_kind, make_encoder
+from ithaca.data.locks import clear_left, locked
 from ithaca.data.read import Raw, RowError, open_rows, parse_row, raw_rows
 from ithaca.data.sources import Located
 from ithaca.data.store import VERSION, Store, StoreWriter, open_store
@@ -138,7 +138,8 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
     target = folder / cache_key(located, tokenizer, data, template)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{target.name}.lock"):
+        clear_left(folder)
+        with locked(folder / f"{target.name}.lock"):
             store = open_store(target)
             if store is None:
                 encoder = source_encoder(located, tokenizer, data, template)

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
+from ithaca.models.config_numbers import check_computed, check_numbers
 from ithaca.planning.known_models import known_config, nearest_models
 
 CONFIG = "config.json"
@@ -90,6 +91,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         # transformers checks what it reads, and says what is wrong in the last line of several.
         reason = str(error).strip().splitlines()[-1].strip()
         raise CheckpointError(f"{file} is no config of a {kind} ({reason}): mend it, or copy the model anew") from error
+    check_numbers(config, file)
     # A folder may name an attention whose package is not here. Ours takes its place, so none has to be.
     config._attn_implementation = None
     return config
@@ -101,6 +103,7 @@ def empty_model(source: str | Path | PreTrainedConfig, *, dtype: torch.dtype) ->
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     fill_buffers(model)
+    check_computed(model)
     return model.train()
 
 

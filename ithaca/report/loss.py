@@ -10,14 +10,28 @@ from ithaca.errors import DataError
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one cut short by the end of its process is left out."""
+    """The records of metrics.jsonl; a line that was cut short, or is no record, is left out."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): the run's checkpoints do not need it") from None
     lines = []
-    for text in file.read_text(encoding="utf-8").splitlines():
+    for text in data.split(b"\n"):
         try:
-            lines.append(json.loads(text))
-        except ValueError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(line, dict) and all(type(line.get(key)) in kinds for key, kinds in _needed(line).items()):
+            lines.append(line)
     return lines
+
+
+def _needed(line: dict[str, Any]) -> dict[str, tuple[type, ...]]:
+    """What a record of its kind holds, and the types of it."""
+    needed: dict[str, tuple[type, ...]] = {"kind": (str,), "step": (int,)}
+    if line.get("kind") in ("step", "validation"):
+        needed["loss"] = (int, float, type(None))
+    return needed | ({"stage": (int,), "length": (int,)} if line.get("kind") == "step" else {})
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:
@@ -43,7 +57,10 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     axes.set(xlabel="step", ylabel="loss a token", xlim=(numbers[0], max(numbers[-1], numbers[0] + 1)))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(picture, dpi=150)
+    try:
+        figure.savefig(picture, dpi=150)
+    except OSError as error:
+        raise DataError(f"{picture} could not be drawn ({error.strerror or error}): make room there") from None
 
 
 def _number(loss: float | None) -> float:

@@ -3,7 +3,8 @@
 Every rank writes its own shards as safetensors (no pickle is ever read back); any number of ranks reads them again,
 each its own part. `save` copies the tensors to host memory and returns; the rest happens in a thread with a process
 group of its own. A checkpoint is whole or not there (`manifest.py`), and the last whole one outlives any failure to
-write the next: a failure is logged at once and told by `wait`, and the run may go on.
+write the next: a failure is logged at once and told by `wait`, and the run may go on. Whole means that every byte was summed:
+while it was written, or when it was first read (`proven.py`). Only whole checkpoints count when old ones are removed.
 
 Invariant: all ranks make the same calls in the same order, and succeed or fail alike.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 from ithaca.errors import CheckpointError
 from ithaca.mesh import Mesh
 from ithaca.state import manifest
+from ithaca.state.proven import Proven
 from ithaca.state.storage import read_tensors, write_tensors
 from ithaca.state.tensors import fingerprint, state_tensors
 from ithaca.values import show_bytes
@@ -61,6 +63,7 @@ class Checkpoints:
         self._mesh = mesh
         self._group = dist.new_group(backend="gloo")
         self._writing: _Writing | None = None
+        self._proven = Proven()
         self._on_rank_0(self._prepare)
         self._check_shared()
 
@@ -94,16 +97,28 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint, every byte of it summed; those that are not whole are reported and passed over."""
+    def latest(self, *, restart: bool = False) -> Path | None:
+        """Return the newest whole checkpoint; damaged ones above it are set aside under another name, and said.
+
+        Where there are checkpoints but none is whole, CheckpointError says so; `restart`: all are set aside instead,
+        and None is returned.
+        """
         self._join()
-        for path in self._listed():
-            problem = self._check(path)
-            if problem is None:
-                return path
-            if self._mesh.rank == 0:
-                logger.warning("checkpoint passed over: %s", problem)
-        return None
+        whole, damaged = self._survey(1, among=self._listed())
+        aside = self._first(lambda: [path.name for path in manifest.found_aside(self.folder)])
+        if not whole and (damaged or aside) and not restart:
+            raise CheckpointError(_none_whole(self.folder, damaged, aside))
+        self._on_rank_0(lambda: self._set_aside(damaged))
+        return whole[0] if whole else None
+
+    def at(self, step: int) -> Path:
+        """Return the checkpoint of `step`, which this run has written; CheckpointError where it is whole no more."""
+        self._join()
+        path = self.folder / manifest.name_of(step)
+        problem = self._check(path)
+        if problem is not None:
+            raise CheckpointError(f"{problem}: the same command goes on from the last whole checkpoint")
+        return path
 
     def read_facts(self, path: Path) -> dict[str, Any]:
         """What was kept beside the tensors."""
@@ -137,7 +152,7 @@ class Checkpoints:
         part = manifest.part_of(self.folder, writing.step)
         try:
             self._on_rank_0(lambda: part.mkdir(parents=True))
-            sums = self._agree(lambda: manifest.sums_of(part, write_tensors(part, tensors, self._group)))
+            sums = self._agree(lambda: write_tensors(part, tensors, self._group))
             files = {name: entry for each in sums for name, entry in each.items()}
             self._on_rank_0(lambda: self._seal(part, writing.step, files, facts, pin))
         except Exception as error:
@@ -145,10 +160,33 @@ class Checkpoints:
             if self._mesh.rank == 0:
                 logger.error("%s; those before it are untouched", writing.failure)
                 shutil.rmtree(part, ignore_errors=True)
+            return
+        try:
+            self._rotate()
+        except Exception as error:
+            if self._mesh.rank == 0:
+                logger.warning("old checkpoints in %s were not removed: %s", self.folder, error)
 
     def _seal(self, part: Path, step: int, files: manifest.Sums, facts: dict[str, Any], pin: bool) -> None:
-        manifest.seal(part, self.folder / manifest.name_of(step), files, {**facts, "step": step}, pin=pin)
-        manifest.rotate(self.folder, self.keep)
+        place = self.folder / manifest.name_of(step)
+        self._proven.add(place, manifest.seal(part, place, files, {**facts, "step": step}, pin=pin))
+
+    def _rotate(self) -> None:
+        """Remove what is older than the `keep` newest whole checkpoints, and set damaged ones among these aside.
+
+        Stages' ends are pinned and do not take part. While fewer than `keep` are whole nothing is removed.
+        """
+        listed = self._listed(pinned=False)
+        whole, damaged = self._survey(self.keep, among=listed)
+        oldest = whole[-1] if len(whole) == self.keep else None
+        self._on_rank_0(lambda: self._set_aside(damaged))
+        if oldest is not None:
+            self._on_rank_0(lambda: _remove_all(listed[listed.index(oldest) + 1 :]))
+
+    def _set_aside(self, damaged: dict[Path, str]) -> None:
+        for path, problem in damaged.items():
+            place = manifest.set_aside(path)
+            logger.warning("%s; it is kept as %s and counts no more", problem, place.name)
 
     def _prepare(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
@@ -170,20 +208,50 @@ class Checkpoints:
                 "writes): name one on a file system that all nodes share"
             )
 
+    def _survey(self, enough: int, among: list[Path]) -> tuple[list[Path], dict[Path, str]]:
+        """Go through checkpoints, newest first, until `enough` are whole: these, and why those between are not."""
+        whole: list[Path] = []
+        damaged: dict[Path, str] = {}
+        for path in among:
+            problem = self._check(path)
+            if problem is None:
+                whole.append(path)
+            else:
+                damaged[path] = problem
+            if len(whole) == enough:
+                break
+        return whole, damaged
+
     def _check(self, path: Path) -> str | None:
-        """Why a checkpoint is not whole, the same on all ranks; each sums its share of the files."""
-        problem = None
+        """Return why a checkpoint is not whole, the same on all ranks.
+
+        The first rank reads the manifest and knows which files were summed before; each rank sums its share of the others.
+        """
+        problem, files, doubtful = self._first(lambda: self._begin_check(path))
+        if problem is None and doubtful:
+            try:
+                manifest.check_files(path, files, doubtful[self._mesh.rank :: self._mesh.world])
+            except CheckpointError as error:
+                problem = str(error)
+            problem = next((said for said in self._gather(problem) if said is not None), None)
+            if problem is None and self._mesh.rank == 0:
+                self._proven.add(path, files)
+        return problem
+
+    def _begin_check(self, path: Path) -> tuple[str | None, manifest.Sums, list[str]]:
         try:
             files = manifest.read_manifest(path)
-            manifest.check_files(path, files, sorted(files)[self._mesh.rank :: self._mesh.world])
+            manifest.check_files(path, files, [manifest.FACTS])
+            manifest.check_name(path)
         except CheckpointError as error:
-            problem = str(error)
-        return next((said for said in self._gather(problem) if said is not None), None)
+            return str(error), {}, []
+        return None, files, self._proven.doubtful(path, files)
 
-    def _listed(self) -> list[Path]:
-        found = [manifest.listed(self.folder)]
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        return found[0]
+    def _listed(self, *, pinned: bool = True) -> list[Path]:
+        """Return the checkpoints of the folder as the first rank sees them, newest first; stages' ends if `pinned`."""
+        return self._first(
+            lambda: [path for path in manifest.listed(self.folder) if pinned or not manifest.is_pinned(path)]
+        )
 
     def _fits_host(self, tensors: dict[str, Tensor]) -> bool:
         needed = sum(_local_bytes(tensor) for tensor in tensors.values()) * self._mesh.local_ranks
@@ -191,6 +259,17 @@ class Checkpoints:
         if not fits and self._mesh.rank == 0:
             logger.warning("the host has no room for a copy of %.1f GiB: this checkpoint is waited for", needed / 2**30)
         return fits
+
+    def _first(self, action: Callable[[], Any]) -> Any:
+        """Return what `action` gives on the first rank; if it fails, raise on every rank."""
+        found: list[Any] = [None]
+
+        def act() -> None:
+            found[0] = action()
+
+        self._on_rank_0(act)
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        return found[0]
 
     def _gather(self, said: Any) -> list[Any]:
         gathered: list[Any] = [None] * self._mesh.world
@@ -221,6 +300,21 @@ class Checkpoints:
         dist.broadcast_object_list(said, src=0, group=self._group)
         if said[0] is not None:
             raise CheckpointError(said[0])
+
+
+def _remove_all(paths: list[Path]) -> None:
+    for path in paths:
+        manifest.remove(path)
+
+
+def _none_whole(folder: Path, damaged: dict[Path, str], aside: list[str]) -> str:
+    """What is said where a run has checkpoints and cannot go on from any."""
+    reasons = "; ".join(list(damaged.values())[:3]) or f"{', '.join(aside[:3])} were set aside as damaged"
+    count = len(damaged) + len(aside)
+    return (
+        f"{folder} holds {count} checkpoint{'' if count == 1 else 's'} and none is whole ({reasons}): put a whole one back, "
+        "or begin at step 1 with --restart, which deletes none of them"
+    )
 
 
 def bytes_of(tensors: dict[str, Tensor]) -> int:

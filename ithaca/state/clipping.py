@@ -80,8 +80,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Te
     they came: the call then ends that step.
     """
     if norm is None:
-        if bool(torch.isfinite(loss)):
-            optimizer.step()
+        optimizer.step()
         return
     finite = torch.isfinite(loss) & torch.isfinite(norm)
     factor = _factor(norm, clip) if clip else torch.ones_like(norm)

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from ithaca.errors import CheckpointError
 from ithaca.state import manifest
+from ithaca.state.exported import description_of
+from ithaca.state.finite import check_finite
 from ithaca.state.load import Weights, base_of, plain_name
-from ithaca.state.safetensors import write_model
+from ithaca.state.safetensors import modes_of_umask, write_model
 from ithaca.state.storage import Saved
 
 logger = logging.getLogger("ithaca")
@@ -76,25 +78,27 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     if not chosen:
         there = ", ".join(str(manifest.step_of(each)) for each in reversed(found))
         raise CheckpointError(f"{path} has no checkpoint of step {step}: there are {there}")
+    problems: list[str] = []
     for each in chosen:
-        try:
-            files = manifest.read_manifest(each)
-            manifest.check_files(each, files, files)
-        except CheckpointError:
-            if len(chosen) == 1:
-                raise
-            continue
-        return each
-    raise CheckpointError(f"{path}: none of its {len(chosen)} checkpoints is whole")
+        problem = manifest.problem_of(each)
+        if problem is None:
+            for passed in problems:
+                logger.warning("%s: %s is taken instead", passed, each)
+            return each
+        problems.append(problem)
+    if len(chosen) == 1:
+        raise CheckpointError(problems[0])
+    raise CheckpointError(f"{path}: none of its {len(chosen)} checkpoints is whole ({'; '.join(problems[:3])})")
 
 
 def export_checkpoint(
     checkpoint: Path, to: Path, *, dtype: torch.dtype | None = None, max_shard_size: str | int = "50GB"
 ) -> None:
-    """Write `checkpoint` to the folder `to`; `dtype`: what the weights are written in, as they were kept if None."""
-    description = manifest.read_facts(checkpoint).get(DESCRIPTION)
-    if not isinstance(description, dict) or "config" not in description:
-        raise CheckpointError(f"{checkpoint} says nothing of its model: it was not written by `ithaca train`")
+    """Write `checkpoint` to the folder `to`; `dtype`: what the weights are written in, as they were kept if None.
+
+    Weights that are not finite are refused by name: such a model is never what somebody asked for.
+    """
+    description = description_of(checkpoint, DESCRIPTION)
     saved = Saved(checkpoint)
     if description["adapter"] is None:
         _write_whole(description, saved, to, dtype, max_shard_size)
@@ -146,7 +150,7 @@ def _write_whole(
     names = _kept_names(twin, set(kept))
 
     def fetch(key: str, empty: Tensor) -> Tensor:
-        return saved.whole(f"model.{names[key]}").to(empty.dtype)
+        return check_finite(saved.whole(f"model.{names[key]}").to(empty.dtype), key, "the checkpoint")
 
     write_model(twin, to, fetch, max_shard_size=max_shard_size, alone=True)
 
@@ -176,10 +180,11 @@ def _write_merged(
     adapted, merge = _adapted(description, saved, trained)
 
     def fetch(key: str, empty: Tensor) -> Tensor:
-        return merge(key, weights.whole(key).to(trained)).to(empty.dtype)
+        return check_finite(merge(key, weights.whole(key).to(trained)).to(empty.dtype), key, "the merged model")
 
     write_model(twin, to, fetch, max_shard_size=max_shard_size, alone=True)
-    adapted.save_pretrained(to / ADAPTER)
+    with modes_of_umask(to / ADAPTER):
+        adapted.save_pretrained(to / ADAPTER)
 
 
 def _adapted(

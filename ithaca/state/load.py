@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ithaca.errors import CheckpointError
+from ithaca.state.finite import check_finite
 from ithaca.state.sources import Group, Headers, plan_groups, read_headers
 from ithaca.state.weights import home_of
 
@@ -35,9 +36,30 @@ _PIECE = 8 * 2**20
 def load_weights(model: nn.Module, folder: str | PathLike[str]) -> None:
     """Fill `model` (empty or not, sharded or not, with adapters or not) with the folder's weights, in place.
 
-    Missing, unexpected or differently shaped weights raise CheckpointError before anything is read. Adapters keep
-    their values. Every rank calls it; no rank waits for another.
+    Missing, unexpected or differently shaped weights raise CheckpointError before anything is read, and so do types
+    that cannot be trained; a weight with NaN or infinity does when it is read. Adapters keep their values. Every rank
+    calls it, and what one rank finds in its part ends all of them alike.
     """
+    problem = None
+    try:
+        _load(model, folder)
+    except CheckpointError as error:
+        problem = error
+    _agree(problem)
+
+
+def _agree(problem: CheckpointError | None) -> None:
+    """Raise the first rank's problem on all of them."""
+    said: list[str | None] = [None if problem is None else str(problem)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if problem is None else str(problem))
+    first = next((text for text in said if text is not None), None)
+    if first is not None:
+        raise CheckpointError(first) from problem
+
+
+def _load(model: nn.Module, folder: str | PathLike[str]) -> None:
     base = base_of(model)
     headers = read_headers(Path(folder))
     twin = twin_of(base)
@@ -171,6 +193,7 @@ def _fill(group: Group, homes: dict[str, Tensor], tied: dict[str, str], reader: 
         return
     made = group.convert(twin, {key: reader.whole(key) for key in parts})
     for target, tensor in made.items():
+        check_finite(tensor, target, reader.headers[parts[0]].file)
         home = homes[tied.get(target, target)]
         local(home).copy_(tensor[bounds(home)] if within is None else tensor)
 
@@ -182,7 +205,7 @@ def _put(target: str, homes: dict[str, Tensor], tied: dict[str, str], key: str, 
     own = local(home)
     again = source in reader.filled
     for at, where in _pieces(own, bounds(home)):
-        read = reader.part(key, where)
+        read = check_finite(reader.part(key, where), key, reader.headers[key].file)
         if not again:
             own[at].copy_(read)
         elif not torch.equal(own[at], read.to(own)):
@@ -280,10 +303,13 @@ class _Reader:
         self.mapped = 0
 
     def _open(self, file: Path) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if file not in self.opened:
-            self.opened[file] = self.stack.enter_context(safe_open(str(file), framework="pt"))
+            try:
+                self.opened[file] = self.stack.enter_context(safe_open(str(file), framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
         return self.opened[file]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -27,6 +28,7 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _PART = ".part"
+_ADAPTER = "adapter_config.json"
 
 
 def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_size: str | int = "50GB") -> None:
@@ -81,7 +83,7 @@ def write_model(
 
     `alone`: this rank writes by itself, whatever other ranks there are.
     """
-    _on_rank_0(target, lambda: _prepare_folder(target), alone)
+    _on_rank_0(target, lambda: _prepare_folder(target, whole=True), alone)
     _describe(base)
     groups = _layers(base)
     plan, total = _plan_files(base, groups, max_shard_size)
@@ -213,10 +215,16 @@ def _gather(tensor: Tensor) -> Tensor:
     return whole.detach().cpu() if _rank() == 0 else whole.detach().to("meta")
 
 
-def _prepare_folder(target: Path) -> None:
+def _prepare_folder(target: Path, *, whole: bool = False) -> None:
+    """Make the folder; `whole`: for a whole model, which transformers would not load from beside an adapter."""
     if target.is_file():
         raise IthacaError("it is a file, a folder is needed")
     target.mkdir(parents=True, exist_ok=True)
+    if whole and (target / _ADAPTER).is_file():
+        raise IthacaError(
+            f"it holds the {_ADAPTER} of an adapter, whose own base from_pretrained would load instead of this model: name "
+            "another folder, or remove the adapter"
+        )
     for left in target.glob("model*" + _PART):
         left.unlink()
 
@@ -224,8 +232,26 @@ def _prepare_folder(target: Path) -> None:
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    # A tensor may be a view of a fused one: clone it, safetensors stores whole tensors only.
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    with modes_of_umask(path.parent, (path.name,)):
+        # A tensor may be a view of a fused one: clone it, safetensors stores whole tensors only.
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+@contextmanager
+def modes_of_umask(folder: Path, names: tuple[str, ...] = ("*.safetensors",)) -> Iterator[None]:
+    """Give the files that are written inside the mode that `open` gives: safetensors 0.8 leaves them at 600.
+
+    The umask cannot be read without changing it for other threads; a file made here has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / ".mode.part"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    yield
+    for name in names:
+        for file in folder.glob(name):
+            file.chmod(mode)
 
 
 def _write_rest(base: Any, target: Path, plan: dict[str, list[str]], total: int) -> None:
@@ -249,7 +275,12 @@ def _save_adapter(model: Any, target: Path) -> None:
     from peft import get_peft_model_state_dict
 
     whole = {key: _gather(tensor) for key, tensor in get_peft_model_state_dict(model).items()}
-    _on_rank_0(target, lambda: model.save_pretrained(target, state_dict=whole))
+
+    def write() -> None:
+        with modes_of_umask(target, ("adapter_model*.safetensors",)):
+            model.save_pretrained(target, state_dict=whole)
+
+    _on_rank_0(target, write)
 
 
 def _rank() -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ithaca.errors import CheckpointError
+from ithaca.state.finite import check_types
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,10 +27,11 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One tensor of a file."""
+    """One tensor of a file; `dtype` as safetensors names it."""
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
 
 
 Headers = dict[str, Header]
@@ -79,14 +81,16 @@ class Group:
 
 
 def read_headers(folder: Path) -> Headers:
-    """Every tensor of the folder's safetensors: where it is and its shape."""
+    """Every tensor of the folder's safetensors: where it is, its shape and its type."""
     from safetensors import SafetensorError, safe_open
 
     headers: Headers = {}
     for file in _files(folder):
         try:
             with safe_open(str(file), framework="pt") as handle:
-                headers |= {key: Header(file, tuple(handle.get_slice(key).get_shape())) for key in handle.keys()}  # noqa: SIM118
+                for key in handle.keys():  # noqa: SIM118
+                    piece = handle.get_slice(key)
+                    headers[key] = Header(file, tuple(piece.get_shape()), piece.get_dtype())
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
     return headers
@@ -96,9 +100,11 @@ def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX} cannot be read ({error}): copy it anew") from None
         files = [folder / name for name in sorted(set(named))]
+        if any(file.parent != folder for file in files):
+            raise CheckpointError(f"{folder / INDEX} names files outside its folder: copy it anew")
     else:
         files = [folder / SINGLE]
     for file in files:
@@ -120,7 +126,8 @@ def plan_groups(twin: Any, headers: Headers, folder: Path) -> list[Group]:
     mapping = get_model_conversion_mapping(twin)
     groups = _gather(twin, mapping, headers)
     twin._weight_conversions = [each for each in mapping if each.was_used()]
-    wanted = {key: tuple(tensor.shape) for key, tensor in twin.state_dict().items()}
+    state = twin.state_dict()
+    wanted = {key: tuple(tensor.shape) for key, tensor in state.items()}
     unexpected: list[str] = []
     for group in list(groups):
         if group.name not in wanted:
@@ -137,6 +144,13 @@ def plan_groups(twin: Any, headers: Headers, folder: Path) -> list[Group]:
         if made.get(key, wanted[key]) != wanted[key]
     ]
     _refuse(folder, "has of another shape", wrong)
+    trained = {
+        key
+        for group in groups
+        if any(name in state and state[name].is_floating_point() for name in group.targets)
+        for key in group.keys
+    }
+    check_types(folder, {key: header.dtype for key, header in headers.items()}, sorted(trained))
     return sorted(groups, key=lambda group: (headers[group.keys[0]].file, group.keys[0]))
 
 

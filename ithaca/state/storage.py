@@ -3,11 +3,16 @@
 DCP plans who writes which piece (copies are written once) and which pieces a rank of another world needs. Its own
 storage in Hugging Face's format is used, because its metadata are the files' headers: no pickle is read.
 
+Files are summed on their way to the disk, and only those that the manifest names are read.
+
 Invariant: a tensor is written and read without any change of dtype or value.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,6 +31,7 @@ from torch.futures import Future
 
 from ithaca.errors import CheckpointError
 from ithaca.state.eight_bits import BY_SHARD
+from ithaca.state.manifest import Sums, read_manifest, sum_of
 
 # A file is built in memory before it is written: the most that a rank holds twice.
 _FILE = 512 * 2**20
@@ -44,6 +51,55 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
 
+class _SummedStream:
+    """A file that is open for writing, and the sum of what was written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.sum = stream, sum_of(b"")
+
+    def write(self, data: bytes) -> int:
+        self.sum = sum_of(data, self.sum)
+        written: int = self._stream.write(data)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _SummedFiles(FileSystem):
+    """DCP's way to files, which keeps the sum of each that it writes. Checked with torch 2.9 to 2.13."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            summed = _SummedStream(stream)
+            yield summed
+        _force_to_disk(path)
+        self.sums[Path(path).name] = summed.sum
+
+
+def _force_to_disk(path: str | os.PathLike[str]) -> None:
+    """DCP does so while the end of a file may still be in the stream's buffer."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _NamedFiles(FileSystem):
+    """DCP's way to files, which lists those that a manifest names and no others."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [file for file in super().ls(path) if Path(file).name in self.names]
+
+
 class _Writer(HuggingFaceStorageWriter):
     """Says what went wrong in words: DCP sends exceptions to rank 0, and one that cannot travel would leave it waiting."""
 
@@ -54,13 +110,28 @@ class _Writer(HuggingFaceStorageWriter):
             raise CheckpointError(str(error) or type(error).__name__) from None
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[str]:
-    """Write this rank's part of `tensors` into `folder`, and name the files; every rank of `group` calls it."""
+def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Sums:
+    """Write this rank's part of `tensors` into `folder`, forced onto the disk; every rank of `group` calls it.
+
+    Returns this rank's files with the size and checksum of what was written to them.
+    """
     writer = _Writer(str(folder), fqn_to_index_mapping=_filed(tensors, group), save_distributed=True)
-    before = {path.name for path in folder.iterdir()}
+    writer.fs = files = _SummedFiles()
     _run(lambda: dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group))
     own = f"shard-{dist.get_rank(group) + 1:05d}-"
-    return sorted(path.name for path in folder.iterdir() if path.name not in before and path.name.startswith(own))
+    assert files.sums.keys() == {path.name for path in folder.iterdir() if path.name.startswith(own)}, files.sums
+    return files.sums
+
+
+def _reader(folder: Path) -> tuple[HuggingFaceStorageReader, Metadata]:
+    """A reader of a checkpoint's own files, and what their headers say."""
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _NamedFiles(set(read_manifest(folder)))
+    try:
+        return reader, reader.read_metadata()
+    except Exception as error:
+        # A header may be anything: safetensors, JSON and torch each have errors of their own for it.
+        raise CheckpointError(f"{folder} cannot be read ({error}): resume from another checkpoint") from None
 
 
 def _filed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, int]:
@@ -83,8 +154,8 @@ def _filed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, in
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Read this rank's part of `tensors` from `folder`, in place; every rank of `group` calls it."""
-    reader = HuggingFaceStorageReader(str(folder))
-    _check(folder, reader.read_metadata(), tensors)
+    reader, metadata = _reader(folder)
+    _check(folder, metadata, tensors)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     found = dict(tensors)
     _run(lambda: dcp.load(found, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None))
@@ -94,7 +165,7 @@ class Saved:
     """A checkpoint's tensors, made whole one at a time; no process group is needed."""
 
     def __init__(self, folder: Path) -> None:
-        metadata: Any = HuggingFaceStorageReader(str(folder)).read_metadata()
+        metadata: Any = _reader(folder)[1]
         self.tensors: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
         self._pieces: dict[str, list[tuple[Any, str]]] = {}
         for index, info in metadata.storage_data.items():

@@ -13,18 +13,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import yaml
 
 from ithaca.config import Run, dump_run, read_run
 from ithaca.errors import ConfigError
-
-# What may differ when a run is resumed: where and how it runs, not what it learns.
-_FREE = ("mesh", "memory", "checkpoints", "metrics", "limits", "launch", "output", "data.workers", "data.cache",
-         "data.bad_share", "validation.sources", "validation.every", "validation.rows")  # fmt: skip
-# In a stage its degree, and the course of the rate: a run that diverged goes on with a lower one.
-_FREE_IN_STAGE = ("sp", "lr", "schedule", "warmup", "final")
+from ithaca.state.exported import Mark, read_mark, write_mark
+from ithaca.state.manifest import listed
+from ithaca.training.changes import Change, advise_changes, begun_stages, refused
+from ithaca.training.place import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +55,57 @@ class RunFolder:
         """Where stage `number` (from 0) leaves its model."""
         return self.root / "stages" / f"{number + 1}-{length}"
 
-    def put(self, target: Path, write: Callable[[Path], object]) -> None:
-        """Have a folder written whole or not at all; one that is there stays."""
-        if target.exists():
+    def put(self, target: Path, write: Callable[[Path], object], mark: Mark) -> None:
+        """Have a model written whole or not at all; the same model stays, an earlier one of this run gives way."""
+        if target.exists() and self._stays(target, mark):
             return
-        part = target.with_name(f".{target.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
+        part, old = (target.with_name(f".{target.name}{end}") for end in (".part", ".old"))
+        for left in (part, old):
+            shutil.rmtree(left, ignore_errors=True)
         part.mkdir(parents=True)
         write(part)
+        write_mark(part, mark)
+        if target.exists():
+            target.rename(old)
         part.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _stays(self, target: Path, mark: Mark) -> bool:
+        """True for the model of `mark`; a folder of anybody else's is refused."""
+        there = read_mark(target)
+        if there is None or there.run != mark.run:
+            raise ConfigError(
+                f"{target} holds what this run did not write, and its model goes there: move it away, and the same command "
+                "writes the model"
+            )
+        return mark.same_model(there)
+
+    def refuse_strangers(self, run: Run, place: Place, identity: str) -> None:
+        """Refuse, before the first step, folders of others where a stage's model would go at its end."""
+        for number in range(place.stage, len(run.stages)):
+            target = self.stage(number, run.stages[number].length)
+            there = read_mark(target)
+            if target.exists() and (there is None or there.run != identity):
+                raise ConfigError(
+                    f"{target} holds what this run did not write, and the model of stage {number + 1} goes there: move it "
+                    "away, or set output=... to a new folder"
+                )
+
+    def identity_there(self) -> str | None:
+        """Return the run that left models here; None where there are none."""
+        marks = [read_mark(folder) for folder in sorted((self.root / "stages").glob("*-*"))]
+        return next((mark.run for mark in marks if mark is not None), None)
+
+    def clear_left(self) -> None:
+        """Remove what a killed job of this folder left half written; only the holder of the lock may."""
+        for left in (*(self.root / "stages").glob(".*.part"), *(self.root / "stages").glob(".*.old")):
+            target = left.with_name(left.name[1:].removesuffix(".old"))
+            if left.suffix == ".old" and not target.exists():
+                left.rename(target)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
+        for name in (".run.yaml.part", ".metrics.jsonl.part"):
+            (self.root / name).unlink(missing_ok=True)
 
     def name_last(self, number: int, length: int) -> None:
         """`export/` is the last stage's model; what somebody else put there is left alone."""
@@ -77,7 +117,9 @@ class RunFolder:
 
     def model(self, stages: int) -> Path:
         """Where the model is after `stages` stages: `export/`, or its own folder where something else is in the way."""
-        own = next((self.root / "stages").glob(f"{stages}-*"))
+        own = next(
+            path for path in (self.root / "stages").glob(f"{stages}-*") if path.name.partition("-")[2].isdecimal()
+        )
         return self.export if self.export.resolve() == own.resolve() else own
 
     def lock(self) -> IO[str]:
@@ -96,14 +138,16 @@ class RunFolder:
             ) from None
         return held
 
-    def refuse_another(self, run: Run) -> None:
-        """Refuse a folder that holds steps of another run; where none is saved there is nothing to lose."""
-        if not self.settings.exists() or not any(self.checkpoints.glob("step-*")):
+    def refuse_another(self, run: Run, place: Place | None = None) -> None:
+        """Refuse a folder that holds steps of another run; where none is saved there is nothing to lose.
+
+        `place`: where the run stands; until that is known, stages are not looked at.
+        """
+        if not self.settings.exists() or not listed(self.checkpoints):
             return
-        if named := difference(self._settled(), run):
-            raise ConfigError(
-                f"{self.root} holds a run with another {named}: set output=... to a new folder, or put {named} back"
-            )
+        begun = 0 if place is None else begun_stages(place)
+        if found := refused(self._settled(), run, begun):
+            raise ConfigError(_another(self.root, found))
 
     def _settled(self) -> Run:
         try:
@@ -111,45 +155,25 @@ class RunFolder:
             if not isinstance(content, dict):
                 raise ConfigError("it holds no settings")
             return read_run(content)
-        except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
+        except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise ConfigError(
                 f"{self.settings}, by which a run is known again, cannot be read ({' '.join(str(error).split())}): "
                 "remove it to go on, or set output=... to a new folder"
             ) from None
 
-    def new_rates(self, run: Run) -> list[str]:
-        """Settings of stages by which the rate will take another course than the run so far was to have."""
-        if not self.settings.exists():
-            return []
-        pairs = zip(self._settled().stages, run.stages, strict=False)
-        courses = [name for name in _FREE_IN_STAGE if name != "sp"]
-        return [
-            f"stages.{at}.{n}" for at, (a, b) in enumerate(pairs) for n in courses if getattr(a, n) != getattr(b, n)
-        ]
+    def new_course(self, run: Run, place: Place) -> list[str]:
+        """Return what is said of settings by which the rate will take another course than the run so far was to have."""
+        return advise_changes(self._settled(), run, place) if self.settings.exists() else []
 
     def leave_settings(self, run: Run) -> None:
         """The resolved settings, whole or not at all."""
         part = self.settings.with_name(".run.yaml.part")
         part.write_text(dump_run(run), encoding="utf-8")
-        part.rename(self.settings)
+        part.replace(self.settings)
 
 
-def difference(before: Run, now: Run) -> str | None:
-    """The first setting in which two runs would learn otherwise; stages may be added."""
-    old, new = before.model_dump(), now.model_dump()
-    for key in old:
-        for name in _changed(key, old[key], new[key]):
-            if key not in (*_FREE, "stages") and name not in _FREE:
-                return name
-    for at, (a, b) in enumerate(zip(old["stages"], new["stages"], strict=False)):
-        for name in a:
-            if name not in _FREE_IN_STAGE and a[name] != b[name]:
-                return f"stages.{at}.{name}"
-    return None if len(new["stages"]) >= len(old["stages"]) else f"stages.{len(new['stages'])}"
-
-
-def _changed(key: str, old: Any, new: Any) -> list[str]:
-    """What differs in a section, or the section itself where one of the two has none."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [f"{key}.{name}" for name in old if old[name] != new[name]]
-    return [key] if old != new else []
+def _another(root: Path, found: list[Change]) -> str:
+    """What is said of a folder whose run learned otherwise: every setting with both values."""
+    told = "; ".join(map(str, found[:8])) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
+    back = "it" if len(found) == 1 else "them"
+    return f"{root} holds a run with other settings: {told}: put {back} back, or set output=... to a new folder"

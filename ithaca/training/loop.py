@@ -192,8 +192,9 @@ class StageLoop:
             # Between two bad steps it makes them no less in a row.
             self.place = replace(place, silent=place.silent + 1)
             return
-        in_a_row = 0 if result.good else place.in_a_row + 1
-        self.place = replace(place, bad=place.bad + (not result.good), in_a_row=in_a_row)
+        good = result.good
+        counts = {"bad": place.bad + (not good), "taken": place.taken + good}
+        self.place = replace(place, in_a_row=0 if good else place.in_a_row + 1, **counts)
 
     def _step(self, place: Place, spans: Spans | None) -> Launched:
         """All of a step, handed to the device."""
@@ -304,7 +305,14 @@ class StageLoop:
     def _note_bad(self, launched: Launched, result: Step) -> None:
         after = launched.after
         named = self._named(launched.before.step)
-        said = f"step {after.total}: loss {result.loss}, gradient norm {result.norm}: the step is not taken"
+        said = f"step {after.total}: loss {result.loss}, gradient norm {result.norm}"
+        if self.run.optimizer.in_backward:
+            raise BadStepsError(
+                f"{said}, and optimizer.in_backward had stepped with it: the last checkpoint is kept; lower "
+                f"stages.{self.session.number}.lr, look at {named}, or begin a run with optimizer.in_backward=false, which "
+                "leaves such steps out"
+            )
+        said += ": the step is not taken"
         logger.warning("%s; its rows on this rank: %s", said, named)
         self.journal.write("event", after.total, event="bad step", loss=str(result.loss), rows=named)
         if self.place.in_a_row >= self.run.limits.bad_steps:

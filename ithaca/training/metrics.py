@@ -27,6 +27,7 @@ from ithaca.planning.cost import attention_flops, token_flops
 from ithaca.planning.hardware import find_device
 from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
+from ithaca.training.lines import Lines
 
 GIB = 2**30
 # Above this share of the device the next longer batch may not fit.
@@ -44,36 +45,23 @@ class Journal:
     def __init__(self, file: Path, settings: Metrics, *, writes: bool, run: Mapping[str, Any]) -> None:
         self.file, self.writes = file, writes
         self.trackers = _trackers(settings, file.parent, run) if writes else []
+        self._lines = Lines(file)
         self._writer = ThreadPoolExecutor(1, "ithaca journal")
-        self._failed = False
 
     def resume(self, total: int) -> None:
         """Forget steps after `total`."""
         self.flush()
-        if not self.writes or not self.file.exists():
-            return
-        kept = [line for line in self.file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= total]
-        self.file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        if self.writes:
+            self._lines.keep(lambda record: record["step"] <= total)
 
     def write(self, kind: str, step: int, **facts: Any) -> None:
         if not self.writes:
             return
-        line = json.dumps(_finite({"kind": kind, "step": step, "at": round(time.time(), 3), **facts})) + "\n"
-        self._writer.submit(self._append, line)
+        line = json.dumps(_finite({"kind": kind, "step": step, "at": round(time.time(), 3), **facts}))
+        self._writer.submit(self._lines.append, line)
         numbers = {f"{kind}/{key}": value for key, value in _flat(facts).items()}
         for tracker in self.trackers:
             tracker.log(numbers, step=step)
-
-    def _append(self, line: str) -> None:
-        try:
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(line)
-            self._failed = False
-        except OSError as error:
-            # Once for every time that it begins.
-            if not self._failed:
-                logger.warning("%s is missing lines: %s; make room, the run goes on", self.file, error)
-            self._failed = True
 
     def flush(self) -> None:
         """Wait until all that was written is in the file."""
@@ -93,14 +81,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        # A line cut short by the end of its process.
-        return float("inf")
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

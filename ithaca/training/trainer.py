@@ -8,6 +8,7 @@ was stopped anywhere goes on as if it had not been, and the place to go on from 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 
 from ithaca.config import Run
 from ithaca.data.prepare import Prepared, prepare
-from ithaca.errors import CheckpointError, IthacaError
+from ithaca.errors import CheckpointError, ConfigError, IthacaError, UntrainedError
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh, fit_degrees, init_mesh
 from ithaca.models.embedded import EMBEDDED, build_embedded, embedded_tokenizer
@@ -29,7 +30,9 @@ from ithaca.models.support import base_model, decoder_layers
 from ithaca.models.tokenizer import load_tokenizer
 from ithaca.state.checkpoints import Checkpoints, bytes_of
 from ithaca.state.export import DESCRIPTION, describe_model, export_checkpoint
+from ithaca.state.exported import RUN, mark_of
 from ithaca.state.tensors import check_fingerprint, fingerprint
+from ithaca.training.changes import settle_place
 from ithaca.training.collectives import check_collectives
 from ithaca.training.display import Display
 from ithaca.training.folder import RunFolder
@@ -54,12 +57,16 @@ class Outcome:
     interrupted: bool = False
 
 
-def train(run: Run) -> Outcome:
-    """Train until the last stage is done or somebody asks to stop; every rank calls this."""
+def train(run: Run, *, restart: bool = False) -> Outcome:
+    """Train until the last stage is done or somebody asks to stop; every rank calls this.
+
+    `restart`: begin at step 1 where there are checkpoints and none is whole.
+    """
     with ExitStack() as stack:
         mesh = init_mesh(device=None if run.launch.device == "auto" else run.launch.device)
         folder = RunFolder(Path(run.output))
-        _together(mesh, lambda: stack.enter_context(folder.lock()), lambda: folder.refuse_another(run))
+        held = (lambda: stack.enter_context(folder.lock()), folder.clear_left, lambda: folder.refuse_another(run))
+        _together(mesh, *held)
         watch = stack.enter_context(Watch.of(mesh, hang=run.limits.hang))
         display = Display(shows=mesh.rank == 0, stages=len(run.stages))
         stack.callback(display.close)
@@ -67,7 +74,7 @@ def train(run: Run) -> Outcome:
             check_collectives(mesh)
         trainer = _Trainer(run, folder, mesh, watch, display)
         stack.callback(trainer.journal.close)
-        return trainer.go()
+        return trainer.go(restart=restart)
 
 
 class _Trainer:
@@ -84,24 +91,26 @@ class _Trainer:
         self.listings: list[list[int]] = []
         self.tokenizer: str | None = None
         self.saved: Place | None = None
+        self.identity = ""
 
-    def go(self) -> Outcome:
+    def go(self, *, restart: bool) -> Outcome:
         run = self.run
         self.source = self._source()
         self._look_ahead()
+        with self.watch.patient(3600.0, "reading checkpoints"):
+            place, path = self._find_start(restart)
         with self.watch.patient(24 * 3600.0, "preparing data"):
             prepared = self._prepare()
             self.documents = prepared.fingerprint
         for note in prepared.left_out:
             self.display.say(f"warning: {note}")
-        place, path = self._find_start()
-        _together(self.mesh, lambda: self._take_over(path))
+        self._take_over(place, path)
         if path is not None and place.stage and not place.step:
             self._export(path, place)
         try:
             while place.stage < len(run.stages):
                 place = self._stage(place, path, prepared)
-                path = self.checkpoints.latest()
+                path = self.checkpoints.at(place.total)
         except Preempted:
             return self._stop(place)
         _together(self.mesh, lambda: self.folder.name_last(len(run.stages) - 1, run.stages[-1].length))
@@ -156,14 +165,22 @@ class _Trainer:
         for warning in advise_between(int(known) if pretrained else 0, self.run.stages):
             self.display.say(f"warning: {warning}")
 
-    def _find_start(self) -> tuple[Place, Path | None]:
-        path = self.checkpoints.latest()
-        place = Place() if path is None else Place(**self.checkpoints.read_facts(path)["place"])
-        self.journal.resume(place.total)
-        if path is not None:
-            self._check_documents(path)
-            self.display.say(f"going on from {path}: {place.total} steps done")
+    def _find_start(self, restart: bool) -> tuple[Place, Path | None]:
+        """Where the run goes on from, and which checkpoint has it; what cannot go on is refused."""
+        path = self.checkpoints.latest(restart=restart)
+        facts = {} if path is None else self.checkpoints.read_facts(path)
+        found = Place() if path is None else _place_in(facts, path)
+        place = settle_place(found, self.run, facts.get("counts"))
+        _together(self.mesh, lambda: self.folder.refuse_another(self.run, place))
+        (self.identity,) = _together(self.mesh, lambda: self._identify(facts, restart))
+        if path is None or RUN in facts:
+            _together(self.mesh, lambda: self.folder.refuse_strangers(self.run, place, self.identity))
         return place, path
+
+    def _identify(self, facts: dict[str, Any], restart: bool) -> str:
+        """A name of this run's own, which its checkpoints and models carry."""
+        kept = facts.get(RUN) or (self.folder.identity_there() if restart else None)
+        return str(kept or uuid.uuid4().hex)
 
     def _check_documents(self, path: Path) -> None:
         if self.checkpoints.read_facts(path)["data"] != self.documents:
@@ -172,12 +189,15 @@ class _Trainer:
                 "or start anew from its export with model.name=... and output=..."
             )
 
-    def _take_over(self, path: Path | None) -> None:
+    def _take_over(self, place: Place, path: Path | None) -> None:
         """The folder is this run's from here on."""
         if path is not None:
-            for name in self.folder.new_rates(self.run):
-                self.display.say(f"warning: {name} is not what the steps so far were taken with")
-        self.folder.leave_settings(self.run)
+            self._check_documents(path)
+            (told,) = _together(self.mesh, lambda: self.folder.new_course(self.run, place))
+            for change in told:
+                self.display.say(f"warning: {change}")
+            self.display.say(f"going on from {path}: {place.total} steps done")
+        _together(self.mesh, lambda: self.journal.resume(place.total), lambda: self.folder.leave_settings(self.run))
 
     def _stage(self, place: Place, path: Path | None, prepared: Prepared) -> Place:
         """One stage from `place` to its end, its model exported, its checkpoint kept."""
@@ -187,7 +207,10 @@ class _Trainer:
             release(self.mesh.device)
             facts = {} if path is None else self.checkpoints.read_facts(path)
             self.listings = prepared.listings
-            session = build_session(self.run, place.stage, self.source, prepared, facts.get("feed") or None, self.mesh)
+            # Of a stage that had ended and is open again, the feed is where the stage's end left it.
+            ended = path is not None and _place_in(facts, path).stage > place.stage
+            feed = facts.get("ended" if ended else "feed") or None
+            session = build_session(self.run, place.stage, self.source, prepared, feed, self.mesh)
             self.session, self.mesh = session, session.mesh
             if path is not None:
                 self._load(path, facts, session)
@@ -216,24 +239,30 @@ class _Trainer:
     def _end_stage(self, session: Session, place: Place) -> Place:
         """A checkpoint that stays, and of it a model that loads in plain transformers."""
         with self.watch.patient(3600.0, "export"):
-            place = replace(place, stage=place.stage + 1, step=0)
+            if not place.taken:
+                raise UntrainedError(
+                    f"stage {place.stage + 1} is over and none of its {session.stage.count} steps was taken ({place.bad} had a "
+                    f"loss or gradient that is not finite, {place.silent} nothing to learn): no model is written; lower "
+                    f"stages.{place.stage}.lr, or look at the model and the data"
+                )
+            place = replace(place, stage=place.stage + 1, step=0, taken=0)
             self._save(place, keep=True)
-            path = self.checkpoints.latest()
-            assert path is not None
-            self._export(path, place)
+            self._export(self.checkpoints.at(place.total), place)
         return place
 
     def _export(self, path: Path, place: Place) -> None:
         """The model of the stage that has just ended, from its checkpoint; done again where a run ended in between."""
         number = place.stage - 1
         target = self.folder.stage(number, self.run.stages[number].length)
+        if RUN not in self.checkpoints.read_facts(path) and target.exists():
+            return  # Written by an earlier version, which left no marks.
         _together(self.mesh, lambda: self._write_model(path, target))
         self.display.close()
         self.display.say(f"stage {place.stage} is done: {target} loads in plain transformers")
 
     def _write_model(self, path: Path, target: Path) -> None:
         try:
-            self.folder.put(target, partial(export_checkpoint, path))
+            self.folder.put(target, partial(export_checkpoint, path), mark_of(path))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{target} was not written ({error}), but {path}, which it is made of, is whole: make room, and the same "
@@ -244,14 +273,18 @@ class _Trainer:
         """A checkpoint of this place; a disk that is full is told of, and training goes on from the last whole one."""
         session = self.session
         assert session is not None
-        row = place.step * session.stage.batch
+        ended = place.stage != session.number
+        feed = session.feed.state((session.stage.count if ended else place.step) * session.stage.batch)
         facts = {
+            RUN: self.identity,
             "place": asdict(place),
+            "counts": [stage.count for stage in self.run.stages[: place.stage]],
             "fingerprint": fingerprint(session.model),
             DESCRIPTION: describe_model(session.model, folder=self.source, tokenizer=self.tokenizer),
             "data": self.documents,
             "listings": self.listings,
-            "feed": session.feed.state(row) if place.stage == session.number else {},
+            "feed": {} if ended else feed,
+            "ended": feed if ended else {},
             "degrees": {"dp": session.mesh.dp, "sp": session.mesh.sp},
         }
         with self.watch.patient(3600.0, "checkpoint"):
@@ -268,7 +301,11 @@ class _Trainer:
                 self.journal.write("event", place.total, event="not saved", reason=str(error))
 
     def _stop(self, place: Place) -> Outcome:
-        """Somebody asked to stop: the step in flight is given up, the last whole one is saved."""
+        """Somebody asked to stop: the step in flight is given up, the last whole one is saved.
+
+        A disk that does not take it makes the stop no failure: the run goes on from what was saved before.
+        """
+        told = "saved: the same command goes on from there"
         with self.watch.patient(self.run.limits.grace, "saving before the end"):
             try:
                 self.checkpoints.wait()
@@ -276,24 +313,69 @@ class _Trainer:
                 self.saved = None
             if self.session is not None and self.loop is not None:
                 place = self.loop.settle()
-                if place != self.saved and not self.run.optimizer.in_backward:
-                    self._save(place, wait=True)
+                if place != self.saved:
+                    reason = self._save_at_stop(place)
+                    told = (
+                        f"not saved ({reason}): the same command goes on from {self._last_saved()}" if reason else told
+                    )
         self.journal.write("event", place.total, event="stopped")
         self.display.close()
-        self.display.say(f"stopped after {place.total} steps, saved: the same command goes on from there")
+        self.display.say(f"stopped after {place.total} steps, {told}")
         return Outcome(self.folder.root, place, finished=False, interrupted=self.watch.interrupted)
 
+    def _save_at_stop(self, place: Place) -> str | None:
+        """Save; gives why that could not be, or None."""
+        if self.run.optimizer.in_backward:
+            return "optimizer.in_backward had taken a part of the next step"
+        try:
+            self._save(place, wait=True)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
-def _together(mesh: Mesh, *actions: Callable[[], Any]) -> None:
-    """What the first rank does for all; an error of it is raised on all ranks."""
+    def _last_saved(self) -> str:
+        try:
+            path = self.checkpoints.latest()
+        except CheckpointError:
+            path = None
+        return "step 1, as no checkpoint is whole" if path is None else f"{path.name}, the last whole checkpoint"
+
+
+def _place_in(facts: dict[str, Any], path: Path) -> Place:
+    """Where a checkpoint's run stood; CheckpointError where it was not written by `train`."""
+    try:
+        found = dict(facts["place"])
+        if not {"data", "fingerprint"} <= facts.keys():
+            raise KeyError("data")
+        # Earlier versions did not count the steps that were taken of a stage.
+        return Place(**{"taken": found["step"], **found})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of `ithaca train` (its facts lack {error}): set output=... to another folder"
+        ) from None
+
+
+def _together(mesh: Mesh, *actions: Callable[[], Any]) -> list[Any]:
+    """What the first rank does for all: every rank gets the results, or the error of it."""
     error: IthacaError | None = None
+    results: list[Any] = []
     if mesh.rank == 0:
         try:
-            for action in actions:
-                action()
+            # A lock, or another thing that stays with the first rank, does not travel.
+            results = [_travelling(action()) for action in actions]
         except IthacaError as caught:
             error = caught
-    told = [error]
+        except OSError as caught:
+            error = ConfigError(
+                f"{caught.filename or 'the disk'}: {caught.strerror}: make room, or see to its permissions"
+            )
+    told: list[Any] = [error, results]
     dist.broadcast_object_list(told, src=0, group=mesh.world_group)
     if told[0] is not None:
         raise told[0]
+    results = told[1]
+    return results
+
+
+def _travelling(result: Any) -> Any:
+    return result if isinstance(result, str | list) else None

@@ -158,6 +158,27 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 
 
 @SLOW
+def test_a_killed_launcher_shows_nothing_and_the_next_one_clears_up(tmp_path: Path) -> None:
+    """Whatever its ranks are at: no stack of C++, no warning of Python's own processes, no folder for long."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for _ in range(3):
+        for left in tmp_path.glob("started-*"):
+            left.unlink()
+        with launcher("saves", tmp_path, variables={"TMPDIR": str(scratch)}) as process:
+            pids = [int(text) for text in wait_for(tmp_path, "started-*", 2)]
+            time.sleep(0.5)
+            process.kill()
+            assert all_gone(pids, 10)
+            _, told = process.communicate(timeout=PATIENCE)
+        assert told == ""
+        assert len(list(scratch.glob("ithaca-*"))) == 1
+    with launcher("total", tmp_path, variables={"TMPDIR": str(scratch)}) as process:
+        assert ended(process) == (0, "")
+    assert not list(scratch.glob("ithaca-*"))
+
+
+@SLOW
 def test_ranks_that_do_not_save_in_time_are_ended(tmp_path: Path) -> None:
     with launcher("deaf", tmp_path, "grace=1") as process:
         pids = [int(pid) for text in wait_for(tmp_path, "started-*", 2) for pid in text.split()]

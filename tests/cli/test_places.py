@@ -136,7 +136,7 @@ def test_one_process_runs_here() -> None:
 
 def report(rank: int, error: Exception, when: float) -> Report:
     made = Report.of(rank, error)
-    return Report(rank, when, made.error, made.message, "Traceback ...", made.user, made.consequence)
+    return Report(rank, when, made.error, made.message, "Traceback ...", made.user, made.consequence, made.status)
 
 
 def test_the_earliest_own_error_is_the_cause() -> None:

@@ -170,9 +170,12 @@ def full_disk(folder: str, background: bool, where: str) -> dict[str, Any]:
     mesh = init_mesh()
     keeper = Checkpoints(Path(folder), 2, mesh, background=background)
     keeper.save(1, numbers(1), {}, wait=True)
-    target: Any = {"tensors": (module, "write_tensors"), "sums": (manifest, "sums_of"), "seal": (manifest, "_write")}[
-        where
-    ]
+    targets: Any = {
+        "tensors": (module, "write_tensors"),
+        "sync": (storage, "_force_to_disk"),
+        "seal": (manifest, "_write"),
+    }
+    target = targets[where]
     said = ""
     with ExitStack() as stack:
         if mesh.rank == (0 if where == "seal" else mesh.world - 1):
@@ -202,7 +205,7 @@ def full_disk(folder: str, background: bool, where: str) -> dict[str, Any]:
     return {"said": said, "found": found.name, "left": left, "last": last.name}
 
 
-@pytest.mark.parametrize("where", ["tensors", "sums", "seal"])
+@pytest.mark.parametrize("where", ["tensors", "sync", "seal"])
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(where: str, background: bool, tmp_path: Path) -> None:
     for result in run_ranks(2, full_disk, str(tmp_path), background, where):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from ithaca.cli.train import ending
-from ithaca.config import Rope, read_run
-from ithaca.errors import ConfigError
+from ithaca.config import Rope, Run, read_run
+from ithaca.errors import ConfigError, UntrainedError
 from ithaca.training.folder import RunFolder
 from ithaca.training.place import Place
-from ithaca.training.trainer import Outcome
-from tests.training.runs import run_train, small_run
+from ithaca.training.trainer import Outcome, train
+from tests.ranks import RankError, expect_refusal, run_ranks
+from tests.training.runs import export_sum, metrics, run_train, small_run
 
 
 def test_adapters_on_random_weights_are_refused() -> None:
@@ -58,3 +64,181 @@ def test_a_folder_in_the_way_of_export_is_left_alone(tmp_path: Path) -> None:
     mine.parent.rmdir()
     folder.name_last(0, 64)
     assert folder.model(1) == folder.export
+
+
+def with_losses_times(text: str, factor: float) -> dict[str, Any]:
+    """A run whose losses are multiplied by `factor`."""
+    from ithaca.training import loop
+    from tests.training.runs import _train
+
+    real = loop.causal_loss
+    try:
+        loop.causal_loss = lambda *given, **named: real(*given, **named) * factor
+        return _train(text)
+    finally:
+        loop.causal_loss = real
+
+
+def test_a_run_whose_every_step_was_skipped_ends_with_an_error_and_no_model(tmp_path: Path) -> None:
+    """Started again too; and a run that has ended ends well once more."""
+    stages = [{"length": 64, "steps": 4, "batch": 1}]
+    run = small_run(tmp_path, "run", stages=stages, checkpoints={"save_every": 3})
+    for _ in range(2):
+        expect_refusal(
+            2,
+            with_losses_times,
+            run.model_dump_json(),
+            float("nan"),
+            error="UntrainedError",
+            match=r"stage 1 is over and none of its 4 steps was taken \(4 had .*no model is written",
+        )
+        assert not (Path(run.output) / "export").exists()
+        assert not (Path(run.output) / "stages").exists()
+    assert UntrainedError.status == 65
+    good = small_run(tmp_path, "good", stages=stages)
+    for _ in range(2):
+        assert run_train(1, good)["finished"]
+
+
+def test_a_bad_step_that_was_taken_in_backward_ends_the_run_at_once(tmp_path: Path) -> None:
+    """Its weights are NaN, so that no later step, checkpoint or model is worth anything."""
+    more: Any = {"optimizer": {"in_backward": True, "clip": 0}, "checkpoints": {"save_every": 1}}
+    run = small_run(tmp_path, "run", stages=[{"length": 64, "steps": 4, "batch": 1}], **more)
+    expect_refusal(
+        2,
+        with_losses_times,
+        run.model_dump_json(),
+        float("nan"),
+        error="BadStepsError",
+        match=r"step 1: loss nan.*in_backward had stepped with it.*optimizer\.in_backward=false",
+    )
+    assert not list((Path(run.output) / "checkpoints").glob("step-*"))
+
+
+def test_one_good_step_after_many_skipped_ones_is_a_run(tmp_path: Path) -> None:
+    """The good one may be taken before a stop or after it."""
+    for stop in (None, 3):
+        run = small_run(
+            tmp_path, f"run {stop}", stages=[{"length": 64, "steps": 6, "batch": 1}], limits={"bad_steps": 9}
+        )
+        if stop:
+            stopped = run_ranks(1, good_from, run.model_dump_json(), 5, stop)[0]
+            assert not stopped["finished"]
+        got = run_ranks(1, good_from, run.model_dump_json(), 5, None)[0]
+        assert got["finished"]
+        assert (got["place"].bad, got["place"].total) == (5, 6)
+
+
+def good_from(text: str, first: int, stop: int | None) -> dict[str, Any]:
+    """Steps before `first` (from 0) have a loss that is not finite."""
+    from ithaca.training import loop
+    from tests.training.runs import _train
+
+    step, learn = [0], loop.StageLoop._learn
+
+    def taking(self: Any, batches: Any, targets: int, loss: torch.Tensor) -> Any:
+        norm = learn(self, batches, targets, loss.fill_(float("nan")) if step[0] < first else loss)
+        return norm
+
+    def noting(self: Any, place: Any, spans: Any) -> Any:
+        step[0] = place.step
+        return real(self, place, spans)
+
+    real = loop.StageLoop._step
+    try:
+        loop.StageLoop._learn, loop.StageLoop._step = taking, noting  # type: ignore[method-assign]
+        return _train(text, stop=stop)
+    finally:
+        loop.StageLoop._learn, loop.StageLoop._step = learn, real  # type: ignore[method-assign]
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
+    """Constant rate: bit for bit as if it had been as long from the start; its model is the new one."""
+    stage = {"length": 64, "batch": 2, "lr": 3e-3, "schedule": "constant", "warmup": 2}
+    short = small_run(tmp_path, "run", stages=[{**stage, "steps": 5}])
+    assert run_train(1, short)["finished"]
+    first = export_sum(short)
+    longer = small_run(tmp_path, "run", stages=[{**stage, "steps": 9}])
+    got = run_train(1, longer)
+    assert got["finished"]
+    assert [line["step"] for line in got["metrics"] if line["kind"] == "step"] == list(range(1, 10))
+    assert any("stages.0.steps was 5, is 9; stage 1 goes on with the constant schedule" in said for said in got["said"])
+    whole = small_run(tmp_path, "whole", stages=[{**stage, "steps": 9}])
+    assert run_train(1, whole)["sum"] == got["sum"] != first
+    assert run_train(1, longer)["sum"] == got["sum"]
+    with pytest.raises(RankError, match=r"stages\.0 has taken 9 steps and 5 are asked for"):
+        run_train(1, short)
+    more = small_run(tmp_path, "run", stages=[{**stage, "steps": 9}, {**stage, "steps": 3}])
+    assert run_train(1, more)["place"].total == 12
+    with pytest.raises(RankError, match=r"stages\.0 took 9 steps before stages\.1 began, and 11 are asked"):
+        run_train(1, small_run(tmp_path, "run", stages=[{**stage, "steps": 11}, {**stage, "steps": 3}]))
+
+
+def test_anothers_model_where_a_stages_would_go_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """A run whose checkpoints were deleted would else end with the model that was there."""
+    stages = [{"length": 64, "steps": 2, "batch": 2}]
+    run = small_run(tmp_path, "run", stages=stages)
+    assert run_train(1, run)["finished"]
+    root, before = Path(run.output), export_sum(run)
+    shutil.rmtree(root / "checkpoints")
+    other = small_run(tmp_path, "run", stages=stages, seed=4)
+    with pytest.raises(RankError, match=r"1-64 holds what this run did not write, and the model of stage 1 goes there"):
+        run_train(1, other)
+    assert export_sum(run) == before
+    shutil.rmtree(root / "stages")
+    assert run_train(1, other)["finished"]
+    assert export_sum(run) != before
+
+
+def test_a_run_with_no_whole_checkpoint_stops_and_begins_anew_where_asked(tmp_path: Path) -> None:
+    stages = [{"length": 64, "steps": 4, "batch": 2}]
+    run = small_run(tmp_path, "run", stages=stages, checkpoints={"save_every": 2})
+    first = run_train(1, run)
+    for path in (Path(run.output) / "checkpoints").iterdir():
+        (path / "manifest.json").write_text("{")
+    with pytest.raises(RankError, match=r"holds 2 checkpoints and none is whole.*--restart"):
+        run_train(1, run)
+    again = run_ranks(1, begun_anew, run.model_dump_json())[0]
+    assert again == first["sum"]
+    names = sorted(path.name for path in (Path(run.output) / "checkpoints").iterdir())
+    assert names == ["corrupt-step-00000002", "corrupt-step-00000004", "step-00000002", "step-00000004"]
+    assert [line["step"] for line in metrics(run) if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+def begun_anew(text: str) -> str | None:
+    run = Run.model_validate_json(text)
+    assert train(run, restart=True).finished
+    return export_sum(run)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_stop_that_cannot_be_saved_is_a_stop_and_says_so(tmp_path: Path, kept: bool) -> None:
+    run = small_run(tmp_path, "run", checkpoints={"save_every": 5 if kept else 50, "background": False})
+    got = run_ranks(2, stopped_with_a_full_disk, run.model_dump_json())[0]
+    assert not got["finished"]
+    assert got["place"].total == 7
+    where = "step-00000005, the last whole checkpoint" if kept else "step 1, as no checkpoint is whole"
+    assert re.fullmatch(
+        rf"stopped after 7 steps, not saved \(.*No space left.*\): the same .* from {where}", got["said"][-1]
+    )
+    again = run_train(2, run)
+    assert again["finished"]
+    assert again["sum"] == run_train(2, small_run(tmp_path, "whole"))["sum"]
+
+
+def stopped_with_a_full_disk(text: str) -> dict[str, Any]:
+    from ithaca.state import checkpoints
+    from tests.training.runs import _train
+
+    real = checkpoints.write_tensors
+
+    def write(folder: Path, tensors: Any, group: Any) -> Any:
+        if "00000007" in folder.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(folder, tensors, group)
+
+    try:
+        checkpoints.write_tensors = write
+        return _train(text, stop=7, at="forward layer 1")
+    finally:
+        checkpoints.write_tensors = real

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from ithaca.config import Run, load_run, read_run
+from ithaca.config import Run, Stage, load_run, read_run
 from ithaca.errors import ConfigError, MeshError
-from ithaca.training.folder import RunFolder, difference
+from ithaca.training.changes import advise_changes, refused, settle_place
+from ithaca.training.folder import RunFolder
+from ithaca.training.place import Place
 from ithaca.training.session import choose_sp
 
 
@@ -24,7 +26,7 @@ def held(folder: Path, run: Run, *, steps: bool = True) -> RunFolder:
 def test_a_mistake_before_the_first_checkpoint_may_be_put_right(tmp_path: Path) -> None:
     wrong, right = load_run(None, ["data.sources=mistyped"]), load_run(None, ["data.sources=texts"])
     held(tmp_path / "early", wrong, steps=False).refuse_another(right)
-    with pytest.raises(ConfigError, match=r"holds a run with another data\.sources: set output="):
+    with pytest.raises(ConfigError, match=r"data\.sources was .*mistyped.*, is .*texts.*set output="):
         held(tmp_path / "late", wrong).refuse_another(right)
 
 
@@ -64,7 +66,7 @@ def other(**more: Any) -> Run:
     ],
 )
 def test_how_a_run_runs_may_change(more: dict[str, Any]) -> None:
-    assert difference(other(), other(**more)) is None
+    assert refused(other(), other(**more), begun=1) == []
 
 
 @pytest.mark.parametrize(
@@ -78,12 +80,103 @@ def test_how_a_run_runs_may_change(more: dict[str, Any]) -> None:
     ],
 )
 def test_what_it_learns_may_not(more: dict[str, Any], named: str) -> None:
-    assert difference(other(), other(**more)) == named
+    assert [change.name for change in refused(other(), other(**more), begun=1)] == [named]
 
 
-def test_a_new_rate_is_told(tmp_path: Path) -> None:
+def test_all_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> None:
     folder = held(tmp_path, other())
-    assert folder.new_rates(other(stage={"lr": 1e-4, "sp": 2})) == ["stages.0.lr"]
+    changed = other(seed=5, data={"rows": "joined"}, stage={"batch": 2, "length": 128, "lr": 1e-4})
+    with pytest.raises(ConfigError) as refusal:
+        folder.refuse_another(changed, Place(0, 3, 3))
+    said = str(refusal.value)
+    for each in ("seed was 0, is 5", "data.rows was packed, is joined", "stages.0.batch was 1, is 2",
+                 "stages.0.length was 64, is 128", "put them back, or set output="):  # fmt: skip
+        assert each in said
+    assert "lr" not in said
+
+
+def test_a_stage_that_has_not_begun_may_become_another() -> None:
+    later = {"length": 128, "steps": 5}
+    before, now = (
+        other().model_copy(update={"stages": [*other().stages, Stage(**later | more)]}) for more in ({}, {"batch": 4})
+    )
+    assert refused(before, now, begun=1) == []
+    assert [str(change) for change in refused(before, now, begun=2)] == ["stages.1.batch was 1, is 4"]
+    assert refused(other(), now, begun=1) == []
+
+
+def test_a_new_rate_is_told_with_both_values_and_its_course() -> None:
+    (told,) = advise_changes(other(), other(stage={"lr": 1e-4, "sp": 2}), Place(0, 3, 3))
+    assert told.startswith(
+        "stages.0.lr was 0.001, is 0.0001; stage 1 goes on with the cosine schedule of all its steps: "
+    )
+    assert "above" not in told
+    # A cosine that had fallen to its end rises where it is drawn out.
+    (told,) = advise_changes(other(), other(stage={"steps": 50}), Place(0, 5, 5))
+    assert told.startswith("stages.0.steps was 5, is 50; ")
+    assert "at step 6 to " in told
+    assert told.endswith("at step 50, above the rate before it")
+    assert advise_changes(other(), other(seed=4), Place(0, 3, 3)) == []
+
+
+def ended(place: Place) -> list[int] | None:
+    """The steps of the stages that had ended, where a stage takes five and the next ones seven."""
+    return [5, 7][: place.stage]
+
+
+def staged(*counts: int) -> Run:
+    return read_run({"stages": [{"length": 64, "steps": count} for count in counts]})
+
+
+@pytest.mark.parametrize(
+    ("place", "counts", "expected"),
+    [
+        (Place(), (3,), Place()),
+        (Place(0, 4, 4), (9,), Place(0, 4, 4)),
+        (Place(0, 4, 4), (4,), Place(0, 4, 4)),
+        (Place(1, 0, 5), (5,), Place(1, 0, 5)),
+        (Place(1, 0, 5), (8,), Place(0, 5, 5, taken=1)),
+        (Place(1, 0, 5), (5, 7), Place(1, 0, 5)),
+        (Place(1, 0, 5), (8, 7), Place(0, 5, 5, taken=1)),
+        (Place(2, 0, 12), (5, 9), Place(1, 7, 12, taken=1)),
+        (Place(1, 2, 7), (5, 3), Place(1, 2, 7)),
+    ],
+)
+def test_a_stage_may_grow_until_the_next_one_has_begun(place: Place, counts: tuple[int, ...], expected: Place) -> None:
+    assert settle_place(place, staged(*counts), ended(place)) == expected
+
+
+@pytest.mark.parametrize(
+    ("place", "counts", "said"),
+    [
+        (Place(0, 4, 4), (3,), r"stages\.0 has taken 4 steps and 3 are asked for.*use stages\.0\.steps=4 or more"),
+        (Place(1, 0, 5), (4,), r"stages\.0 has taken 5 steps and 4"),
+        (
+            Place(1, 2, 7),
+            (6, 9),
+            r"stages\.0 took 5 steps before stages\.1 began, and 6 are asked.*use stages\.0\.steps=5",
+        ),
+        (Place(1, 2, 7), (4, 9), r"took 5 steps before stages\.1 began, and 4"),
+        (Place(2, 0, 12), (6, 7), r"stages\.0 took 5 steps before stages\.1 began, and 6"),
+        (Place(2, 0, 12), (5, 6), r"stages\.1 has taken 7 steps and 6"),
+        (Place(1, 2, 7), (5,), r"stages has 1, and this run has begun 2: put stages\.1 back"),
+        (Place(2, 0, 12), (9,), r"stages has 1, and this run has begun 2"),
+    ],
+)
+def test_steps_that_were_taken_stay(place: Place, counts: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settle_place(place, staged(*counts), ended(place))
+
+
+def test_a_checkpoint_of_an_earlier_version_stands_where_its_steps_say() -> None:
+    for place, counts, expected in (
+        (Place(1, 0, 5), (5,), Place(1, 0, 5)),
+        (Place(1, 0, 5), (8,), Place(0, 5, 5, taken=1)),
+        (Place(2, 0, 12), (5, 7), Place(2, 0, 12)),
+        (Place(1, 3, 8), (5, 7), Place(1, 3, 8)),
+        (Place(0, 3, 3), (5, 7), Place(0, 3, 3)),
+    ):
+        assert settle_place(place, staged(*counts)) == expected
 
 
 class Heads:

@@ -15,6 +15,7 @@ import pytest
 
 from ithaca.config import Metrics
 from ithaca.errors import ConfigError
+from ithaca.training import lines
 from ithaca.training.metrics import Journal
 from tests.ranks import run_ranks
 from tests.training.runs import small_run
@@ -65,8 +66,8 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, free, opened = tmp_path / "metrics.jsonl", threading.Event(), Path.open
-    monkeypatch.setattr(Path, "open", lambda *given, **named: free.wait() and opened(*given, **named))
+    file, free, opened = tmp_path / "metrics.jsonl", threading.Event(), os.open
+    monkeypatch.setattr(lines.os, "open", lambda *given, **named: free.wait() and opened(*given, **named))
     journal = Journal(file, Metrics(), writes=True, run={})
     for step in (1, 2, 3):
         journal.write("step", step)
@@ -86,7 +87,7 @@ def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
     journal = Journal(file, Metrics(), writes=True, run={})
     for first in (1, 4):
         with monkeypatch.context() as disk:
-            disk.setattr(Path, "open", full)
+            disk.setattr(lines.os, "open", full)
             journal.write("step", first)
             journal.write("step", first + 1)
             journal.flush()
@@ -94,9 +95,10 @@ def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
         journal.flush()
     journal.close()
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2
-    assert "metrics.jsonl is missing lines: [Errno 28] No space left on device; make room" in said[0]
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [3, 6]
+    assert len(said) == 4
+    assert "metrics.jsonl: lines wait in memory ([Errno 28] No space left on device): make room" in said[0]
+    assert "metrics.jsonl goes on: 3 lines that waited for room are written" in said[1]
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_tracker_that_is_not_there_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,10 +332,10 @@ def test_too_many_of_them_in_a_row_end_the_run(place: Path) -> None:
 
 def test_another_model_another_seed_and_a_folder_in_use_are_refused(place: Path) -> None:
     run_train(1, small_run(place, "taken"), stop=6)
-    with pytest.raises(RankError, match="holds a run with another seed: set output="):
+    with pytest.raises(RankError, match="seed was 0, is 5: put it back, or set output="):
         run_train(1, small_run(place, "taken", seed=5))
     other = tiny_model(place / "other", hidden_size=64)
-    with pytest.raises(RankError, match=r"holds a run with another model\.name"):
+    with pytest.raises(RankError, match=r"model\.name was .*model, is .*other: put it"):
         run_train(1, small_run(place, "taken", model={"name": str(other)}))
     from ithaca.training.folder import RunFolder
 

@@ -1,0 +1,63 @@
+"""File locks that leave nothing behind: the operating system's (`flock`), on a file that goes when the lock does.
+
+The lock ends with its process, however that ends; the file of a killed one is removed by the next command. A file that
+was removed while somebody waited for it locks nothing, so a lock counts only on the file that has the name.
+
+Invariant: of all processes that use `locked` on a name, one at a time is inside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_NAME = re.compile(r"\.?([0-9a-f]{24})\.(?:lock|part)")
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Wait for the lock, hold it inside, and remove its file."""
+    handle = take(file, wait=True)
+    assert handle is not None
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def take(file: Path, *, wait: bool) -> int | None:
+    """Return an open descriptor that holds the lock; None where another process has it and `wait` is False."""
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(file)):
+                    return handle
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def clear_left(folder: Path) -> None:
+    """Remove locks and half-written stores of processes that are gone; what a living one holds is left alone."""
+    names = {found[1] for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))}
+    for name in names:
+        # Another user's lock cannot be opened, and is theirs to clear.
+        with suppress(PermissionError):
+            lock = folder / f"{name}.lock"
+            handle = take(lock, wait=False)
+            if handle is not None:
+                shutil.rmtree(folder / f".{name}.part", ignore_errors=True)
+                lock.unlink(missing_ok=True)
+                os.close(handle)
