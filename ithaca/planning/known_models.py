@@ -18,6 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from ithaca.errors import ConfigError, IthacaError
+from ithaca.planning.config_check import check_config
 from ithaca.planning.config_names import LEARNED_POSITIONS, cautions_of, text_of
 from ithaca.planning.sizes import ModelSizes
 
@@ -88,6 +89,7 @@ def nearest_models(name: str, count: int = 4) -> list[str]:
 def read_config(name: str, config: Mapping[str, Any]) -> KnownModel:
     """The model that the content of a config.json describes."""
     try:
+        check_config(config)
         sizes = ModelSizes.from_config(config)
         _check(sizes)
         text = text_of(config)
