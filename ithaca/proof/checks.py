@@ -299,8 +299,8 @@ def resuming(bench: Bench) -> Iterator[Line]:
 
 Check = Callable[[Bench], Iterator[Line]]
 CHECKS: tuple[Check, ...] = (
-    first_step, documents, document_bounds, padding, positions, masked_shards, accumulation, evaluation, router_loss, sharded, saving,
-    resuming,
+    first_step, documents, document_bounds, padding, positions, masked_shards, accumulation, evaluation, router_loss,
+    sharded, saving, resuming,
 )  # fmt: skip
 
 

@@ -28,8 +28,8 @@ DYNAMIC = {
 }
 ALWAYS = [
     "loss", "logits", "gradients", "documents", "isolation", "document bounds", "left padding", "right padding",
-    "padded shards", "positions", "masked shards", "accumulation", "evaluation", "attention is sharded", "activation memory", "save", "resume",
-    "layers run again",
+    "padded shards", "positions", "masked shards", "accumulation", "evaluation", "attention is sharded",
+    "activation memory", "save", "resume", "layers run again",
 ]  # fmt: skip
 # fault -> architecture, ranks, settings, the lines of which every one must go off
 SEEN_BY: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
