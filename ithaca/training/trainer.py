@@ -39,6 +39,7 @@ from ithaca.training.place import Place
 from ithaca.training.room import Room, model_bytes
 from ithaca.training.session import Session, build_session, choose_sp, stage_config
 from ithaca.training.stages import advise_between
+from ithaca.training.unusual import advise_settings
 from ithaca.training.watch import Preempted, Watch
 
 logger = logging.getLogger("ithaca")
@@ -153,7 +154,11 @@ class _Trainer:
             check_adapters(read_config(self.source), self.run.lora)
         known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
         pretrained = self.run.model.weights == "pretrained" and self.run.model.name != "embedded"
-        for warning in advise_between(int(known) if pretrained else 0, self.run.stages):
+        warnings = advise_between(int(known) if pretrained else 0, self.run.stages)
+        if pretrained:
+            text = read_config(self.source).get_text_config()
+            warnings += advise_settings(text, self.run.stages, adapters=self.run.lora is not None)
+        for warning in warnings:
             self.display.say(f"warning: {warning}")
 
     def _find_start(self) -> tuple[Place, Path | None]:
