@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ithaca.errors import ConfigError
-from ithaca.mistakes import check_keys, sentence
+from ithaca.mistakes import check_keys, not_yaml, sentence
 from ithaca.overrides import lay_over
 from ithaca.values import Bytes, Decay, Length, Number, Positive, Share, Tokens, Where, no_truth, one_or_more
 
@@ -346,7 +346,7 @@ def _read(file: str | Path | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): name a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{file}{not_yaml(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{file}, {error}") from None
     if content is None:

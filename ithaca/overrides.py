@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ithaca.errors import ConfigError
+from ithaca.mistakes import not_yaml
 
 Settings = dict[str, Any]
 
@@ -33,8 +34,8 @@ def _apply(given: Settings, overrides: Iterable[str], defaults: Settings) -> Set
             raise ConfigError(f"{text!r} is no override: write key.sub=value, such as stages.0.length=64k")
         try:
             given = _put(given, path.split("."), yaml.safe_load(value), path, defaults)
-        except yaml.YAMLError:
-            raise ConfigError(f"{text!r}: the value is not YAML; quote what has brackets or colons") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{text!r}{not_yaml(error)}; quote what has brackets or colons") from None
     return given
 
 

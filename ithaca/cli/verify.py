@@ -20,6 +20,7 @@ import typer
 from ithaca.cli.plan_files import check_report
 from ithaca.cli.quiet import quiet
 from ithaca.cli.stopped import INTERRUPTED, say_stopped, told_when_stopped
+from ithaca.cli.terminal import say_loading
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
 
@@ -107,6 +108,7 @@ def _on(
     from ithaca.cli.launch import launch
     from ithaca.training.watch import PREEMPTED
 
+    say_loading("loading torch, transformers and the model to verify")
     with tempfile.TemporaryDirectory(prefix="ithaca-verify-") as scratch, warnings.catch_warnings():
         _hush()
         import torch

@@ -20,7 +20,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         return embedded_tokenizer()
     folder = Path(name).expanduser()
     if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
-        raise DataError(f"{name} holds no tokenizer ({', '.join(_FILES)}): set model.tokenizer to one that does")
+        raise DataError(f"{name} holds no tokenizer.json: set model.tokenizer to a folder or hub name that does")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else name, revision=revision, trust_remote_code=False

@@ -81,8 +81,8 @@ def endings(name: str) -> list[str]:
 
 
 def nearest_models(name: str, count: int = 4) -> list[str]:
-    """Names of the table most like `name`."""
-    plain = {_plain(known): known for known in _table()}
+    """Names of the table most like `name`, which is not among them: who has typed it gains nothing by it."""
+    plain = {_plain(known): known for known in _table() if known.lower() != name.lower()}
     return [plain[key] for key in get_close_matches(_plain(name), plain, n=count, cutoff=0.4)]
 
 

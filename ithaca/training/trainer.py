@@ -88,8 +88,10 @@ class _Trainer:
 
     def go(self) -> Outcome:
         run = self.run
+        self.display.note(f"reading {self.run.model.name}")
         self.source = self._source()
         self._look_ahead()
+        self.display.note("reading the documents")
         with self.watch.patient(24 * 3600.0, "preparing data"):
             prepared = self._prepare()
             self.documents = prepared.fingerprint
@@ -192,6 +194,7 @@ class _Trainer:
             release(self.mesh.device)
             facts = {} if path is None else self.checkpoints.read_facts(path)
             self.listings = prepared.listings
+            self.display.note(f"building stage {place.stage + 1}: the model, its weights, the optimizer")
             session = build_session(self.run, place.stage, self.source, prepared, facts.get("feed") or None, self.mesh)
             self.session, self.mesh = session, session.mesh
             if path is not None:
