@@ -61,6 +61,7 @@ def verify(
         raise ConfigError(f"--sp {degree} leaves one process with nothing to compare it to: use --sp 2 or more")
     if report:
         check_report(Path(report))
+    say_loading("loading torch, transformers and the model to verify")
     gpus = 0 if device == "cpu" else _count_gpus(required=device == "cuda")
     statuses = []
     if device != "cuda":
@@ -108,7 +109,6 @@ def _on(
     from ithaca.cli.launch import launch
     from ithaca.training.watch import PREEMPTED
 
-    say_loading("loading torch, transformers and the model to verify")
     with tempfile.TemporaryDirectory(prefix="ithaca-verify-") as scratch, warnings.catch_warnings():
         _hush()
         import torch
