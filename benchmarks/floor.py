@@ -6,10 +6,7 @@ machine has for the shape. What is linear in its size is timed in a part and mul
 32K tokens (8K for the head), attention beyond 128K tokens with one key-value head and its query heads. A repeat runs
 for half a second and gives its mean, so that the card's clock is that of sustained work.
 
-Model FLOPs of a step, no credit for recompute:
-    6 * N * S                       N: weights of the linear layers, head included, embedding not
-  + 3.5 * 2 * S^2 * H * D * layers  causal attention: half of 4 * S^2 * H * D forward, 2.5 times that backward (the
-                                    usual count for flash kernels, whose backward forms the scores again)
+Model FLOPs are `ithaca.planning.flops`'s: no credit for recompute.
 """
 
 from __future__ import annotations
@@ -26,6 +23,8 @@ import torch
 from torch import nn
 
 from ithaca.attention.kernels import AUTO, KERNELS, AttentionSpec
+from ithaca.planning.flops import model_flops
+from ithaca.planning.sizes import ModelSizes
 
 LINEAR_TOKENS = 32_768
 HEAD_TOKENS = 8_192
@@ -88,14 +87,26 @@ def build_model(shape: Shape, length: int, device: torch.device, dtype: torch.dt
     return model.train()
 
 
-def attention_flops(shape: Shape, length: int) -> float:
-    """Forward, all layers, causal."""
-    return 2.0 * length**2 * shape.heads * shape.head_size * shape.layers
-
-
 def step_flops(shape: Shape, length: int) -> float:
     """Forward and backward of one row of `length` tokens."""
-    return 6.0 * shape.linear_weights() * length + 3.5 * attention_flops(shape, length)
+    return model_flops(sizes_of(shape), {length: 1}, length)
+
+
+def sizes_of(shape: Shape) -> ModelSizes:
+    """The shape as the planner has it."""
+    return ModelSizes.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_size,
+            "intermediate_size": shape.intermediate,
+            "vocab_size": shape.vocab,
+            "tie_word_embeddings": shape.tied,
+        }
+    )
 
 
 def floor(shape: Shape, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -31,7 +31,8 @@ import torch
 from benchmarks.floor import SHAPES, Shape, build_model, config_of, step_flops, synchronize
 from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
 from benchmarks.step import ALLOCATOR, Cell, load, parse_cells, record, save, show_length
-from ithaca.planning.cost import attention_flops, run_again, token_flops
+from ithaca.planning.cost import run_again
+from ithaca.planning.flops import attention_flops, token_flops
 from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
 

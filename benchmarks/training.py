@@ -42,6 +42,7 @@ from torch import Tensor
 from benchmarks.floor import SHAPES, config_of, synchronize
 from benchmarks.peers import about
 from benchmarks.step import command_line, parse_length, save, show_length
+from ithaca.planning.hardware import find_device
 
 # Steps that compile, pin and fill caches are left out of the medians.
 WARM = 10
@@ -262,9 +263,17 @@ def whole_run(shape: str, length: int, steps: int) -> dict[str, Any]:
     names = ("seconds", "tokens_per_second", "utilisation")
     middle = {n: statistics.median(line[n] for line in lines[WARM:]) for n in names if n in lines[-1]}
     kept = ("step", "loss", "gradient_norm", "rate", "seconds", "tokens_per_second", "utilisation", "seconds_apart")
-    steps_taken = [{name: line[name] for name in kept if name in line} for line in lines]
+    steps_taken = [{name: line[name] for name in kept if name in line} | counted(line) for line in lines]
     figures = {"wall_s": wall, "median": middle, "memory_gib": lines[-1]["memory_gib"], "taken": steps_taken}
     return {"model": shape, "length": length, "steps": len(lines)} | figures
+
+
+def counted(line: dict[str, Any]) -> dict[str, float]:
+    """A step's model FLOPs, which `utilisation` of its line is made of: one card's peak and the step's seconds."""
+    if "utilisation" not in line:
+        return {}
+    peak = find_device(torch.cuda.get_device_name()).peak * 1e12
+    return {"flops": line["utilisation"] * line["seconds"] * peak}
 
 
 def table(result: dict[str, Any]) -> str:

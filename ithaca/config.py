@@ -17,7 +17,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ithaca.errors import ConfigError
-from ithaca.mistakes import check_keys, sentence
+from ithaca.mistakes import check_keys, not_yaml, sentence
+from ithaca.overrides import lay_over
 from ithaca.values import Bytes, Decay, Length, Number, Positive, Share, Tokens, Where, no_truth, one_or_more, run_name
 
 
@@ -272,6 +273,16 @@ class Run(Section):
     limits: Limits = Limits()
     launch: Launch = Launch()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _stages_of_any_other_model(cls, value: Any) -> Any:
+        """The stages above are the embedded model's: their rate and RoPE would undo what another one has learned."""
+        model = value.get("model") if isinstance(value, Mapping) else None
+        name = model.get("name") if isinstance(model, Mapping) else getattr(model, "name", None)
+        if name in (None, Model().name) or "stages" in value:
+            return value
+        return {**value, "stages": [Stage(length=4096, steps=100)]}
+
     @model_validator(mode="after")
     def _in_a_folder(self) -> Run:
         if not self.output:
@@ -313,7 +324,7 @@ def load_run(file: str | Path | None, overrides: Iterable[str] = ()) -> Run:
 
 def read_run(given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Run:
     """The same of what a file would have held."""
-    merged = _lay_over(dict(given), overrides)
+    merged = lay_over(given, overrides, lambda model: Run(model=Model(**model)).model_dump(mode="json"))
     check_keys(Run, merged)
     try:
         return Run.model_validate(merged)
@@ -348,7 +359,7 @@ def _read(file: str | Path | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): name a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{file}{not_yaml(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{file}, {error}") from None
     if content is None:
@@ -358,40 +369,3 @@ def _read(file: str | Path | None) -> dict[str, Any]:
             f"{file} holds a {type(content).__name__}: sections such as `model:` and `stages:` are needed"
         )
     return content
-
-
-def _lay_over(given: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    defaults = Run().model_dump(mode="json")
-    for text in overrides:
-        path, found, value = text.partition("=")
-        if not found or not path:
-            raise ConfigError(f"{text!r} is no override: write key.sub=value, such as stages.0.length=64k")
-        try:
-            given = _put(given, path.split("."), yaml.safe_load(value), path, defaults)
-        except yaml.YAMLError:
-            raise ConfigError(f"{text!r}: the value is not YAML; quote what has brackets or colons") from None
-    return given
-
-
-def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> Any:
-    """A copy of `node` with `value` at the end of `keys`; what the file leaves out starts from `default`."""
-    if not keys:
-        return value
-    key, rest = keys[0], keys[1:]
-    node = ({} if default is None else default) if node is None else node
-    # One source may be written as no list, and any as its path alone.
-    if isinstance(default, list) and not isinstance(node, list) and path.split(".")[1] == "sources":
-        node = [node]
-    elif isinstance(node, str) and default is None and path.split(".")[1] == "sources":
-        node = {"path": node}
-    if isinstance(node, list):
-        if not key.isdigit() or int(key) > len(node):
-            raise ConfigError(f"{path}: {key!r} is no place in a list of {len(node)}: use 0 to {len(node)}")
-        at = int(key)
-        return [*node[:at], _put(node[at] if at < len(node) else {}, rest, value, path, None), *node[at + 1 :]]
-    if not isinstance(node, dict):
-        raise ConfigError(
-            f"{path}: there is nothing under {key!r}, the value before it is {node!r}: write {path.partition('.' + key)[0]}=..."
-        )
-    below = default.get(key) if isinstance(default, dict) else None
-    return {**node, key: _put(node.get(key), rest, value, path, below)}

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel
 
 from ithaca.errors import ConfigError
@@ -41,6 +42,14 @@ def sentence(problem: Any, whole: type[BaseModel]) -> str:
     if problem["type"] == "list_type":
         return f"{where}: got {got!r}: a list is needed, such as {where}=[...]"
     return f"{where}: got {got!r}: {message[0].lower()}{message[1:]}"
+
+
+def not_yaml(error: yaml.YAMLError) -> str:
+    """Where a text stops being YAML, and why, to stand after its name."""
+    mark = getattr(error, "problem_mark", None)
+    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+    where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+    return f"{where}: not YAML ({reason})"
 
 
 def _all_below(section: type[BaseModel]) -> list[type[BaseModel]]:

@@ -49,6 +49,24 @@ def packed(rows: int, seed: int) -> Batch:
     return batch
 
 
+def bounded(rows: int, seed: int) -> Batch:
+    """Bounds on every shard's at degrees 2, 3 and 4, beside them, and none; documents' first tokens have labels."""
+    batch = small_batch(rows, 24, seed=seed, learned=1.0)
+    lengths = [[6, 2, 4, 4, 2, 6], [1, 22, 1], [5, 2, 4, 2, 4, 2, 5]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths[row % 3]]) for row in range(rows)])
+    return batch | {"position_ids": positions}
+
+
+def padded_shards(rows: int, seed: int) -> Batch:
+    """Half a row is padding, on the left or on the right: whole shards of it."""
+    batch = small_batch(rows, 24, seed=seed)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[::2, :12] = 0
+    mask[1::2, 12:] = 0
+    batch["labels"][::2, 12] = -100
+    return _masked(batch, mask)
+
+
 def learned_at_the_end(rows: int, seed: int) -> Batch:
     """Only the last tokens are learned: most shards have nothing but -100."""
     batch = small_batch(rows, 24, seed=seed, learned=1.0)
@@ -67,6 +85,8 @@ KINDS: dict[str, Callable[[int, int], Batch]] = {
     "right_padded": right_padded,
     "left_padded": left_padded,
     "packed": packed,
+    "bounded": bounded,
+    "padded_shards": padded_shards,
     "learned_at_the_end": learned_at_the_end,
     "one_token": one_token,
 }

@@ -61,6 +61,86 @@ def document_leak() -> AbstractContextManager[None]:
     return _changed_shard(change)
 
 
+def _changed_documents(change: Callable[[SequenceLayout], tuple[tuple[tuple[int, int], ...], ...]]) -> Any:
+    def replaced(shard: Shard) -> Shard:
+        return _with_inputs(shard, sequence_layout=replace(shard.layout, documents=change(shard.layout)))
+
+    return _changed_shard(replaced)
+
+
+def joined_on_shard_bounds() -> AbstractContextManager[None]:
+    """A document that begins exactly on a shard's bound is one with what stands before it."""
+
+    def joined(row: tuple[tuple[int, int], ...], size: int) -> tuple[tuple[int, int], ...]:
+        spans: list[tuple[int, int]] = []
+        for start, end in row:
+            if spans and start % size == 0 and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], end)
+            else:
+                spans.append((start, end))
+        return tuple(spans)
+
+    return _changed_documents(lambda old: tuple(joined(row, old.shard_length) for row in old.documents))
+
+
+def bounds_of_the_first_row() -> AbstractContextManager[None]:
+    """All rows of a packed batch are given the first one's documents."""
+    return _changed_documents(lambda old: (old.documents[0],) * old.batch if old.batch > 1 else old.documents)
+
+
+def single_tokens_joined() -> AbstractContextManager[None]:
+    """A document of one token is one with what stands after it."""
+
+    def joined(row: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        spans: list[tuple[int, int]] = []
+        for start, end in row:
+            if spans and spans[-1] == (start - 1, start):
+                spans[-1] = (start - 1, end)
+            else:
+                spans.append((start, end))
+        return tuple(spans)
+
+    return _changed_documents(lambda old: tuple(joined(row) for row in old.documents))
+
+
+def documents_end_after_two_shards() -> AbstractContextManager[None]:
+    """A document that began two shards before is not attended any more."""
+
+    def cut(row: tuple[tuple[int, int], ...], size: int) -> Iterator[tuple[int, int]]:
+        for start, end in row:
+            middle = (start // size + 2) * size
+            yield from ((start, end),) if middle >= end else ((start, middle), (middle, end))
+
+    return _changed_documents(lambda old: tuple(tuple(cut(row, old.shard_length)) for row in old.documents))
+
+
+def padded_shards_attended() -> AbstractContextManager[None]:
+    """A padding mask that covers a whole shard is dropped there."""
+
+    def grown(row: tuple[tuple[int, int], ...], size: int) -> tuple[tuple[int, int], ...]:
+        return ((0, row[0][1]), *row[1:]) if row and row[0][0] and row[0][0] % size == 0 else row
+
+    return _changed_documents(lambda old: tuple(grown(row, old.shard_length) for row in old.documents))
+
+
+@contextmanager
+def targets_over_shard_bounds() -> Iterator[None]:
+    """A shard's last token learns the next shard's first, whosever document that begins."""
+    original = agree.shard_batch
+
+    def changed(batch: Any, mesh: Any, **options: Any) -> Shard:
+        shard = original(batch, mesh, **options)
+        labels, end = batch["labels"], shard.layout.shard(mesh.sequence_rank).stop
+        if end >= labels.shape[1] or "position_ids" not in batch:
+            return shard
+        targets = shard.targets.clone()
+        targets[:, -1] = labels[:, end]
+        return replace(shard, targets=targets)
+
+    with patch.object(agree, "shard_batch", changed):
+        yield
+
+
 def padding_attended() -> AbstractContextManager[None]:
     """The padding mask is dropped."""
 
@@ -207,5 +287,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         positions_not_offset, document_leak, padding_attended, labels_shifted_after_cutting, mean_of_means,
         gradients_times_world, dropped_head, kv_gradients_of_one_copy, window_dropped, softcap_dropped, not_causal,
         sinks_not_sliced, sinks_without_gradient, rope_sees_the_shard, auxiliary_loss_of_the_shard, nan_on_masked_shards,
+        joined_on_shard_bounds, bounds_of_the_first_row, single_tokens_joined, documents_end_after_two_shards,
+        padded_shards_attended, targets_over_shard_bounds,
     )
 }  # fmt: skip

@@ -146,7 +146,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load_run(listed)
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [1\n")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match=r"line \d+, column \d+: not YAML"):
         load_run(broken)
     twice = tmp_path / "twice.yaml"
     twice.write_text("model: {name: a}\nstages: []\nmodel: {name: b}\n")
@@ -167,7 +167,7 @@ def test_a_tilde_is_the_home_folder_wherever_it_stands(monkeypatch: pytest.Monke
 def test_a_file_runs_no_code(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'made'}]\n")
-    with pytest.raises(ConfigError, match="is not YAML"):
+    with pytest.raises(ConfigError, match=r"line \d+, column \d+: not YAML"):
         load_run(file)
     assert not (tmp_path / "made").exists()
 

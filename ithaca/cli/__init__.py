@@ -9,6 +9,7 @@ import typer
 from ithaca import __version__
 from ithaca.cli.allocator import let_segments_grow
 from ithaca.cli.doctor import doctor
+from ithaca.cli.epilogs import EPILOGS
 from ithaca.cli.export import export
 from ithaca.cli.models import models
 from ithaca.cli.plan import plan
@@ -25,14 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(models)
-app.command()(plan)
-app.command()(rehearse)
-app.command()(verify)
-app.command()(prepare)
-app.command()(train)
-app.command()(export)
-app.command()(doctor)
+for verb in (models, plan, rehearse, verify, prepare, train, export, doctor):
+    app.command(epilog=EPILOGS[verb.__name__])(verb)
 
 
 def _version(asked: bool) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from ithaca.cli.failures import Verdict, judge
 from ithaca.cli.nodes import Nodes, meet, missing
 from ithaca.cli.scratch import scratch_folder
+from ithaca.cli.terminal import say_beside_a_bar
 from ithaca.cli.worker import Entry, Report, work
 from ithaca.errors import ConfigError
 from ithaca.training.watch import INTERRUPTED, PEER, PREEMPTED
@@ -285,4 +286,4 @@ def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"ithaca: {text.rstrip()}\n".encode())
+    say_beside_a_bar(text)

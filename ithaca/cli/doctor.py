@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from ithaca.cli.terminal import say_loading
+
 _STYLES = {"good": "green", "missing": "dim", "tight": "yellow", "broken": "bold red"}
 
 
@@ -16,6 +18,7 @@ def doctor(
     folder: Path = typer.Option(Path("runs"), help="Where runs would be written."),
 ) -> None:
     """Say what this machine can do; exit status 1 where training cannot run on it."""
+    say_loading("loading torch and trying what this machine has")
     from ithaca.proof.doctor import examine
 
     findings = examine(folder)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from ithaca.cli.nodes import Nodes
 from ithaca.cli.slurm import Task, read_task
+from ithaca.cli.terminal import say_loading
 from ithaca.cli.worker import Entry, Report, run_entry
 from ithaca.errors import ConfigError, IthacaError
 
@@ -55,12 +56,14 @@ def launch(
     if task is not None and task.world > 1 and max(task.counts) > 1:
         os.environ.update(task.variables())
         return _run_here(entry, args)
+    say_loading("loading torch")
     count = count_processes(processes, device)
     place = _place(task, nodes, node_rank, rendezvous, hosts)
     if count == 1 and place.count == 1:
         return run_entry(entry, args)
     from ithaca.cli.agent import start_ranks
 
+    say_loading(f"starting {count} ranks, each of which loads torch and transformers")
     variables = _variables(count, place.count == 1 and not _has_gpus(device))
     return start_ranks(entry, args, count, place, grace, variables, saves)
 

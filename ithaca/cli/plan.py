@@ -176,11 +176,10 @@ def _show(
     reach: list[tuple[str, int]],
     rows: list[Compared] | None,
 ) -> None:
-    from rich.console import Console
-
     from ithaca.cli.plan_page import comparison, page, verdict
+    from ithaca.cli.terminal import page_console
 
-    console = Console(highlight=False)
+    console = page_console()
     console.print(page(facts, wanted, option, reach))
     if rows is not None:
         console.print()

@@ -16,6 +16,7 @@ from typing import Any
 
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.calibrated import read_measured, with_measured
+from ithaca.planning.config_check import check_config, read_content
 from ithaca.planning.config_names import counted_by_names
 from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
 from ithaca.planning.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
@@ -115,19 +116,18 @@ def _asked_for(name: str, known: str) -> str:
 
 
 def _from_file(file: Path, name: str) -> KnownModel:
+    if not file.exists():
+        raise ConfigError(f"--model {name}: {file} does not exist; a model's folder or config.json is needed")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--model {name}: {file} does not exist; a model's folder or config.json is needed") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {name}: {file} is no config.json ({error})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--model {name}: {file} holds a {type(content).__name__}; a config.json is an object")
+        content = read_content(file)
+    except ConfigError as error:
+        raise ConfigError(f"--model {name}: {file} is no config.json: {error}") from None
     return _read(name, content)
 
 
 def _read(name: str, config: dict[str, Any]) -> KnownModel:
     """The model of a config.json; where its names do not say its sizes, its modules are counted, which takes seconds."""
+    check_config(config)
     if counted_by_names(config):
         return read_config(name, config)
     from ithaca.models.counts import counted_sizes

@@ -25,10 +25,10 @@ def facts_of(wanted: Wanted, option: Option, name: str) -> dict[str, str]:
     """What was asked and what was chosen, a line each."""
     machine, job, time = wanted.machine, option.job, option.time
     rows = option.rows * option.degrees.dp
-    tuned = f", {wanted.sizes.adapters / 1e6:,.0f} M of them trained" if wanted.sizes.adapters else ", all trained"
+    tuned = f", {parameters(wanted.sizes.adapters)} of them trained" if wanted.sizes.adapters else ", all trained"
     copies = f", {job.replicas} copies of the weights" if job.replicas > 1 else ""
     return {
-        "model": f"{name}, {wanted.sizes.total / 1e9:.2f} B parameters{tuned}",
+        "model": f"{name}, {parameters(wanted.sizes.total)} parameters{tuned}",
         "length": f"{job.length:,} tokens, {rows} row{'s' * (rows > 1)} a step, one document a row",
         "machine": f"{machine}, {machine.host_memory / 1e9:,.0f} GB of host memory a node, {links_of(machine)}",
         "mesh": f"{option.degrees}{show_used(machine, option.machine)}{copies}",
@@ -40,6 +40,12 @@ def facts_of(wanted: Wanted, option: Option, name: str) -> dict[str, str]:
         f"{time.exchange_share:.1%} of the step ({time.wire_s / time.seconds:.1%} on the wire)",
         "figures": source_of(machine.device),
     }
+
+
+def parameters(count: int) -> str:
+    """A number of parameters in the unit in which two digits say something."""
+    unit, name = next((unit, name) for unit, name in ((1e8, "B"), (1e5, "M"), (0, "")) if count >= unit)
+    return f"{count / (10 * unit):,.2f} {name}" if name else f"{count:,}"
 
 
 def links_of(machine: Machine) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ithaca.cli.terminal import say_loading
 from ithaca.cli.train import split_words
 
 if TYPE_CHECKING:
@@ -27,9 +28,12 @@ _LEARNED, _GIVEN, _SPECIAL = "green", "dim", "bold magenta"
 
 def prepare(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
-    show: int = typer.Option(0, "--show", metavar="N", min=0, help="Print N rows, learned tokens in green."),
+    show: int = typer.Option(
+        0, "--show", metavar="N", min=0, show_default=False, help="Print N rows, learned tokens in green."
+    ),
 ) -> None:
     """Tokenize a run's documents into its cache, and say what came of them."""
+    say_loading("loading the tokenizer and what reads documents")
     from ithaca.config import load_run
     from ithaca.data.prepare import prepare as prepare_data
     from ithaca.models.tokenizer import load_tokenizer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ithaca.cli.stopped import told_when_stopped
+from ithaca.cli.terminal import say_loading
 
 if TYPE_CHECKING:
     from ithaca.config import Run
@@ -22,9 +23,9 @@ def rehearse(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),
     length: str = typer.Option("", help="Tokens of a row, 128k or 1M; the run's last stage if left out."),
-    world: int = typer.Option(0, help="Ranks of the whole job; as the run says, or 8."),
-    rank: int = typer.Option(0, help="Which of them is rehearsed."),
-    stage: int = typer.Option(0, help="Which of the run's stages, from 1; the last if left out."),
+    world: int | None = typer.Option(None, help="Ranks of the whole job; as the run says, or 8, if left out."),
+    rank: int = typer.Option(0, help="Which of them is rehearsed, from 0."),
+    stage: int | None = typer.Option(None, help="Which of the run's stages, from 1; the last if left out."),
     layers: str = typer.Option("auto", help="`all`, `auto`, or how many layers later runs have more than the first."),
     cap: str = typer.Option("", help="Memory that the device may use: 80GB."),
     gpus: str = typer.Option("", help="The card of the job, if not the one here: H100, 8xH100."),
@@ -34,6 +35,7 @@ def rehearse(
     json_file: Path | None = typer.Option(None, "--json", help="Also write everything to this file."),
 ) -> None:
     """Run one rank of a job on the one device here; memory and time beside the plan's."""
+    say_loading("loading torch and transformers")
     from ithaca.cli.plan_files import check_report, writing
     from ithaca.cli.train import split_words
     from ithaca.config import load_run
@@ -41,10 +43,10 @@ def rehearse(
 
     file, overrides = split_words(words or [])
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
-    ranks = world or _usual_world(run)
+    ranks = _usual_world(run) if world is None else world
     if ranks < 1 or not 0 <= rank < ranks:
         raise ConfigError(f"--world {ranks} --rank {rank}: ranks count from 0 to the world less one")
-    if not 0 <= stage <= len(run.stages):
+    if stage is not None and not 1 <= stage <= len(run.stages):
         raise ConfigError(f"--stage {stage}: the run has stages 1 to {len(run.stages)}")
     if json_file is not None:
         with writing("--json", json_file):
@@ -60,11 +62,19 @@ def rehearse(
     from ithaca.proof.rehearse import rehearse as run_rank
 
     machine = _machine(gpus, ranks, host_memory, link, network)
-    asked = Asked(run, config, machine, rank=rank, stage=stage - 1, layers=more, cap=limit)
+    asked = Asked(
+        run,
+        config,
+        machine,
+        rank=rank,
+        stage=len(run.stages) - 1 if stage is None else stage - 1,
+        layers=more,
+        cap=limit,
+    )
     result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
-    from rich.console import Console
+    from ithaca.cli.terminal import page_console
 
-    Console(highlight=False).print(page(asked, result))
+    page_console().print(page(asked, result))
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
 

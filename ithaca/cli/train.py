@@ -107,14 +107,47 @@ def ending(outcome: Outcome, seconds: float) -> str:
         ("settings", folder.settings),
     ]
     told = "\n".join(f"  {name:<12}{where}" for name, where in lines)
-    place, settings = outcome.place, shlex.quote(str(folder.settings))
-    # Another folder than this one, which would refuse another model.
-    mine = "runs/mine" if folder.root.resolve() != Path("runs/mine").resolve() else "runs/mine-2"
+    place = outcome.place
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step had a loss"
     for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):
         course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
-    return (
-        f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; {course}\n{told}\n"
-        f"next: your own documents and model\n"
-        f"  ithaca train {settings} output={mine} model.name=MODEL_FOLDER data.sources=DOCUMENTS_FOLDER"
-    )
+    return f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; {course}\n{told}{_next(folder.settings)}"
+
+
+def _next(settings: Path) -> str:
+    """After the embedded run, the commands for the user's own model and documents; nothing after a run of those.
+
+    Nothing of the embedded run is in them: its rate and its RoPE are for weights that know nothing yet.
+    """
+    from ithaca.config import Model, load_run
+
+    if load_run(settings).model.name != Model().name:
+        return ""
+    cards = _cards()
+    if cards is None:
+        commands = [
+            "ithaca train model.name=MODEL_FOLDER data.sources=DOCUMENTS_FOLDER "
+            "'stages=[{length: 4k, steps: 100, lr: 1.0e-5}]'"
+        ]
+    else:
+        commands = [
+            f"ithaca plan --model MODEL_FOLDER --length 32k --gpus {cards} --write mine.yaml",
+            "ithaca train mine.yaml data.sources=DOCUMENTS_FOLDER",
+        ]
+    return "\nnext: your own model and documents\n" + "\n".join(f"  {command}" for command in commands)
+
+
+def _cards() -> str | None:
+    """This machine's GPUs as `ithaca plan` takes them; None where there is none that it knows."""
+    import torch
+
+    from ithaca.errors import IthacaError
+    from ithaca.planning.hardware import find_device
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        card = find_device(torch.cuda.get_device_name()).name
+    except IthacaError:
+        return None
+    return shlex.quote(f"{torch.cuda.device_count()}x{card}")

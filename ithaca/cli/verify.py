@@ -20,6 +20,7 @@ from ithaca.cli.plan_files import check_report
 from ithaca.cli.quiet import quiet
 from ithaca.cli.scratch import scratch_folder
 from ithaca.cli.stopped import INTERRUPTED, say_stopped, told_when_stopped
+from ithaca.cli.terminal import say_loading
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
 
@@ -60,6 +61,7 @@ def verify(
         raise ConfigError(f"--sp {degree} leaves one process with nothing to compare it to: use --sp 2 or more")
     if report:
         check_report(Path(report))
+    say_loading("loading torch, transformers and the model to verify")
     gpus = 0 if device == "cpu" else _count_gpus(required=device == "cuda")
     statuses = []
     if device != "cuda":

@@ -9,21 +9,25 @@ and so are adapters, alike on every rank.
 
 from __future__ import annotations
 
+import copy
 import difflib
-import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, configuration_utils
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.config_numbers import check_computed, check_numbers
+from ithaca.planning.config_check import Words, check_config, read_content
 from ithaca.planning.known_models import known_config, nearest_models
 
 CONFIG = "config.json"
@@ -64,44 +68,72 @@ def known_model(name: str) -> PreTrainedConfig | None:
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The config of a causal language model's folder; anything else is refused with what is missing."""
+    """The config of a causal language model's folder; one that no model can be built with is refused, by the value."""
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {CONFIG}: it is no Hugging Face model; name a folder that has one")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        kind = content.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({error}): copy the model anew") from None
-    if not kind:
-        raise CheckpointError(f"{file} has no model_type: a transformers model is needed")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        own = " (its code is in the folder, and code from outside is not run)" if "auto_map" in content else ""
-        raise UnsupportedError(
-            f"{folder} is of type {kind!r}, which transformers has no causal language model for{own}: "
-            "`ithaca models` lists what can be trained"
-        )
-    if content.get("quantization_config"):
-        raise UnsupportedError(f"{folder} has quantized weights: name the model in bf16 or fp32 instead")
-    from huggingface_hub.errors import StrictDataclassError
-
+        content = read_content(file)
+        check_config(content, transformers_words())
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file}: {error}") from None
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}: mend it, or copy the model anew") from None
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        # transformers checks what it reads, and says what is wrong in the last line of several.
-        reason = str(error).strip().splitlines()[-1].strip()
+    except Exception as error:
+        # transformers raises whatever a class makes of a wrong value, and says what is wrong in the last line of several.
+        reason = reason_of(error)
+        kind = content["model_type"]
         raise CheckpointError(f"{file} is no config of a {kind} ({reason}): mend it, or copy the model anew") from error
     check_numbers(config, file)
     # A folder may name an attention whose package is not here. Ours takes its place, so none has to be.
     config._attn_implementation = None
+    # Half a second for the largest models, and no memory: better than after the data are prepared.
+    with torch.device("meta"):
+        build_causal(copy.deepcopy(config))
     return config
+
+
+@cache
+def transformers_words() -> Words:
+    """The names that the transformers installed here knows; a plan goes by `planning.config_words` instead."""
+    # No public name, and older versions have none; checked on 5.23.
+    older = getattr(configuration_utils, "_LEGACY_LAYER_TYPE_REMAP", {})
+    return Words(
+        causal=frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        activations=frozenset(ACT2FN),
+        ropes=frozenset({*ROPE_INIT_FUNCTIONS, "default"}),
+        layers=frozenset({*configuration_utils.ALLOWED_LAYER_TYPES, *older}),
+    )
+
+
+def build_causal(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model of `config`, on the current default device; a config that transformers cannot build from is refused.
+
+    `options`: transformers' own (`dtype`). Nobody else in the library builds a user's model from a config.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except Exception as error:
+        # A model's code raises whatever a wrong value makes it do, down to torch's assertion on the padding's number.
+        raise UnsupportedError(
+            f"{config.model_type}: no model can be built of this config ({reason_of(error)}): mend its {CONFIG}"
+        ) from error
+    return model
+
+
+def reason_of(error: Exception) -> str:
+    """The last line of what a library says, with the kind of error where that is all there is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:300]}" if lines else type(error).__name__
 
 
 def empty_model(source: str | Path | PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder or config, in training mode, its parameters on the meta device."""
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = build_causal(config, dtype=dtype)
     fill_buffers(model)
     check_computed(model)
     return model.train()
@@ -121,7 +153,7 @@ def fill_buffers(model: PreTrainedModel) -> None:
 def check_adapters(config: PreTrainedConfig, lora: Lora) -> None:
     """Refuse targets that get no adapter here; on the meta device, so it costs no memory."""
     with torch.device("meta"):
-        _put_adapters(AutoModelForCausalLM.from_config(config, trust_remote_code=False), lora)
+        _put_adapters(build_causal(copy.deepcopy(config)), lora)
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:

@@ -20,13 +20,19 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         return embedded_tokenizer()
     folder = Path(name).expanduser()
     if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
-        raise DataError(f"{name} holds no tokenizer ({', '.join(_FILES)}): set model.tokenizer to one that does")
+        raise DataError(f"{name} holds no tokenizer.json: set model.tokenizer to a folder or hub name that does")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else name, revision=revision, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        why = " ".join(str(error).split())[:300]
+        if tokenizer.is_fast:
+            # A file that loads may still hold no vocabulary to encode with.
+            tokenizer(_TRIED, return_offsets_mapping=True)
+    except BaseException as error:
+        # A broken file makes transformers raise anything, and a panic of the tokenizers library is no Exception.
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DataError(
             f"no tokenizer came from {name!r} ({why}): name a folder with tokenizer.json, or a hub name where there is "
             "a network, in model.tokenizer"
@@ -39,4 +45,5 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     return tokenizer
 
 
+_TRIED = "Ithaca 1"
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json")

@@ -18,7 +18,8 @@ from itertools import combinations
 from math import inf
 from typing import NamedTuple
 
-from ithaca.planning.cost import attention_flops, run_again
+from ithaca.planning.cost import run_again
+from ithaca.planning.flops import attention_flops
 from ithaca.planning.memory import Frame
 from ithaca.planning.plan import MODES, LayerMode
 

@@ -6,7 +6,8 @@ meanwhile, and are free as long as the attention of a layer takes longer than it
 
 from __future__ import annotations
 
-from ithaca.planning.activations import Flow, rank_heads, saved
+from ithaca.planning.activations import Flow, saved
+from ithaca.planning.flops import attention_flops, token_flops
 from ithaca.planning.layers import LayerSizes
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.sizes import ModelSizes
@@ -17,18 +18,6 @@ FLOPS_PER_COPIED_BYTE = 10_000
 FLOPS_PER_TOUCHED_BYTE = 140
 # A tile's weight gradient is read, and so is the fp32 sum, which is written again.
 SUMMED_BYTES = 2 + 4 + 4
-
-
-def token_flops(layer: LayerSizes, job: Job) -> int:
-    """One forward of a layer's token-wise work."""
-    return 2 * (layer.attention + layer.active) * job.tokens
-
-
-def attention_flops(sizes: ModelSizes, layer: LayerSizes, job: Job) -> int:
-    """One forward of a layer's attention: half of all pairs, or a window's."""
-    heads, _ = rank_heads(sizes, job.sp)
-    reach = job.length if layer.window is None else min(job.length, 2 * layer.window)
-    return job.whole * reach * heads * (sizes.key_size + sizes.value_size)
 
 
 def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:

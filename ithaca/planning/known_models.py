@@ -18,6 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from ithaca.errors import ConfigError, IthacaError
+from ithaca.planning.config_check import check_config
 from ithaca.planning.config_names import LEARNED_POSITIONS, cautions_of, text_of
 from ithaca.planning.sizes import ModelSizes
 
@@ -80,14 +81,15 @@ def endings(name: str) -> list[str]:
 
 
 def nearest_models(name: str, count: int = 4) -> list[str]:
-    """Names of the table most like `name`."""
-    plain = {_plain(known): known for known in _table()}
+    """Names of the table most like `name`, which is not among them: who has typed it gains nothing by it."""
+    plain = {_plain(known): known for known in _table() if known.lower() != name.lower()}
     return [plain[key] for key in get_close_matches(_plain(name), plain, n=count, cutoff=0.4)]
 
 
 def read_config(name: str, config: Mapping[str, Any], counted: ModelSizes | None = None) -> KnownModel:
     """The model that the content of a config.json describes. `counted`: its sizes, where they were counted on the model."""
     try:
+        check_config(config)
         sizes = counted or ModelSizes.from_config(config)
         _check(sizes)
         text = text_of(config)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ithaca.planning.activations import FP32, Flow, saved
-from ithaca.planning.cost import SUMMED_BYTES, attention_flops, last_product, token_flops
+from ithaca.planning.cost import SUMMED_BYTES, last_product
+from ithaca.planning.flops import ATTENTION_BACKWARD, attention_flops, model_flops, utilisation
 from ithaca.planning.layers import LayerSizes
 from ithaca.planning.memory import optimizer_bytes
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
@@ -18,8 +19,6 @@ from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.traffic import Machine, copies_s, exchange_s, exchanged, gather_s, ring_s
 
 TERA, GIGA = 1e12, 1e9
-# Backward of attention forms the scores again: five products where forward has two.
-ATTENTION_BACKWARD = 2.5
 # cuDNN takes neither windows nor wide heads: torch's FlashAttention then, at this share of its speed (H200).
 FLASH_FORWARD, FLASH_BACKWARD, WIDEST = 0.57, 0.61, 192
 # Norms, activations and sums reach this share of a plain copy's speed (H200, compiled).
@@ -47,11 +46,12 @@ class TimeTerm:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One optimizer step of the whole job. `tokens`: of all rows. `flops`: the model's own, on one rank."""
+    """One optimizer step of the whole job. `tokens`: of all rows. `flops`: the model's own, on all ranks together."""
 
     terms: tuple[TimeTerm, ...]
     tokens: int
     flops: float
+    ranks: int
     wire_s: float
 
     @property
@@ -68,16 +68,8 @@ class StepTime:
         return sum(term.seconds for term in self.terms if term.name in ("exchange", "ring")) / self.seconds
 
     def utilisation(self, peak: float) -> float:
-        """The model's own FLOPs against what the card's peak (TFLOP/s) could have done meanwhile."""
-        return self.flops / (self.seconds * peak * TERA)
-
-
-def model_flops(sizes: ModelSizes, job: Job) -> float:
-    """FLOPs of one rank's forward and backward, no credit for what is run again; frozen weights have no gradient."""
-    passes = 2 if sizes.adapters else 3
-    linear = sum(token_flops(layer, job) for layer in sizes.layers) + 2 * sizes.embedding * job.tokens
-    attention = sum(attention_flops(sizes, layer, job) for layer in sizes.layers)
-    return passes * linear + (1 + ATTENTION_BACKWARD) * attention
+        """The model's own FLOPs against what the cards' peak (TFLOP/s each) could have done meanwhile."""
+        return utilisation(self.flops, self.seconds, self.ranks, peak * TERA)
 
 
 @dataclass(slots=True)
@@ -122,10 +114,12 @@ def step_time(sizes: ModelSizes, job: Job, plan: MemoryPlan, machine: Machine, *
     ]
     terms = [TimeTerm(name, passes * seconds, meaning) for name, seconds, meaning in over]
     terms.append(TimeTerm("optimizer", step.optimizer(), f"{job.optimizer}, one step"))
+    every = passes * job.batch * job.dp
     return StepTime(
         terms=tuple(term for term in terms if term.seconds > 0),
-        tokens=passes * job.batch * job.length * job.dp,
-        flops=passes * model_flops(sizes, job),
+        tokens=every * job.length,
+        flops=model_flops(sizes, {job.length: every}, every * job.length),
+        ranks=job.sp * job.ring * job.dp,
         wire_s=passes * sum(x.wire for x in layers),
     )
 

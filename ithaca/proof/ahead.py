@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from ithaca.state.sources import INDEX, Group, Headers, plan_groups, read_header
 
 def check_ranks(config: PreTrainedConfig, ranks: int) -> None:
     """Refuse what `parallelize` would refuse on the ranks, without any."""
-    model = empty(config)
+    model = empty_of(config)
     check_model(model, model, allow_untested=False)
     heads, kv_heads = head_counts(model)
     if heads == 1:
@@ -34,18 +33,6 @@ def check_ranks(config: PreTrainedConfig, ranks: int) -> None:
             "this model has one attention head, and no rank can do without: there is nothing to split"
         )
     split_heads(heads, kv_heads, ranks)
-
-
-def empty(config: PreTrainedConfig) -> Any:
-    """The model on the meta device; a config that none can be built of is named."""
-    try:
-        return empty_of(config)
-    except Exception as error:
-        # Whatever a config can be wrong in, down to an assertion of torch's on the padding's id.
-        raise UnsupportedError(
-            f"{config.model_type}: no model can be built of this config ({type(error).__name__}: {error}): mend its "
-            "config.json"
-        ) from error
 
 
 def has_weights(folder: Path | None) -> bool:
@@ -56,11 +43,11 @@ def has_weights(folder: Path | None) -> bool:
 def check_weights(config: PreTrainedConfig, folder: Path, subject: Subject) -> None:
     """Refuse a folder whose weights a run could not start from; of those that are compared each number is looked at."""
     headers = read_headers(folder)
-    twin = empty(config)
+    twin = empty_of(config)
     groups = plan_groups(twin, headers, folder)
     read_generation(twin, folder)
     if subject.folder is not None:
-        kept = empty(subject.config).state_dict().keys()
+        kept = empty_of(subject.config).state_dict().keys()
         _check_numbers([group for group in groups if kept & group.targets.keys()], headers, twin.all_tied_weights_keys)
 
 

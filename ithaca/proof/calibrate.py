@@ -16,8 +16,8 @@ from torch import Tensor
 from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.errors import UnsupportedError
 from ithaca.planning.calibrated import Measured
+from ithaca.planning.flops import ATTENTION_BACKWARD
 from ithaca.planning.hardware import AttentionSpeed
-from ithaca.planning.time import ATTENTION_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)

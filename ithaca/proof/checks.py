@@ -18,7 +18,7 @@ from ithaca.models.rope import depends_on_length
 from ithaca.proof.adapters import has_adapters, load_adapters
 from ithaca.proof.limits import SHARE, Limits, limits_for
 from ithaca.proof.pair import Pair
-from ithaca.proof.parity import reference
+from ithaca.proof.parity import reference, runs_whole
 from ithaca.proof.promote import relative_error
 from ithaca.proof.sample import Batch, Sample
 from ithaca.proof.sharding import kept_for_backward, watched
@@ -108,10 +108,20 @@ def documents(bench: Bench) -> Iterator[Line]:
     yield Line("isolation", leaked, bench.limits.isolation, detail)
 
 
+def document_bounds(bench: Bench) -> Iterator[Line]:
+    """Documents that begin on, before and after the bounds of shards, other ones in every row."""
+    shards = bench.pair.mesh.shards
+    batch = bench.sample.bounded(shards, firsts=not runs_whole(bench.pair.base))
+    detail = "three rows of unequal bounds: on every shard's, one token beside it, one document over all shards"
+    yield bench.parity("document bounds", [batch], detail)
+
+
 def padding(bench: Bench) -> Iterator[Line]:
     """Padding is not attended, and counts in no loss."""
     yield bench.parity("left padding", [bench.sample.left_padded], "two rows, a third of one")
     yield bench.parity("right padding", [bench.sample.right_padded], "two rows, a third of one", logits=False)
+    batch = bench.sample.padded_shards(bench.pair.mesh.shards)
+    yield bench.parity("padded shards", [batch], "the whole first shard of one row, the whole last of another")
 
 
 def positions(bench: Bench) -> Iterator[Line]:
@@ -119,15 +129,35 @@ def positions(bench: Bench) -> Iterator[Line]:
     config, length = bench.pair.config, bench.sample.length
     by_length = any(depends_on_length(module) for module in bench.pair.parallel.modules())
     most = int(getattr(config, "max_position_embeddings", None) or 2048)
-    first = min(max(most - length, 0), 1000)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = str(rope.get("rope_type", "default" if rope else "none"))
-    if by_length:
-        # So that the first shard ends before the length at which the frequencies change, and the last one after.
-        turn = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        first = max(int(turn or most) - length // 2, 0)
-    detail = f"RoPE {kind}{', which looks at the length' if by_length else ''}; positions from {first}"
-    yield bench.parity("positions", [bench.sample.from_position(first)], detail)
+    kinds = sorted({str(one.get("rope_type", "default")) for one in _ropes(rope)}) or ["none"]
+    # Where the length counts, the first shard ends at a length after which the frequencies change, the next one beyond.
+    shard = -(-length // bench.pair.mesh.shards)
+    firsts = [max(turn - shard, 0) for turn in _turns(config, rope, most)]
+    firsts = firsts if by_length else [min(max(most - length, 0), 1000)]
+    lines = [
+        bench.parity(
+            "positions",
+            [bench.sample.from_position(first)],
+            f"RoPE {' and '.join(kinds)}{', which looks at the length' if by_length else ''}; positions from "
+            f"{' and '.join(map(str, firsts))}",
+        )
+        for first in firsts
+    ]
+    yield max(lines, key=lambda line: line.figure)
+
+
+def _ropes(rope: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameters of every RoPE in a config: of all layers, or of each kind of layer."""
+    return [one for one in rope.values() if isinstance(one, dict)] or ([rope] if rope else [])
+
+
+def _turns(config: Any, rope: dict[str, Any], most: int) -> list[int]:
+    """Every length at which transformers' RoPE may change its frequencies, in order: `dynamic` goes by
+    max_position_embeddings, `longrope` by original_max_position_embeddings, which may stand in three places."""
+    name = "original_max_position_embeddings"
+    given = [one.get(name) for one in _ropes(rope)] + [getattr(config, name, None), most]
+    return sorted({int(turn) for turn in given if turn})
 
 
 def masked_shards(bench: Bench) -> Iterator[Line]:
@@ -269,8 +299,8 @@ def resuming(bench: Bench) -> Iterator[Line]:
 
 Check = Callable[[Bench], Iterator[Line]]
 CHECKS: tuple[Check, ...] = (
-    first_step, documents, padding, positions, masked_shards, accumulation, evaluation, router_loss, sharded, saving,
-    resuming,
+    first_step, documents, document_bounds, padding, positions, masked_shards, accumulation, evaluation, router_loss,
+    sharded, saving, resuming,
 )  # fmt: skip
 
 

@@ -59,7 +59,10 @@ class Pair:
 
     def __init__(self, build: Build, prepare: Prepare, mesh: Mesh, *, promote: bool) -> None:
         self.mesh, self.promote = mesh, promote
-        self.parallel = prepare(build(), mesh)
+        model = build()
+        # A longrope computes its second set of frequencies when it is first run, which may be here.
+        with self.mode():
+            self.parallel = prepare(model, mesh)
         self.plain = build().to(mesh.device) if mesh.rank == 0 else None
 
     @property

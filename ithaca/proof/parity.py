@@ -93,8 +93,7 @@ def reference(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> Ref
     depends on the company (an auxiliary loss, a RoPE that looks at the longest) does the packed row go in whole.
     """
     model.set_attn_implementation("eager")
-    routes = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
-    whole = routes or any(depends_on_length(module) for module in model.modules())
+    routes, whole = _routes(model), runs_whole(model)
     steps = [_together([own[i] for own in batches if i < len(own)]) for i in range(max(map(len, batches)))]
     count = max(sum(count_targets(batch) for own in batches for batch in own), 1)
     total = 0.0
@@ -110,6 +109,15 @@ def reference(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> Ref
         logits = [[_plain_logits(model, batch, whole) for batch in own] for own in batches]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Reference(total, logits, gradients)
+
+
+def runs_whole(model: torch.nn.Module) -> bool:
+    """True if packed rows go through the reference whole, because a document's result depends on the others."""
+    return _routes(model) or any(depends_on_length(module) for module in model.modules())
+
+
+def _routes(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
 def _average_gradients(parallel: PreTrainedModel, mesh: Mesh) -> None:

@@ -57,6 +57,40 @@ class Sample:
         labels = batch["labels"].masked_fill(positions == 0, IGNORE)
         return {**batch, "labels": labels, "position_ids": positions}
 
+    def bounded(self, shards: int, *, firsts: bool) -> Batch:
+        """Three rows of unequal bounds; for two shards of five tokens, a letter for every document:
+
+            abbbb|cdddd     a document begins on every shard's bound, one of a single token among them
+            abbbb|bbbbc     one document over all shards, single tokens before and after it
+            aaaab|bcccc     a document of two tokens over every bound
+
+        `firsts`: documents' first tokens have labels, which no token may learn; transformers keeps that only where it
+        is given documents one by one.
+        """
+        size = self.length // shards
+        bounds = [index * size for index in range(1, shards)]
+        end = size * shards
+        starts = [
+            [0, 1, *bounds, *(bound + 1 for bound in bounds)],
+            [0, 1, end - 1],
+            [0, *(bound - 1 for bound in bounds), *(bound + 1 for bound in bounds)],
+        ]
+        batch = self._cut(len(starts), end, at=19)
+        count = torch.arange(end)
+        positions = torch.stack([count - _last_at(sorted(set(row)), end) for row in starts])
+        labels = batch["labels"]
+        labels = torch.where(positions == 0, batch["input_ids"] if firsts else IGNORE, labels)
+        return {**batch, "labels": labels, "position_ids": positions}
+
+    def padded_shards(self, shards: int) -> Batch:
+        """Two rows: the first shard is padding in one, the last in the other, from bound to bound."""
+        size = self.length // shards
+        batch = self._cut(2, size * shards, at=23)
+        mask = torch.ones(2, size * shards, dtype=torch.long)
+        mask[0, :size] = 0
+        mask[1, -size:] = 0
+        return {**batch, "labels": _hidden(batch["labels"], mask), "attention_mask": mask}
+
     @property
     def learned_at_the_end(self) -> Batch:
         """Only the last two tokens are targets: the other shards have none."""
@@ -81,8 +115,7 @@ class Sample:
         length = self.length - 2
         mask = torch.ones(2, length, dtype=torch.long)
         mask[1, slice(0, length // 3) if left else slice(length - length // 3, length)] = 0
-        hidden = (mask == 0) | (mask.cumsum(1) == 1)
-        return {**batch, "labels": batch["labels"].masked_fill(hidden, IGNORE), "attention_mask": mask}
+        return {**batch, "labels": _hidden(batch["labels"], mask), "attention_mask": mask}
 
     def _cut(self, rows: int, length: int, at: int = 0) -> Batch:
         """Tokens from place `at` on, around the end if need be; about a fifth of them are no targets."""
@@ -92,6 +125,16 @@ class Sample:
         keep = torch.rand(rows, length, generator=draw) < 0.8
         keep[:, -1] = True
         return {"input_ids": ids, "labels": ids.masked_fill(~keep, IGNORE)}
+
+
+def _hidden(labels: Tensor, mask: Tensor) -> Tensor:
+    """Labels without those of padding and of the first token after it."""
+    return labels.masked_fill((mask == 0) | (mask.cumsum(1) == 1), IGNORE)
+
+
+def _last_at(starts: list[int], end: int) -> Tensor:
+    """For every token of a row the last of `starts` that is not after it."""
+    return torch.cat([torch.full((after - start,), start) for start, after in pairwise([*starts, end])])
 
 
 def made_up(vocabulary: int, length: int, seed: int = 0) -> Sample:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ithaca.config import Lora
 from ithaca.errors import ConfigError, UnsupportedError
+from ithaca.models.pretrained import build_causal
 from ithaca.models.roles import shapes
 from ithaca.models.support import decoder_layers
 from ithaca.proof.adapters import adapted, notes_on
@@ -176,7 +177,7 @@ def _kinds(config: PreTrainedConfig, lists: list[str]) -> list[Any]:
     where no model can be built of it, or one with other layers than those (of a picture's, say)."""
     try:
         layers = decoder_layers(empty_of(config))
-    except (ValueError, IndexError, KeyError, TypeError):
+    except (UnsupportedError, ValueError, IndexError, KeyError, TypeError):
         return []
     text = config.get_text_config()
     said = [[str(one) for one in getattr(text, key)] for key in lists]
@@ -199,7 +200,7 @@ def _settings(layer: nn.Module) -> tuple[Any, ...]:
 def empty_of(config: PreTrainedConfig) -> PreTrainedModel:
     """Its model on the meta device, at no cost; the config is left alone."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        return build_causal(copy.deepcopy(config))
 
 
 def _weights(config: PreTrainedConfig) -> int:

@@ -87,7 +87,8 @@ def read_generation(base: Any, folder: Path) -> None:
     try:
         base.generation_config = GenerationConfig.from_pretrained(str(folder))
         base.generation_config.validate(strict=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # The file may hold anything, and transformers raises whatever its code makes of that.
         lines = [line.removeprefix("- ") for line in str(error).splitlines() if line.strip()]
         reason = lines[min(1, len(lines) - 1)] if lines else type(error).__name__
         raise CheckpointError(

@@ -63,6 +63,11 @@ class Display:
         if self.shows:
             self.console.print(text, highlight=False)
 
+    def note(self, text: str) -> None:
+        """What is about to take a while, for somebody who watches: a log is better without."""
+        if self.live:
+            self.console.print(f"{text} ...", highlight=False, markup=False)
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from torch import Tensor
 from ithaca.attention.clock import CLOCK, Spans
 from ithaca.config import Run
 from ithaca.errors import IthacaError
+from ithaca.planning.flops import model_flops, utilisation
 from ithaca.state.clipping import clipped_step, gradient_norm
 from ithaca.state.tensors import set_rate
 from ithaca.training.display import Display
@@ -39,7 +41,6 @@ from ithaca.training.metrics import (
     full_share,
     held_bytes,
     memory_by_kind,
-    model_flops,
 )
 from ithaca.training.place import Place
 from ithaca.training.positions import LossByPosition
@@ -69,7 +70,7 @@ class Launched:
     before: Place
     after: Place
     targets: int
-    flops: int
+    flops: float
     began: Any
     told: Told
     spans: Spans | None
@@ -86,7 +87,7 @@ class Step:
     norm: float | None
     targets: int
     seconds: float
-    flops: int
+    flops: float
     apart: dict[str, Any] | None
 
     @property
@@ -250,11 +251,15 @@ class StageLoop:
     def _rows(self, step: int) -> list[Batch]:
         return [self.session.feed.row(row) for row in self.session.rows_of(step)]
 
-    def _flops(self, batches: list[Batch]) -> int:
+    def _flops(self, batches: list[Batch]) -> float:
         """Work of all sequence groups, taking the others' documents to be as long as this one's."""
-        # A document's tokens stand together.
-        rows = [torch.unique_consecutive(batch["document_ids"][0], return_counts=True)[1].tolist() for batch in batches]
-        return model_flops(self.session.sizes, rows, self.session.stage.length) * self.session.mesh.dp
+        documents: Counter[int] = Counter()
+        for batch in batches:
+            # A document's tokens stand together; padding has a negative number, and is attended by nobody.
+            numbers, counts = torch.unique_consecutive(batch["document_ids"][0], return_counts=True)
+            documents.update(counts[numbers >= 0].tolist())
+        tokens = len(batches) * self.session.stage.length
+        return model_flops(self.session.sizes, documents, tokens) * self.session.mesh.dp
 
     def _record(self, launched: Launched, result: Step) -> None:
         before, after = launched.before, launched.after
@@ -282,7 +287,7 @@ class StageLoop:
             "memory_gib": memory,
         }
         if self.peak and result.targets:
-            facts["utilisation"] = result.flops / (result.seconds * session.mesh.world * self.peak)
+            facts["utilisation"] = utilisation(result.flops, result.seconds, session.mesh.world, self.peak)
         self.journal.write("step", after.total, **facts | (result.apart or {}))
         self.display.step(after, facts)
         share = full_share(memory, session.mesh)

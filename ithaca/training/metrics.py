@@ -10,8 +10,7 @@ import json
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,7 @@ from torch import nn
 from ithaca.config import Metrics
 from ithaca.errors import ConfigError
 from ithaca.mesh import Mesh
-from ithaca.planning.cost import attention_flops, token_flops
 from ithaca.planning.hardware import find_device
-from ithaca.planning.plan import Job
-from ithaca.planning.sizes import ModelSizes
 from ithaca.training.lines import Lines
 
 GIB = 2**30
@@ -150,19 +146,6 @@ def full_share(memory: Mapping[str, float], mesh: Mesh) -> float:
     if mesh.device.type == "cuda":
         return memory["reserved"] * GIB / torch.cuda.get_device_properties(mesh.device).total_memory
     return memory["process"] * GIB * mesh.local_ranks / psutil.virtual_memory().total
-
-
-def model_flops(sizes: ModelSizes, rows: Sequence[Sequence[int]], length: int) -> int:
-    """Work of a step whose rows hold documents of these lengths: forward and twice that backward, nothing recomputed."""
-    whole = Job(length=length, batch=len(rows))
-    # Layers of equal sizes are asked about once: this is done every step.
-    alike = Counter(sizes.layers)
-    forward = 2 * sizes.embedding * whole.tokens
-    forward += sum(many * token_flops(layer, whole) for layer, many in alike.items())
-    for document, often in Counter(document for row in rows for document in row).items():
-        job = Job(length=document)
-        forward += often * sum(many * attention_flops(sizes, layer, job) for layer, many in alike.items())
-    return 3 * forward
 
 
 def device_peak(mesh: Mesh) -> float | None:

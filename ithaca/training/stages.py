@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 from ithaca.config import Rope, Stage
@@ -104,6 +105,26 @@ def apply_stages(config: Any, stages: Sequence[Stage], *, random: bool) -> Any:
         if stage.rope is not None:
             _check_readable(text, stage.rope, number)
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What a model knows of positions: how far they reach, how far before any scaling, and its smallest theta."""
+
+    reach: int
+    original: int
+    theta: float
+
+
+def positions_of(text: Any) -> Positions | None:
+    """The rotary positions of a text config; None where it has none, or does not say how far they reach."""
+    known, rotary = int(getattr(text, "max_position_embeddings", 0) or 0), _rotary(text)
+    thetas = [values[_THETA] for values in rotary.values() if values.get(_THETA)]
+    if not known or not thetas:
+        return None
+    return Positions(
+        known, _original({kind: _unscaled(text, values, known) for kind, values in rotary.items()}), min(thetas)
+    )
 
 
 def _rotary(text: Any) -> dict[str, Parameters]:

@@ -42,6 +42,7 @@ from ithaca.training.place import Place
 from ithaca.training.room import Room, model_bytes
 from ithaca.training.session import Session, build_session, choose_sp, stage_config
 from ithaca.training.stages import advise_between
+from ithaca.training.unusual import advise_settings
 from ithaca.training.watch import Preempted, Watch
 
 logger = logging.getLogger("ithaca")
@@ -95,10 +96,12 @@ class _Trainer:
 
     def go(self, *, restart: bool) -> Outcome:
         run = self.run
+        self.display.note(f"reading {self.run.model.name}")
         self.source = self._source()
         self._look_ahead()
         with self.watch.patient(3600.0, "reading checkpoints"):
             place, path = self._find_start(restart)
+        self.display.note("reading the documents")
         with self.watch.patient(24 * 3600.0, "preparing data"):
             prepared = self._prepare()
             self.documents = prepared.fingerprint
@@ -162,7 +165,11 @@ class _Trainer:
             check_adapters(read_config(self.source), self.run.lora)
         known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
         pretrained = self.run.model.weights == "pretrained" and self.run.model.name != "embedded"
-        for warning in advise_between(int(known) if pretrained else 0, self.run.stages):
+        warnings = advise_between(int(known) if pretrained else 0, self.run.stages)
+        if pretrained:
+            text = read_config(self.source).get_text_config()
+            warnings += advise_settings(text, self.run.stages, adapters=self.run.lora is not None)
+        for warning in warnings:
             self.display.say(f"warning: {warning}")
 
     def _find_start(self, restart: bool) -> tuple[Place, Path | None]:
@@ -207,6 +214,7 @@ class _Trainer:
             release(self.mesh.device)
             facts = {} if path is None else self.checkpoints.read_facts(path)
             self.listings = prepared.listings
+            self.display.note(f"building stage {place.stage + 1}: the model, its weights, the optimizer")
             # Of a stage that had ended and is open again, the feed is where the stage's end left it.
             ended = path is not None and _place_in(facts, path).stage > place.stage
             feed = facts.get("ended" if ended else "feed") or None

@@ -68,7 +68,6 @@ def test_flops_are_those_of_the_model_built() -> None:
     # Two products of 2 * D for every pair of a query and a key, half of the square.
     pairs = length**2 / 2
     attention = 2 * 2 * shape.head_size * pairs * shape.heads * shape.layers
-    assert floor.attention_flops(shape, length) == attention
     assert floor.step_flops(shape, length) == 6 * linear * length + 3.5 * attention
 
 

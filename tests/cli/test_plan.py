@@ -303,8 +303,12 @@ def test_of_a_model_that_sees_images_the_text_model_is_planned(run: Any) -> None
 
 
 def test_architectures_that_are_not_exact_are_named(run: Any) -> None:
+    Path("config.json").write_text(json.dumps({**LLAMA_8B, "model_type": "mamba2"}))
+    assert "exactness    mamba2: " in run("--model", "config.json", "--write", "-")[1]
     Path("config.json").write_text(json.dumps({**LLAMA_8B, "model_type": "never_heard_of"}))
-    assert "not among the measured architectures" in run("--model", "config.json", "--write", "-")[1]
+    status, _, err = run("--model", "config.json", "--write", "-")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "its model_type is 'never_heard_of', which transformers has no causal language model for" in err
     assert "exactness" not in run(*BASE, "--write", "-")[1]
 
 

@@ -11,14 +11,20 @@ import pytest
 
 from tests.planning.models import LLAMA_8B
 
-# What no model has: each was planned for, or ended with a traceback.
-WRONG: dict[str, dict[str, Any]] = {
-    "width": {"intermediate_size": 0},
-    "negative_width": {"intermediate_size": -5},
-    "window": {"sliding_window": -5, "model_type": "mistral"},
-    "positions": {"max_position_embeddings": -4},
-    "original": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": -8}},
-    "experts": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 20},
+# What no model has, and what is said of it.
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"intermediate_size": 0}, "intermediate_size: got 0"),
+    "negative_width": ({"intermediate_size": -5}, "intermediate_size: got -5"),
+    "window": ({"sliding_window": -5, "model_type": "mistral"}, "sliding_window: got -5"),
+    "positions": ({"max_position_embeddings": -4}, "max_position_embeddings: got -4"),
+    "original": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": -8}},
+        "rope_scaling.original_max_position_embeddings: got -8",
+    ),
+    "experts": (
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 20},
+        "values that no causal language model has",
+    ),
 }
 
 
@@ -68,10 +74,10 @@ def run(typed: Any) -> Any:
         (("--model", "qwen3-8b", "--precision", "fp16"), "choose one of mixed, bf16"),
         (("--model", "qwen3-8b", "--precision", "mixed", "--optimizer", "bf16_sr"), "rounds bf16 weights"),
         (("--model", "not.json"), "not.json is no config.json"),
-        (("--model", "list.json"), "holds a list"),
-        (("--model", "other.json"), "no hidden_size"),
-        (("--model", "odd.json"), "values that no causal language model has"),
-        *((("--model", f"{key}.json"), "values that no causal language model has") for key in WRONG),
+        (("--model", "list.json"), "list.json is no config.json: it holds []"),
+        (("--model", "other.json"), "it has no model_type"),
+        (("--model", "odd.json"), "num_attention_heads: got 'many'"),
+        *((("--model", f"{key}.json"), said) for key, (_, said) in WRONG.items()),
         (("--model", "missing.json"), "does not exist"),
         (("--model", "empty"), "does not exist"),
         ((), "--model"),
@@ -81,7 +87,7 @@ def test_bad_input_is_one_line_and_status_2(run: Any, words: tuple[str, ...], sa
     Path("not.json").write_text("{")
     Path("list.json").write_text("[]")
     Path("other.json").write_text('{"name": "package"}')
-    for key, value in WRONG.items():
+    for key, (value, _) in WRONG.items():
         Path(f"{key}.json").write_text(json.dumps({**LLAMA_8B, **value}))
     Path("odd.json").write_text(json.dumps({**LLAMA_8B, "num_attention_heads": "many"}))
     Path("empty").mkdir()

@@ -114,4 +114,5 @@ def test_the_embedded_run_needs_nothing(tmp_path: Path) -> None:
     assert job.returncode == 0, output
     for name in ("export/model.safetensors", "export/tokenizer.json", "metrics.jsonl", "loss.png", "run.yaml"):
         assert (tmp_path / "runs" / "first" / name).exists(), name
-    assert "ithaca train runs/first/run.yaml output=runs/mine" in output
+    assert "next: your own documents and model" not in output
+    assert "next: your own model and documents" in output

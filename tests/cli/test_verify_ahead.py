@@ -211,12 +211,15 @@ def test_rows_are_no_longer_than_learned_positions(tmp_path: Path, launched: lis
 @pytest.mark.parametrize(
     ("more", "kind", "said"),
     [
-        ({"hidden_size": 33}, CheckpointError, r"config\.json is no config of a llama \(.*33.*\): mend it"),
-        ({"hidden_size": "big"}, CheckpointError, r"config\.json is no config of a llama \(.*'big'.*\): mend it"),
+        ({"hidden_size": 33}, CheckpointError, r"config\.json: hidden_size: got 33 over 4 heads.*: mend it"),
+        ({"hidden_size": "big"}, CheckpointError, r"config\.json: hidden_size: got 'big'.*: mend it"),
+        ({"hidden_act": "nosuch"}, CheckpointError, r"config\.json: hidden_act: got 'nosuch'.*: mend it"),
+        # Values that only transformers knows to be wrong.
+        ({"mlp_bias": [], "sep_token_id": {}, "attention_bias": 5}, CheckpointError, "attention_bias|mlp_bias"),
         (
-            {"hidden_act": "nosuch"},
-            UnsupportedError,
-            "no model can be built of this config .*nosuch.*: mend its config",
+            {"pretraining_tp": "x"},
+            CheckpointError,
+            r"config\.json is no config of a llama \(.*pretraining_tp.*\): mend it",
         ),
     ],
 )

@@ -12,6 +12,8 @@ DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
     "max_position_embeddings": 8,
 }
+# Kinds whose rows differ in what is shown.
+ROWS = {"bounded": 3, "padded_shards": 2}
 # fault -> architecture, mesh, kinds of batch, settings
 WHERE: dict[str, tuple[str, tuple[int, int], list[str], dict[str, object]]] = {
     "positions_not_offset": ("llama", (1, 2), ["plain"], {}),
@@ -30,6 +32,12 @@ WHERE: dict[str, tuple[str, tuple[int, int], list[str], dict[str, object]]] = {
     "rope_sees_the_shard": ("llama", (1, 2), ["plain"], DYNAMIC),
     "auxiliary_loss_of_the_shard": ("mixtral", (1, 2), ["plain"], {}),
     "nan_on_masked_shards": ("llama", (1, 4), ["learned_at_the_end"], {}),
+    "joined_on_shard_bounds": ("llama", (1, 2), ["bounded"], {}),
+    "bounds_of_the_first_row": ("llama", (1, 2), ["bounded"], {}),
+    "single_tokens_joined": ("llama", (1, 2), ["bounded"], {}),
+    "documents_end_after_two_shards": ("llama", (1, 3), ["plain"], {}),
+    "padded_shards_attended": ("llama", (1, 2), ["padded_shards"], {}),
+    "targets_over_shard_bounds": ("llama", (1, 2), ["bounded"], {}),
 }
 
 
@@ -40,6 +48,8 @@ def test_every_fault_has_a_place() -> None:
 @pytest.mark.parametrize("fault", WHERE)
 def test_fault_is_seen(fault: str) -> None:
     kind, mesh, kinds, settings = WHERE[fault]
-    assert worst(kind, mesh, 1, kinds, **settings) < FP64, "the comparison must hold before a fault is planted"
-    error = worst(kind, mesh, 1, kinds, fault=fault, **settings)
+    assert worst(kind, mesh, ROWS.get(kinds[0], 1), kinds, **settings) < FP64, (
+        "the comparison must hold before a fault is planted"
+    )
+    error = worst(kind, mesh, ROWS.get(kinds[0], 1), kinds, fault=fault, **settings)
     assert not error < FAULT, f"{fault} changed nothing that the comparison sees: {error}"

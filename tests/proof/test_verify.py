@@ -27,9 +27,9 @@ DYNAMIC = {
     "max_position_embeddings": 64,
 }
 ALWAYS = [
-    "loss", "logits", "gradients", "documents", "isolation", "left padding", "right padding", "positions",
-    "masked shards", "accumulation", "evaluation", "attention is sharded", "activation memory", "save", "resume",
-    "layers run again",
+    "loss", "logits", "gradients", "documents", "isolation", "document bounds", "left padding", "right padding",
+    "padded shards", "positions", "masked shards", "accumulation", "evaluation", "attention is sharded",
+    "activation memory", "save", "resume", "layers run again",
 ]  # fmt: skip
 # fault -> architecture, ranks, settings, the lines of which every one must go off
 SEEN_BY: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
@@ -49,6 +49,12 @@ SEEN_BY: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
     "rope_sees_the_shard": ("llama", 2, DYNAMIC, {"positions"}),
     "auxiliary_loss_of_the_shard": ("mixtral", 2, {}, {"router loss"}),
     "nan_on_masked_shards": ("llama", 2, {}, {"masked shards"}),
+    "joined_on_shard_bounds": ("llama", 2, {}, {"document bounds"}),
+    "bounds_of_the_first_row": ("llama", 2, {}, {"document bounds"}),
+    "single_tokens_joined": ("llama", 2, {}, {"documents", "document bounds"}),
+    "documents_end_after_two_shards": ("llama", 3, {}, {"loss", "logits", "document bounds"}),
+    "padded_shards_attended": ("llama", 2, {}, {"padded shards"}),
+    "targets_over_shard_bounds": ("llama", 2, {}, {"document bounds"}),
 }
 QUICK_FAULTS = ("document_leak",)
 
@@ -169,6 +175,50 @@ def test_each_fault_is_seen_by_its_lines(fault: str) -> None:
     lines = lines_of(kind, ranks, fault=fault, **settings)
     off = {name for name, line in lines.items() if not line.ok}
     assert wanted <= off, f"{fault} was seen by {sorted(off)} only"
+
+
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0}
+# Every place where transformers may find the length at which frequencies change.
+SWITCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic beyond a shorter original": (
+        "llama",
+        {
+            "rope_parameters": {**DYNAMIC["rope_parameters"], "original_max_position_embeddings": 16},
+            "max_position_embeddings": 200,
+        },
+    ),
+    "longrope": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 96, **_LONG},
+            "max_position_embeddings": 384,
+        },
+    ),
+    "one kind of layer alone": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "max_position_embeddings": 128,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_rope_at_the_shards_length_is_seen_at_every_switch(name: str) -> None:
+    kind, settings = SWITCHES[name]
+    (right,) = _positions(kind, None, settings)
+    assert right.ok, right
+    (wrong,) = _positions(kind, "rope_sees_the_shard", settings)
+    assert not wrong.ok, wrong.detail
+
+
+def _positions(kind: str, fault: str | None, settings: dict[str, Any]) -> list[Line]:
+    lines = lines_of(kind, fault=fault, names=["positions"], **settings)
+    return [line for name, line in lines.items() if name == "positions"]
 
 
 def test_limits_are_the_tests_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shlex
 import shutil
@@ -12,15 +13,20 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from ithaca.cli.train import ending
-from ithaca.config import Rope, Run, read_run
+from ithaca.cli import app
+from ithaca.cli.train import ending, split_words
+from ithaca.config import Rope, Run, dump_run, load_run, read_run
 from ithaca.errors import ConfigError, UntrainedError
+from ithaca.models.pretrained import read_config
 from ithaca.training.folder import RunFolder
 from ithaca.training.place import Place
+from ithaca.training.stages import advise_between
 from ithaca.training.trainer import Outcome, train
+from ithaca.training.unusual import advise_settings
 from tests.ranks import RankError, expect_refusal, run_ranks
-from tests.training.runs import export_sum, metrics, run_train, small_run
+from tests.training.runs import export_sum, metrics, run_train, small_run, tiny_model
 
 
 def test_adapters_on_random_weights_are_refused() -> None:
@@ -34,17 +40,49 @@ def test_llama3_frequencies_in_the_wrong_order_are_refused() -> None:
             Rope(kind="llama3", factor=8, low_freq_factor=low, high_freq_factor=high)
 
 
-def test_what_to_type_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = [{"length": 64, "steps": 1, "batch": 2}]
-    assert run_train(1, small_run(tmp_path, "my ship's run", stages=stages))["finished"]
-    folder = RunFolder(tmp_path / "my ship's run")
-    last = ending(Outcome(folder.root, Place(1, 0), True), 1.0).splitlines()[-1]
-    assert shlex.split(last)[:4] == ["ithaca", "train", str(folder.settings), "output=runs/mine"]
-    # From a run that was called so itself another folder is proposed: this one would refuse another model.
-    (tmp_path / "runs").mkdir()
-    folder.root.rename(tmp_path / "runs" / "mine")
+def finished(folder: Path, run: Run) -> str:
+    """What is said at the end of a run, which need not have been taken."""
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    (folder / "stages" / "1-64").mkdir(parents=True)
+    (folder / "run.yaml").write_text(dump_run(run))
+    (folder / "metrics.jsonl").write_text(json.dumps({"kind": "step", "at": 0.0, "step": 1, "loss": 2.0}) + "\n")
+    return ending(Outcome(folder, Place(1, 0), True), 1.0)
+
+
+@pytest.mark.parametrize("card", [None, "NVIDIA H200"])
+def test_what_to_type_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str | None) -> None:
+    """After the embedded run: commands whose rate, steps and positions are not its own."""
     monkeypatch.chdir(tmp_path)
-    assert " output=runs/mine-2 " in ending(Outcome(Path("runs/mine"), Place(1, 0), True), 1.0)
+    if card is not None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda: card)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    said = finished(tmp_path / "run", Run())
+    lines = [line for line in said.partition("next: ")[2].splitlines() if line.startswith("  ithaca ")]
+    tiny_model(tmp_path / "model", max_position_embeddings=16_384)
+    commands = [
+        shlex.split(line.replace("MODEL_FOLDER", "model").replace("DOCUMENTS_FOLDER", "texts")) for line in lines
+    ]
+    for words in commands[:-1]:
+        assert CliRunner().invoke(app, words[1:], catch_exceptions=False).exit_code == 0
+    assert commands[-1][:2] == ["ithaca", "train"]
+    run = load_run(*split_words(commands[-1][2:]))
+    assert (run.model.name, run.data.sources[0].path) == ("model", "texts")
+    [stage], embedded = run.stages, Run().stages
+    assert stage.lr == 1e-5
+    assert stage.steps not in {one.steps for one in embedded}
+    # 16,384 positions are stretched where the plan was asked for more, by no more than that takes.
+    assert stage.rope == (None if card is None else Rope(kind="yarn", factor=2, original=16_384))
+    text = read_config(tmp_path / "model")
+    assert not advise_settings(text, run.stages, adapters=False)
+    assert not advise_between(16_384, run.stages)
+    assert run.launch.processes == ("auto" if card is None else 4)
+
+
+def test_nothing_is_proposed_after_a_run_of_ones_own(tmp_path: Path) -> None:
+    said = finished(tmp_path / "run", small_run(tmp_path, "run-2"))
+    assert "next:" not in said
+    assert "MODEL_FOLDER" not in said
 
 
 def test_a_folder_in_the_way_of_export_is_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""What a verb says of itself and of mistakes: help with examples and exit codes, pages that are whole, one hint."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ithaca.cli import app
+from ithaca.cli.epilogs import EPILOGS
+from ithaca.cli.plan_page import parameters
+from ithaca.config import load_run
+from ithaca.errors import ConfigError
+from ithaca.models.pretrained import find_folder
+from ithaca.planning.known_models import known_names, nearest_models
+
+VERBS = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_verb_has_an_epilog() -> None:
+    assert set(VERBS) == set(EPILOGS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_examples_keys_and_exit_codes(typed: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, _ = typed(verb, "--help")
+    assert status == 0
+    assert "Examples:" in out
+    assert f"ithaca {verb}" in out.split("Examples:")[1]
+    assert "Exit codes: 0" in out
+    assert ("KEY.SUB=VALUE sets one" in out) == ("[KEY.SUB=VALUE]" in out), "keys where a run file is taken"
+    assert "[default: 0]" not in out or "from 0" in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_options_of_the_examples_exist(verb: str) -> None:
+    (command,) = [one for one in app.registered_commands if one.callback is not None and one.callback.__name__ == verb]
+    from typer.main import get_command_from_info
+
+    built = get_command_from_info(command, pretty_exceptions_short=False, rich_markup_mode=None)
+    known = {name for option in built.params for name in option.opts}
+    for line in EPILOGS[verb].splitlines():
+        if line.startswith("ithaca "):
+            words = shlex.split(line)
+            assert words[1] == verb
+            assert {word for word in words if word.startswith("--")} <= known, line
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_page_in_a_pipe_is_whole(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    status, out, _ = typed("plan", "--model", "llama-3.1-8b", "--length", "128k", "--write", "-", "--compare")
+    assert status == 0
+    assert "…" not in out
+    assert "staged for the host" in out
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (8_030_261_248, "8.03 B"),
+        (124_439_808, "0.12 B"),
+        (99_999_999, "100.00 M"),
+        (1_650_000, "1.65 M"),
+        (96, "96"),
+        (0, "0"),
+    ],
+)
+def test_parameters_are_never_zero_that_are_some(count: int, said: str) -> None:
+    assert parameters(count) == said
+
+
+def test_a_name_is_not_its_own_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in known_names():
+        assert name not in nearest_models(name)
+        assert name not in nearest_models(name.lower())
+    with pytest.raises(ConfigError) as caught:
+        find_folder("Qwen/Qwen3-8B")
+    assert str(caught.value).count("Qwen/Qwen3-8B'") == 1
+    assert "Qwen/Qwen3-8B," not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("a: [1\nb: 2\n", "line 2, column 2"),
+        ("model: {name: x\n", "line 2, column 1"),
+        ("a: 1\n\tb: 2\n", "line 2, column 1"),
+        ("x: 'y\n", "line 2"),
+    ],
+)
+def test_yaml_that_ends_somewhere_is_told_where(tmp_path: Path, text: str, where: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"run\.yaml, {where}.*: not YAML \(.+\)$"):
+        load_run(file)
+
+
+def on_a_terminal(code: str) -> bytes:
+    """What a program writes to a terminal that is its stderr."""
+    own, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=subprocess.DEVNULL, env=environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while piece := os.read(own, 4096):
+            written += piece
+    except OSError:
+        # Linux says so when the other end is closed.
+        pass
+    os.close(own)
+    assert job.wait(60) == 0
+    return written
+
+
+def test_a_message_takes_the_bars_line() -> None:
+    code = (
+        "import os; os.write(2, b'stage 1 ----- 9/60'); "
+        "from ithaca.cli.terminal import say_beside_a_bar; say_beside_a_bar('stopping')"
+    )
+    assert on_a_terminal(code) == b"stage 1 ----- 9/60\r\x1b[Kithaca: stopping\r\n"
+
+
+def test_what_is_loaded_is_said_before_it_is_imported() -> None:
+    """On a terminal alone, and by a module that imports neither torch nor transformers."""
+    code = (
+        "import sys; from ithaca.cli.terminal import say_loading; say_loading('loading torch'); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    assert on_a_terminal(code).endswith(b"loading torch ...\r\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("verb", ["train", "verify", "prepare", "rehearse", "doctor"])
+def test_slow_verbs_say_so_before_they_import_torch(verb: str) -> None:
+    """The first line is written while torch is not there yet."""
+    code = (
+        f"import sys; sys.argv = ['ithaca', {verb!r}]\n"
+        "class Said(Exception): pass\n"
+        "def say(text):\n"
+        "    assert 'torch' not in sys.modules, 'torch was imported in silence'\n"
+        "    raise Said(text)\n"
+        "from ithaca.cli import app\n"
+        "for name, module in list(sys.modules.items()):\n"
+        "    if name.startswith('ithaca.cli') and hasattr(module, 'say_loading'):\n"
+        "        module.say_loading = say\n"
+        "try:\n"
+        "    app(standalone_mode=False)\n"
+        "except Said:\n"
+        "    raise SystemExit(0)\n"
+        "raise SystemExit(1)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
