@@ -58,7 +58,7 @@ class Source(Section):
 
     path: Where
     format: Literal["auto", "jsonl", "parquet", "text", "code", "hub"] = "auto"
-    kind: Literal["auto", "text", "chat", "tokens"] = "auto"
+    kind: Literal["auto", "text", "chat", "tokens", "pair", "alpaca"] = "auto"
     column: str | None = None
     labels: str | None = None
     subset: str | None = None
@@ -75,12 +75,16 @@ Sources = Annotated[list[Source], BeforeValidator(one_or_more)]
 
 
 class Data(Section):
-    """Documents to rows. `rows`: "packed" (best fit, documents apart) or "joined" (one stream, cut at the length)."""
+    """Documents to rows. `rows`: "packed" (best fit, documents apart) or "joined" (one stream, cut at the length).
+
+    `special_tokens`: "parse" makes tokens of their spellings in plain text, as the tokenizer does, "text" leaves them text.
+    """
 
     sources: Sources = [Source(path="stdlib", format="code")]
     rows: Literal["packed", "joined"] = "packed"
     learn: Literal["assistant", "all"] = "assistant"
     chat_template: str | None = None
+    special_tokens: Literal["parse", "text"] = "parse"
     streaming: bool = False
     bad_share: Share = 0.01
     cache: Where | None = None

@@ -52,7 +52,7 @@ def prepare(
     )
     if prepared.stores or prepared.others:
         console.print(_sources(prepared))
-    for line in _bad_rows(prepared):
+    for line in (*_bad_rows(prepared), *prepared.left_out):
         console.print(Text(line))
     console.print(_stages(run, prepared))
     for index in range(show):

@@ -6,6 +6,9 @@ text falls apart into parts that do not depend on what the assistant says; those
 first one, and what lies between two of them, from the generation prompt to the end of the turn, is the assistant's.
 Templates that rewrite history (thinking dropped from earlier turns) or trim contents fit that too.
 
+What a message holds is text: the spelling of a special token in it becomes no token (`spelled.py`), so no message can
+end its own turn. Templates are rendered in a process that can be ended (`render.py`).
+
 Invariant: exact or refused. A conversation whose parts do not line up, whose text holds the template's own marks, or
 whose contents are not in the spans, is a RowError; a template whose turns have no end that a model could learn is a
 DataError.
@@ -14,20 +17,25 @@ DataError.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ithaca.data.read import RowError, encodable, json_list
+from ithaca.data.messages import Message, check_no_repr, read_messages, read_tools
+from ithaca.data.read import RowError, encodable
+from ithaca.data.render import Job, Template
+from ithaca.data.spelled import BREAK, Broken, Spellings, plain_text, special_tokens
 from ithaca.errors import DataError
 
-Message = dict[str, Any]
 Span = tuple[int, int]
+Encoding = tuple[NDArray[np.int64], NDArray[np.bool_] | None]
+# A tokenizer takes about a hundred bytes for each letter of a text that it is given whole.
+LONGEST = 1 << 25
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 # Private-use letters: no document has them by accident, and one that does is refused.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
@@ -40,17 +48,21 @@ class Marks:
     closing: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatEncoder:
-    """Conversations to (ids, learned). `marks` is None where the template marks generations itself, or all is learned."""
+    """Conversations to (ids, learned). `marks` is None where the template marks generations itself, or all is learned.
+    `parts` is True for a template that takes content in parts alone; `name` is how messages call the template."""
 
     tokenizer: Any
     template: str
     learn_all: bool
     marks: Marks | None
+    parts: bool = False
+    name: str = field(default="the tokenizer's chat template", compare=False)
 
     @classmethod
-    def make(cls, tokenizer: Any, template: str | None, learn: str) -> ChatEncoder:
+    def make(cls, tokenizer: Any, template: str | None, learn: str, given: str = "") -> ChatEncoder:
+        """`given` is what the run calls `template` by, None where the template is the tokenizer's own."""
         chosen = template or tokenizer.chat_template
         if isinstance(chosen, dict):
             chosen = chosen.get("default")
@@ -59,94 +71,170 @@ class ChatEncoder:
                 "the documents are chat messages and this tokenizer has no chat template: set data.chat_template to a "
                 "Jinja template or a file with one, or model.tokenizer to a chat model's"
             )
+        folder = str(getattr(tokenizer, "name_or_path", "") or "")
+        own = f"the chat template of {folder}" if folder else "the tokenizer's chat template"
+        name = f"data.chat_template ({given})" if template and given else "data.chat_template" if template else own
+        blank = cls(tokenizer, chosen, learn == "all", None, name=name)
+        blank = replace(blank, parts=_wants_parts(blank))
         whole = learn == "all" or _GENERATION.search(chosen) is not None
-        blank = cls(tokenizer, chosen, learn == "all", None)
-        return blank if whole else cls(tokenizer, chosen, False, find_marks(blank))
+        return blank if whole else replace(blank, marks=find_marks(blank))
 
-    def __call__(self, value: object, tools: object = None) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-        messages = read_messages(value)
-        tools = read_tools(tools)
+    def __call__(self, value: object, tools: object = None) -> Encoding:
+        return self.encode(value, tools)[:2]
+
+    def encode(self, value: object, tools: object = None) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None, bool]:
+        """Ids, which are learned, and True if a message holds the spelling of a special token."""
+        messages, known = read_messages(value), read_tools(tools)
         if not self.learn_all and not any(message["role"] == "assistant" for message in messages):
             raise RowError("no message of the assistant: nothing to learn")
-        if self.marks is None and not self.learn_all:
-            return self._marked(messages, tools)
-        text = self.render(messages, tools)
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = np.array(found["input_ids"], np.int64)
-        if self.marks is None:
-            return ids, None
-        spans = find_spans(self, self.marks, messages, tools, text)
-        _check_contents(messages, [text[start:end] for start, end in spans])
-        return ids, tokens_in(spans, found["offset_mapping"], text)
+        try:
+            broken = self._spellings.broken(messages, known)
+            return *self._encode(messages, known, broken), broken is not None
+        except RecursionError:
+            raise RowError("its messages or tools are nested too deeply") from None
+
+    def completion(
+        self, prompt: object, completion: object, tools: object = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None, bool]:
+        """A prompt's messages and those that complete it; what is learned begins where the tokens of both part from
+        those of the prompt with its generation prompt, as in TRL."""
+        before, after, known = read_messages(prompt), read_messages(completion), read_tools(tools)
+        messages = [*before, *after]
+        try:
+            broken = self._spellings.broken(messages, known)
+            return *self._completed(before, messages, known, broken), broken is not None
+        except RecursionError:
+            raise RowError("its messages or tools are nested too deeply") from None
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> str:
         """The conversation as text; what the template refuses is a RowError with its own words."""
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=prompt,
-            )
-        except Exception as error:
-            raise RowError(f"the chat template refuses it ({' '.join(str(error).split())[:200]})") from None
-        return encodable(text)
+        return self._render([Job(list(messages), tools, prompt)])[0][0]
 
-    def _marked(self, messages: list[Message], tools: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        text = self.render(messages, tools)
-        try:
-            found = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self.template,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-            )
-        except Exception as error:
-            raise RowError(f"the chat template refuses it ({' '.join(str(error).split())[:200]})") from None
-        learn = np.array(found["assistant_masks"], bool)
+    def _render(self, jobs: Sequence[Job]) -> list[tuple[str, list[Span]]]:
+        found = []
+        for answer in self._renderer.render([self._in_parts(job) for job in jobs]):
+            if answer.refused:
+                raise RowError(f"the chat template refuses it ({answer.refused})")
+            if len(answer.text) > LONGEST:
+                raise RowError(f"a conversation of {len(answer.text):,} letters: at most {LONGEST:,}; split it")
+            found.append((encodable(answer.text), [(start, end) for start, end in answer.spans]))
+        return found
+
+    def _in_parts(self, job: Job) -> Job:
+        if not self.parts:
+            return job
+        told = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in job.messages]
+        return replace(job, messages=told)
+
+    @cached_property
+    def _renderer(self) -> Template:
+        return Template(self.tokenizer, self.template, self.name)
+
+    @cached_property
+    def _spellings(self) -> Spellings:
+        marks = "" if self.marks is None else self.marks.opening + self.marks.closing
+        return Spellings.of(self.tokenizer, self.template, f"{marks}{self.tokenizer.eos_token}")
+
+    def _encode(self, messages: list[Message], tools: Any, broken: Broken | None) -> Encoding:
+        if broken is None:
+            text, spans = self._learned(messages, tools)
+            check_no_repr(text, messages, tools)
+            found = self._tokens(text)
+            ids = np.array(found["input_ids"], np.int64)
+            if spans is None:
+                return ids, None
+            return ids, self._mask(messages, spans, text, found["offset_mapping"], found.char_to_token)
+        (plain, _), (text, spans) = self._render([Job(messages, tools)])[0], self._learned(*broken)
+        check_no_repr(plain, messages, tools)
+        coded = self._plainly(plain, text)
+        if spans is None:
+            return coded.ids, None
+        moved = [(coded.place(start), coded.place(end)) for start, end in spans]
+        _check_contents(broken[0], [text[start:end] for start, end in spans])
+        return coded.ids, self._mask(None, moved, coded.text, coded.found.offsets, coded.found.char_to_token)
+
+    def _learned(self, messages: list[Message], tools: Any) -> tuple[str, list[Span] | None]:
+        """The text and its learned letters; None where all are learned."""
+        if self.marks is not None:
+            hidden = _hidden(messages)
+            (text, _), (blank, _) = self._render([Job(messages, tools), Job(hidden, tools)])
+            return text, find_spans(self.marks, hidden, blank, text)
+        text, spans = self._render([Job(messages, tools, track=not self.learn_all)])[0]
+        return text, None if self.learn_all else spans
+
+    def _mask(
+        self, messages: Sequence[Message] | None, spans: list[Span], text: str, offsets: Any, token_of: Any
+    ) -> NDArray[np.bool_]:
+        """The tokens of the learned letters; `messages` are those to be looked for in them, None where that is done."""
+        if self.marks is not None:
+            if messages is not None:
+                _check_contents(messages, [text[start:end] for start, end in spans])
+            return tokens_in(spans, offsets, text)
+        learn = _tracked(spans, len(offsets), token_of)
         # transformers drops the rest of a mask where an offset is missing: what the turns hold must be in it.
-        _check_contents(messages, _masked_texts(text, learn, found["offset_mapping"]))
-        return np.array(found["input_ids"], np.int64), learn
+        if messages is not None:
+            _check_contents(messages, _masked_texts(text, learn, offsets))
+        return learn
+
+    def _completed(self, before: list[Message], messages: list[Message], tools: Any, broken: Broken | None) -> Encoding:
+        jobs = [Job(before, tools, prompt=True), Job(messages, tools)]
+        (asked, _), (text, _) = self._render(jobs)
+        check_no_repr(text, messages, tools)
+        if broken is None:
+            first, ids = (np.array(self._tokens(each)["input_ids"], np.int64) for each in (asked, text))
+        else:
+            jobs = [Job(broken[0][: len(before)], broken[1], prompt=True), Job(broken[0], broken[1])]
+            shown = self._render(jobs)
+            first, ids = (self._plainly(*both).ids for both in ((asked, shown[0][0]), (text, shown[1][0])))
+        return ids, None if self.learn_all else np.arange(len(ids)) >= common_length(first, ids)
+
+    def _tokens(self, text: str) -> Any:
+        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+
+    def _plainly(self, plain: str, text: str) -> Any:
+        """The tokens of a text whose messages' spellings of special tokens are broken, as text."""
+        if text.replace(BREAK, "") != plain or BREAK in plain:
+            raise RowError("a message holds the spelling of a special token that the chat template reads")
+        coder = plain_text(self.tokenizer)
+        coded = coder.encode(text, self._spellings)
+        if not coder.agrees(text, self._spellings, self._tokens(text)["input_ids"]):
+            raise RowError("a message holds the spelling of a special token that this tokenizer cannot take as text")
+        return coded
 
 
-def read_messages(value: object) -> list[Message]:
-    """Messages as templates take them; `from` / `value` and the names of roles that other sets use are translated, and
-    a list that is written as a string of JSON is read."""
-    items = json_list(value) if isinstance(value, str) else value
-    if not isinstance(items, Sequence):
-        raise RowError(f"a conversation is a {type(value).__name__}: a list of messages is needed")
-    if not items:
-        raise RowError("the conversation is empty")
-    return [_message(item, place) for place, item in enumerate(items)]
+def common_length(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
+    """How many tokens at the start are the same."""
+    size = min(len(first), len(second))
+    other = np.flatnonzero(first[:size] != second[:size])
+    return int(other[0]) if len(other) else size
 
 
-def read_tools(value: object) -> list[Any] | None:
-    """Tools as templates take them: a list, or a string of JSON that holds one; an empty string is none."""
-    if value is None or value == "":
-        return None
-    items = json_list(value) if isinstance(value, str) else value
-    if not isinstance(items, list):
-        raise RowError(f"'tools' is a {type(value).__name__}: a list is needed, or a string of JSON that holds one")
-    return items or None
+def _wants_parts(encoder: ChatEncoder) -> bool:
+    """True if the template shows text in parts and loses or refuses content that is a text."""
+    whole = [{"role": "user", "content": _OPEN}]
+    try:
+        if _OPEN in encoder.render(whole):
+            return False
+    except RowError:
+        pass
+    try:
+        text = replace(encoder, parts=True).render(whole)
+    except RowError:
+        return False
+    return _OPEN in text and "'type'" not in text
 
 
-def _message(item: object, place: int) -> Message:
-    if not isinstance(item, Mapping):
-        raise RowError(f"message {place} is a {type(item).__name__}: an object with role and content is needed")
-    message = {key: inner for key, inner in item.items() if inner is not None}
-    role = message.pop("from", None) or message.get("role")
-    content = message.pop("value", None) if "content" not in message else message["content"]
-    if not isinstance(role, str):
-        raise RowError(f"message {place} has no role, only {', '.join(map(str, item)) or 'nothing'}")
-    if content is None and not message.get("tool_calls"):
-        raise RowError(f"message {place} ({role}) has no content")
-    if not isinstance(content, str | list | None):
-        raise RowError(f"the content of message {place} ({role}) is a {type(content).__name__}, text is needed")
-    return message | {"role": _ROLES.get(role, role), "content": "" if content is None else content}
+def _tracked(spans: Sequence[Span], count: int, token_of: Any) -> NDArray[np.bool_]:
+    """The tokens of `{% generation %}` blocks, as transformers' apply_chat_template marks them."""
+    learn = np.zeros(count, bool)
+    for start, end in spans:
+        if end < 1:
+            raise RowError("the chat template begins with an empty generation")
+        first, last = token_of(start), token_of(end - 1)
+        if first is None:
+            break
+        learn[first : last + 1 if last else count] = True
+    return learn
 
 
 def find_marks(encoder: ChatEncoder) -> Marks:
@@ -164,7 +252,7 @@ def find_marks(encoder: ChatEncoder) -> Marks:
     grown = prompt.startswith(without) and len(prompt) > len(without)
     # Where there is no generation prompt, an answer begins after what follows any question.
     opening = prompt[len(without) :] if grown else _common(prompt[::-1], other[::-1])[::-1]
-    closing = _to_last(_common(_after(last), _after(inner)), _special_tokens(encoder.tokenizer))
+    closing = _to_last(_common(_after(last), _after(inner)), special_tokens(encoder.tokenizer))
     if not opening or not closing or opening not in last[: last.find(_OPEN)]:
         raise DataError(
             "this chat template has no generation marks, and its assistant's turns do not end in a special token "
@@ -185,22 +273,18 @@ def _common(first: str, second: str) -> str:
     return first[:size]
 
 
-def _special_tokens(tokenizer: Any) -> set[str]:
-    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return {*tokenizer.all_special_tokens, *added}
-
-
 def _to_last(text: str, specials: set[str]) -> str:
     """Up to the end of the last special token."""
     end = max((at + len(token) for token in specials if (at := text.rfind(token)) >= 0), default=0)
     return text[:end]
 
 
-def find_spans(encoder: ChatEncoder, marks: Marks, messages: Sequence[Message], tools: Any, text: str) -> list[Span]:
-    """The characters of `text` that the assistant says: after the opening of each turn, its closing included."""
+def find_spans(marks: Marks, hidden: Sequence[Message], blank: str, text: str) -> list[Span]:
+    """The characters of `text` that the assistant says: after the opening of each turn, its closing included. `blank`
+    is the text of the `hidden` messages."""
     if _OPEN in text or _CLOSE in text:
         raise RowError("the text has the private-use letters U+E0F0 or U+E0F1: take them out")
-    parts = _fixed_parts(encoder, marks, messages, tools)
+    parts = _fixed_parts(marks, hidden, blank)
     if not text.startswith(parts[0]):
         raise RowError("the chat template renders what comes before the assistant differently by what it says")
     spans: list[Span] = []
@@ -218,20 +302,22 @@ def find_spans(encoder: ChatEncoder, marks: Marks, messages: Sequence[Message], 
     return spans
 
 
-def _fixed_parts(encoder: ChatEncoder, marks: Marks, messages: Sequence[Message], tools: Any) -> list[str]:
+def _hidden(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a sign of its own for each of the assistant's contents."""
+    return [
+        {**message, "content": f"{_OPEN}{place}{_CLOSE}"} if message["role"] == "assistant" else message
+        for place, message in enumerate(messages)
+    ]
+
+
+def _fixed_parts(marks: Marks, hidden: Sequence[Message], text: str) -> list[str]:
     """What does not depend on the assistant: each part after the first begins with a closing, all but the last end
     with an opening."""
-    signs = [f"{_OPEN}{place}{_CLOSE}" for place in range(len(messages))]
-    hidden = [
-        {**message, "content": sign} if message["role"] == "assistant" else message
-        for message, sign in zip(messages, signs, strict=True)
-    ]
-    text = encoder.render(hidden, tools)
     parts, start = [], 0
-    for message, sign in zip(hidden, signs, strict=True):
+    for message in hidden:
         if message["role"] != "assistant":
             continue
-        at = text.find(sign, start)
+        at = text.find(message["content"], start)
         opening = text.rfind(marks.opening, start, at)
         closing = text.find(marks.closing, at)
         if min(at, opening, closing) < 0:

@@ -9,7 +9,6 @@ Invariant: `prepare` may be called again, and by many processes at once: what is
 from __future__ import annotations
 
 import hashlib
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +27,12 @@ from ithaca.errors import DataError
 
 Split = Literal["train", "validation"]
 
-logger = logging.getLogger("ithaca")
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What `open_feed` takes. `stores` hold the data's documents, `others` those of validation's own sources;
-    `streamed` is there instead of `stores` where the data is streamed."""
+    `streamed` is there instead of `stores` where the data is streamed. `notes` are lines about files that are not read;
+    `as_text`: spellings of special tokens in plain text were left text."""
 
     stores: tuple[Store, ...]
     others: tuple[Store, ...]
@@ -42,6 +40,8 @@ class Prepared:
     share: float
     seed: int
     pad: int
+    notes: tuple[str, ...] = ()
+    as_text: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -66,10 +66,14 @@ class Prepared:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A line for every stored source some of whose rows are no documents."""
-        abouts = [store.about for store in (*self.stores, *self.others)]
-        lines = (Count(one["rows"], one["bad"], tuple(one["named"])).left_out(one["name"]) for one in abouts)
-        return tuple(line for line in lines if line)
+        """Lines about files that are not read, and for every stored source about rows that are no documents and
+        documents that spell special tokens."""
+        lines = list(self.notes)
+        for one in (store.about for store in (*self.stores, *self.others)):
+            # A cache from before they were counted has no number of spellings.
+            count = Count(one["rows"], one["bad"], tuple(one["named"]), spelled=one.get("spelled", 0))
+            lines += count.notes(one["name"], one["kind"], self.as_text)
+        return tuple(lines)
 
     def check_vocabulary(self, size: int) -> None:
         """DataError where a document holds an id that a model with so many does not have; a stream's are seen as they
@@ -119,8 +123,6 @@ def prepare(
     stores: tuple[Store, ...] = ()
     if data.streaming:
         template = read_template(data)
-        for note in filter(None, (one.left_out for one in located)):
-            logger.warning(note)
         encoders = tuple(source_encoder(one, tokenizer, data, template) for one in located)
         share = 0.0 if apart else validation.share
         listings = tuple(Listing.of(one.files) for one in located)
@@ -130,4 +132,5 @@ def prepare(
     others = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in apart)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad = next(token for token in pads if token is not None)
-    return Prepared(stores, others, streamed, validation.share, seed, pad)
+    notes = tuple(dict.fromkeys(note for one in (*located, *apart) for note in one.notes))
+    return Prepared(stores, others, streamed, validation.share, seed, pad, notes, data.special_tokens == "text")

@@ -3,6 +3,10 @@
 A raw row says where it came from and holds a line of bytes, a record, or nothing (the whole file is the document).
 Lines are parsed later, by `parse_row`, so that skipping to a place costs only the reading.
 
+A file that cannot be read to its end (cut short, bytes changed, not what its name says) is a DataError with its name;
+a row that is no document, or a cell that cannot be read, is a RowError with its place. Columns that hold no documents
+are not read where the format keeps columns apart.
+
 Invariant: files in the order of `Located.files` and rows in the files' order; the dataset is cut by file, so its own
 `state_dict` says exactly where to go on.
 """
@@ -15,20 +19,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import fsspec  # type: ignore[import-untyped]
-
+from ithaca.data.packed import FAULTS, open_file
 from ithaca.data.sources import Located
+from ithaca.data.tables import parquet_rows
 from ithaca.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-_BATCH = 256
+# The most bytes of one line or one file of text. Longer documents have to be split by their owner.
+LARGEST = 1 << 30
 _MARK = b"\xef\xbb\xbf"
 
 
 class RowError(Exception):
     """A row that is no document; the message is the reason. Counted and named, not fatal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """What stands for a line or a cell that cannot be read; `reason` is why."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +57,55 @@ class Raw:
         return f"{self.file}:{self.row}" if self.row else self.file
 
 
-def open_rows(located: Located, *, streaming: bool) -> IterableDataset:
-    """The rows of a source, for `raw_rows`. From the hub, `streaming` reads over the network and keeps nothing."""
+def open_rows(located: Located, *, streaming: bool, columns: Sequence[str] | None = None) -> IterableDataset:
+    """The rows of a source, for `raw_rows`. From the hub, `streaming` reads over the network and keeps nothing. Of a
+    table only `columns` are read, or where they are None those that could be documents."""
     from datasets import IterableDataset
 
     if located.format == "hub":
         return _open_hub(located, streaming)
-    readers = {"jsonl": _json_rows, "parquet": _parquet_rows, "text": _whole_files, "code": _whole_files}
-    return IterableDataset.from_generator(readers[located.format], gen_kwargs={"files": list(located.files)})
+    files = list(located.files)
+    if located.format == "parquet":
+        # A list would be taken for a part of what is cut into shards.
+        wanted = None if columns is None else tuple(columns)
+        return IterableDataset.from_generator(_table_rows, gen_kwargs={"files": files, "columns": wanted})
+    readers = {"jsonl": _json_rows, "text": _whole_files, "code": _whole_files}
+    return IterableDataset.from_generator(readers[located.format], gen_kwargs={"files": files})
 
 
 def raw_rows(located: Located, rows: IterableDataset, first: int = 1) -> Iterator[Raw]:
     """The same as `Raw`s; the hub's rows are numbered from `first`."""
-    for number, record in enumerate(rows, first):
-        if located.format == "hub":
-            yield Raw(located.name, number, record, _size(record))
-        else:
-            file, row, value = record["file"], record["row"], record["value"]
-            yield Raw(file, row, value, _size(value) if row else os.path.getsize(file))
+    if located.format == "hub":
+        yield from _hub_rows(located.name, rows, first)
+        return
+    for record in rows:
+        file, row, value = record["file"], record["row"], record["value"]
+        del record
+        yield Raw(file, row, value, _size(value) if row else _file_size(file))
+
+
+def _hub_rows(name: str, rows: IterableDataset, first: int) -> Iterator[Raw]:
+    number, iterator = first, iter(rows)
+    while True:
+        try:
+            record = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            # Whatever a dataset's own code raises: it is not ours, and the place is all that can be said.
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise DataError(
+                f"row {number:,} of {name} cannot be read ({why}): name its files as sources instead"
+            ) from None
+        yield Raw(name, number, record, _size(record))
+        number += 1
+
+
+def _file_size(file: str) -> int:
+    try:
+        return os.path.getsize(file)
+    except OSError:
+        return 0
 
 
 def _size(value: object) -> int:
@@ -78,15 +121,35 @@ def parse_row(raw: Raw) -> Mapping[str, Any]:
     if value is None and not raw.row:
         return {"text": _whole_text(raw.file)}
     if isinstance(value, bytes):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise RowError(f"not JSON ({error.msg}, column {error.colno})") from None
-        except (UnicodeDecodeError, RecursionError) as error:
-            raise RowError(f"not JSON ({error})") from None
+        value = parse_json(value)
+    if isinstance(value, Unreadable):
+        raise RowError(value.reason)
     if not isinstance(value, Mapping):
         raise RowError(f"{type(value).__name__} instead of an object with named fields")
     return value
+
+
+def parse_json(line: bytes) -> Any:
+    """What a line of JSON holds; RowError where it is none."""
+    try:
+        try:
+            return json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise
+        except ValueError:
+            # A number of more digits than Python turns into one: no document needs it, so the row is not lost for it.
+            return json.loads(line, parse_int=_number)
+    except json.JSONDecodeError as error:
+        raise RowError(f"not JSON ({error.msg}, column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"not JSON ({error})") from None
+
+
+def _number(digits: str) -> float:
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
 
 
 def json_list(value: object) -> list[Any] | None:
@@ -100,28 +163,32 @@ def json_list(value: object) -> list[Any] | None:
 
 def encodable(text: str) -> str:
     """The text itself; RowError where JSON's escapes left half of a surrogate pair in it, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise RowError(f"letter {error.start} is {half}, half of a surrogate pair: not Unicode text") from None
+    # In parts, for a text may be as long as the memory that is left.
+    for start in range(0, len(text), 1 << 20):
+        try:
+            text[start : start + (1 << 20)].encode()
+        except UnicodeEncodeError as error:
+            place = start + error.start
+            half = f"U+{ord(text[place]):04X}"
+            raise RowError(f"letter {place} is {half}, half of a surrogate pair: not Unicode text") from None
     return text
 
 
 def _whole_text(file: str) -> str:
     try:
-        with _open(file) as opened:
-            return str(opened.read(), "utf-8-sig")
+        with open_file(file) as opened:
+            content = opened.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise RowError(_too_large("a file"))
+        return str(content, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise RowError(f"not UTF-8 (byte {error.start})") from None
-    except (OSError, EOFError) as error:
+    except FAULTS as error:
         raise RowError(f"cannot be read ({error})") from None
 
 
-def _open(file: str) -> Any:
-    if file.endswith(".zst") and "zstd" not in fsspec.available_compressions():
-        raise DataError(f"{file} is compressed by zstd: `pip install zstandard`, or unpack it")
-    return fsspec.open(file, "rb", compression="infer")
+def _too_large(what: str) -> str:
+    return f"{what} of more than {LARGEST >> 30} GiB: split the document into several"
 
 
 def _whole_files(files: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -133,42 +200,44 @@ def _json_rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Lines, or the items of one array where a file is that; empty lines are nothing."""
     for file in files:
         try:
-            with _open(file) as opened:
-                for number, line in enumerate(opened, 1):
-                    line = line.removeprefix(_MARK) if number == 1 else line
-                    if number == 1 and line.lstrip().startswith(b"["):
-                        yield from _json_array(file, line + opened.read())
-                        break
-                    if line.strip():
+            with open_file(file) as opened:
+                for number, line in enumerate(_lines(opened), 1):
+                    if number == 1 and isinstance(line, bytes):
+                        line = line.removeprefix(_MARK)
+                        if line.lstrip().startswith(b"["):
+                            yield from _json_array(file, line + opened.read())
+                            break
+                    if isinstance(line, Unreadable) or line.strip():
                         yield {"file": file, "row": number, "value": line}
-        except (OSError, EOFError) as error:
+        except FAULTS as error:
             raise DataError(f"{file} cannot be read ({error}): is it whole, and what its name says?") from None
+
+
+def _lines(opened: Any) -> Iterator[bytes | Unreadable]:
+    """Lines of up to `LARGEST` bytes; a longer one is passed over in parts."""
+    while line := opened.readline(LARGEST + 1):
+        if len(line) <= LARGEST:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = opened.readline(1 << 24)
+        yield Unreadable(_too_large("a line"))
 
 
 def _json_array(file: str, content: bytes) -> Iterator[dict[str, Any]]:
     try:
-        items = json.loads(content)
-    except ValueError:
+        items = parse_json(content)
+    except RowError:
         # Lines that are arrays, not objects, begin the same way: they are named one by one.
         items = [line for line in content.splitlines() if line.strip()]
     for number, item in enumerate(items, 1):
         yield {"file": file, "row": number, "value": item}
 
 
-def _parquet_rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
+def _table_rows(files: Sequence[str], columns: tuple[str, ...] | None) -> Iterator[dict[str, Any]]:
     for file in files:
-        number = 0
-        try:
-            with pyarrow.parquet.ParquetFile(file) as opened:
-                for batch in opened.iter_batches(_BATCH):
-                    for record in batch.to_pylist():
-                        number += 1
-                        yield {"file": file, "row": number, "value": record}
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{file} cannot be read as parquet ({error}): is it whole, and parquet?") from None
+        for number, record in enumerate(parquet_rows(file, columns, Unreadable), 1):
+            yield {"file": file, "row": number, "value": record}
 
 
 def _open_hub(located: Located, streaming: bool) -> IterableDataset:

@@ -1,8 +1,9 @@
 """Which files a source is: a path, a glob, a folder, the standard library or a hub name, and how they are read.
 
-`locate` finds the format out from what is there, walks folders in sorted order, and leaves out of a code repository
-what nobody wrote by hand: version control, vendored and built folders, binary and huge files. Of other folders it
-leaves out what is hidden, and nothing else.
+`locate` finds the format out from what is there and walks folders in sorted order. A folder of texts gives all texts
+and sources in it, whatever their suffixes; a code repository gives what people wrote by hand, without version control,
+vendored and built folders, binary and huge files. Each folder's files that are not read are counted by suffix and
+reason in `Located.notes`.
 
 Invariant: the same files in the same order on every machine that has the same content under the same path.
 """
@@ -14,47 +15,47 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
 from ithaca.config import Source
+from ithaca.data.folders import HUGE, VENDORED, Tally, is_vendored, suffix_of, walk, why_not_written
 from ithaca.errors import DataError
 
 STDLIB = "stdlib"
-HUGE = 1 << 20
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _FORMATS = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
     "text": (".txt", ".md", ".rst", ".text"),
 }
-_TABLES = (".csv", ".tsv")
+_TABLES = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".sqlite", ".db")
+# Beside texts these are settings, not documents.
+_SETTINGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".properties")
 _SUFFIXES = {suffix: kind for kind, suffixes in _FORMATS.items() for suffix in suffixes}
-_PACKAGES = ("node_modules", "bower_components", "vendor", "vendored", "third_party", "site-packages", "dist-packages")
-_BUILT = ("__pycache__", "venv", "env", "build", "dist", "target", "out", "coverage", "htmlcov")
-_VENDORED = frozenset((*_PACKAGES, *_BUILT))
-_NOT_WRITTEN = ("*.min.js", "*.min.css", "*.map", "*.lock", "package-lock.json", "pnpm-lock.yaml", "*.ipynb", "*.svg")
 # Tests, and a table of pydoc's that no one wrote.
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "pydoc_data"})
-_HEAD = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A source whose files are known. `name` is how messages call it; `files` is empty for a hub name; `huge` are a
-    repository's texts that are not among `files` for their size."""
+    """A source whose files are known. `name` is how messages call it; `files` is empty for a hub name; `huge` are texts
+    that are not among `files` for their size; `others` is a line about the other files that are not."""
 
     source: Source
     format: str
     name: str
     files: tuple[str, ...]
     huge: tuple[str, ...] = ()
+    others: str = ""
 
     @property
-    def left_out(self) -> str:
-        """A note on the huge files; empty where there are none."""
+    def notes(self) -> tuple[str, ...]:
+        """A line for each kind of files that are not read; none where all are."""
+        return tuple(line for line in (self._huge_note(), self.others) if line)
+
+    def _huge_note(self) -> str:
         if not self.huge:
             return ""
         more = f" and {len(self.huge) - 1:,} more" if len(self.huge) > 1 else ""
@@ -65,7 +66,10 @@ class Located:
 
     def fingerprint(self) -> str:
         """Changes when a file comes, goes, or is written to; a hub name stands for itself."""
-        facts = [(file, (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in self.files]
+        try:
+            facts = [(file, (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in self.files]
+        except OSError as error:
+            raise DataError(f"{error.filename} was there a moment ago and is gone ({error.strerror})") from None
         text = repr((self.format, self.source.model_dump_json(), facts))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -95,23 +99,18 @@ def locate(source: Source) -> Located:
 def _may_be_hub(path: str) -> bool:
     """`owner/name` or `name`, without a suffix that only files have."""
     plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
-    return plain and _suffix(path) not in (*_SUFFIXES, *_TABLES, ".py", ".zip", ".tar")
-
-
-def _suffix(file: str) -> str:
-    path = PurePath(file)
-    return PurePath(path.stem).suffix.lower() if path.suffix.lower() in _COMPRESSED else path.suffix.lower()
+    return plain and suffix_of(path) not in (*_SUFFIXES, *_TABLES, ".py", ".zip", ".tar")
 
 
 def _file_format(file: str, source: Source) -> str:
     if source.format not in ("auto", "hub"):
         return source.format
-    if _suffix(file) in _TABLES:
+    if suffix_of(file) in _TABLES:
         raise DataError(
             f"{file} is a table of a kind that is not read: write it as jsonl or parquet, or set the source's format to "
             "text to train on it as one document"
         )
-    return _SUFFIXES.get(_suffix(file), "text")
+    return _SUFFIXES.get(suffix_of(file), "text")
 
 
 def _one_format(files: Sequence[str], source: Source) -> str:
@@ -128,11 +127,11 @@ def _folder_format(folder: str) -> str:
     """A repository is code; else what the files' names say."""
     if _is_repository(folder):
         return "code"
-    own = _likely_format(folder, _written_files(folder))
+    own = _likely_format(folder, walk(folder, VENDORED))
     if own == "code":
         return own
     # Folders of data may be called as built ones are; what was built beside texts does not make them code.
-    every = _likely_format(folder, _walk(folder))
+    every = _likely_format(folder, walk(folder))
     return own if every == "code" else every
 
 
@@ -142,7 +141,7 @@ def _is_repository(folder: str) -> bool:
 
 def _likely_format(folder: str, files: Iterable[str]) -> str:
     """By the files' names; several sorts of data at once are the user's to name."""
-    suffixes = [_suffix(file) for file in files]
+    suffixes = [suffix_of(file) for file in files]
     texts = sum(suffix in _FORMATS["text"] for suffix in suffixes)
     # A .json beside texts or sources is a setting; alone it is the data.
     lines = any(suffix in (".jsonl", ".ndjson") for suffix in suffixes) or set(suffixes) == {".json"}
@@ -153,30 +152,74 @@ def _likely_format(folder: str, files: Iterable[str]) -> str:
         )
     if lines or tables:
         return "jsonl" if lines else "parquet"
+    unread = [suffix for suffix in suffixes if suffix in _TABLES]
+    if unread and 2 * sum(suffix in (*_TABLES, ".json") for suffix in suffixes) > len(suffixes):
+        raise DataError(
+            f"{folder!r} holds tables of a kind that is not read ({', '.join(sorted(set(unread)))}): write them as jsonl or "
+            "parquet (datasets.load_from_disk(...).to_parquet(...) for a folder that save_to_disk wrote)"
+        )
     return "text" if 2 * texts >= len(suffixes) else "code"
 
 
 def _folder(folder: str, kind: str, source: Source) -> Located:
+    written = kind == "code" or _is_repository(folder)
+    tally, huge = Tally(), []
+    found = []
+    # Who names the files to include knows of the others.
+    for file in _included(walk(folder, VENDORED if written else (), None if source.include else tally), source):
+        why = _why_not_read(folder, file, kind, source)
+        if not why:
+            found.append(file)
+        elif why == _TOO_LARGE:
+            huge.append(file)
+        else:
+            tally.add(file, why)
+    nothing = f"{source.path!r} has no {kind} files ({_described(kind)})"
+    note = tally.describe(source.path)
+    if not found:
+        raise _none(source, nothing + (f"; {note}" if note else ""))
+    return Located(source, kind, source.path, tuple(found), tuple(huge), note)
+
+
+_TOO_LARGE = "too large"
+
+
+def _why_not_read(folder: str, file: str, kind: str, source: Source) -> str:
+    """The reason why a folder's file is no document of this format; empty for one that is."""
     if kind == "code":
-        written = [file for file in _written_files(folder) if _is_written(file)]
-        small = (file for file in written if os.path.getsize(file) <= HUGE)
-        huge = (file for file in written if os.path.getsize(file) > HUGE)
-        files = _some(small, source, f"{source.path!r} has no source files (text below {HUGE >> 20} MiB, not vendored)")
-        return Located(source, kind, source.path, files, tuple(_included(huge, source)))
-    wanted = _FORMATS[kind]
-    walked = _written_files(folder) if _is_repository(folder) else _walk(folder)
-    found = (file for file in walked if source.include or _suffix(file) in wanted)
-    nothing = f"{source.path!r} has no {kind} files ({', '.join(wanted)})"
-    return Located(source, kind, source.path, _some(found, source, nothing))
+        return _why_no_source(file)
+    suffix = suffix_of(file)
+    if suffix in _FORMATS[kind] or source.include:
+        return ""
+    if kind != "text":
+        return f"not {kind}"
+    if suffix in _SETTINGS:
+        return "settings"
+    if suffix in (*_FORMATS["jsonl"], *_FORMATS["parquet"], *_TABLES):
+        return "rows of data: name them as a source of their own"
+    return "vendored or built" if is_vendored(folder, file) else _why_no_source(file)
+
+
+def _why_no_source(file: str) -> str:
+    why = why_not_written(file)
+    return why or (_TOO_LARGE if os.path.getsize(file) > HUGE else "")
+
+
+def _described(kind: str) -> str:
+    return f"text below {HUGE >> 20} MiB, not vendored" if kind == "code" else ", ".join(_FORMATS[kind])
 
 
 def _some(files: Iterable[str], source: Source, nothing: str) -> tuple[str, ...]:
     """Those that `include` lets through; a source of none is an error."""
     found = tuple(_included(files, source))
     if not found:
-        also = f" that include={source.include} lets through" if source.include else ""
-        raise DataError(f"{nothing}{also}: correct data.sources (path, format, include)")
+        raise _none(source, nothing)
     return found
+
+
+def _none(source: Source, nothing: str) -> DataError:
+    also = f" that include={source.include} lets through" if source.include else ""
+    return DataError(f"{nothing}{also}: correct data.sources (path, format, include)")
 
 
 def _included(files: Iterable[str], source: Source) -> Iterator[str]:
@@ -188,41 +231,8 @@ def _matches(file: str, pattern: str) -> bool:
     return fnmatch(PurePath(file).name, pattern) or fnmatch(file, pattern) or PurePath(file).match(pattern)
 
 
-def _written_files(folder: str) -> Iterator[str]:
-    """Those of a repository that are not in a vendored or built folder."""
-    return _walk(folder, _VENDORED)
-
-
-def _walk(folder: str, without: Collection[str] = ()) -> Iterator[str]:
-    """Plain files that are not hidden and not in a folder called as in `without`, sorted; links to folders are not
-    followed."""
-    for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name.lower() not in without)
-        for name in sorted(files):
-            path = os.path.join(root, name)
-            if not name.startswith(".") and os.path.isfile(path):
-                yield path
-
-
-def _is_written(file: str) -> bool:
-    """Text that a person may have written: no NUL, not empty, no lock file or minified script."""
-    if not os.path.getsize(file) or any(fnmatch(os.path.basename(file), name) for name in _NOT_WRITTEN):
-        return False
-    try:
-        with open(file, "rb") as opened:
-            head = opened.read(_HEAD)
-    except OSError:
-        return False
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        # A letter cut in two by the end of what was read is no fault.
-        return b"\0" not in head and len(head) == _HEAD and error.start >= _HEAD - 3
-    return b"\0" not in head
-
-
 def _stdlib(root: Path) -> Iterator[str]:
-    for file in _written_files(str(root)):
+    for file in walk(str(root), VENDORED):
         parts = PurePath(file).relative_to(root).parts
         if file.endswith(".py") and not _NOT_STDLIB & set(parts) and os.path.getsize(file):
             yield file

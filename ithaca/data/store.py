@@ -31,6 +31,8 @@ from ithaca.errors import DataError
 VERSION = 2
 # Bytes that one checksum covers: a row of a million tokens reads a few, and summing one takes a millisecond.
 _BLOCK = 1 << 20
+# Tokens of a long document that are written at a time.
+_PART = 1 << 20
 _SMALL = ("offsets.npy", "origins.npy")
 
 
@@ -131,13 +133,20 @@ class StoreWriter:
         self._sum = hashlib.blake2b(digest_size=16)
 
     def add(self, ids: NDArray[Any], learn: NDArray[np.bool_] | None, file: str, row: int) -> None:
-        mask = np.ones(len(ids), np.uint8) if learn is None else learn.astype(np.uint8)
-        self._tokens.write(ids.astype(self.dtype).tobytes())
-        self._learn.write(mask.tobytes())
-        self._sum.update(len(ids).to_bytes(8, "little") + ids.astype(np.int64).tobytes() + mask.tobytes())
-        self.largest = max(self.largest, int(ids.max(initial=-1)))
+        # In parts: a document may be as long as the memory that is left.
+        self._sum.update(len(ids).to_bytes(8, "little"))
+        for start in range(0, len(ids), _PART):
+            part = ids[start : start + _PART]
+            self._tokens.write(part.astype(self.dtype).tobytes())
+            self._sum.update(part.astype(np.int64).tobytes())
+        for start in range(0, len(ids), _PART):
+            count = min(_PART, len(ids) - start)
+            mask = np.ones(count, np.uint8) if learn is None else learn[start : start + count].astype(np.uint8)
+            self._learn.write(mask.tobytes())
+            self._sum.update(mask.tobytes())
+            self.learned += int(mask.sum())
+        self.largest = max(self.largest, int(ids.max()) if len(ids) else -1)
         self.sizes.append(len(ids))
-        self.learned += int(mask.sum())
         self.origins.extend((self.files.setdefault(file, len(self.files)), row))
 
     def finish(self, about: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from ithaca.errors import DataError
 
 WINDOW = 32
 _REMEMBERED = 64
+_PART = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,11 @@ def _sum(documents: Sequence[Document]) -> str:
     """Of all documents' ids and what is learned of them."""
     total = hashlib.blake2b(digest_size=16)
     for document in documents:
-        ids, learn = document.piece(0, len(document.ids))
-        total.update(len(ids).to_bytes(8, "little") + ids.astype(np.int64).tobytes() + learn.tobytes())
+        size = len(document.ids)
+        total.update(size.to_bytes(8, "little"))
+        # In parts: a document may be as long as the memory that is left.
+        for start in range(0, size, _PART):
+            total.update(document.ids[start : start + _PART].astype(np.int64).tobytes())
+        for start in range(0, size, _PART):
+            total.update(document.piece(start, min(_PART, size - start))[1].tobytes())
     return total.hexdigest()

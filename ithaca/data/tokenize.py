@@ -35,9 +35,9 @@ from ithaca.errors import DataError
 NAMED = 5
 # As many rows without one good among them are not worth going on.
 HOPELESS = 1000
-_PEEK = 100
+_PEEK, _PEEK_BYTES = 100, 1 << 26
 _BATCH_ROWS = 128
-# A tokenizer holds about a hundred bytes for each byte it is at.
+# A tokenizer takes about a hundred bytes for each byte that it is given at once.
 _BATCH_BYTES = 1 << 19
 
 logger = logging.getLogger("ithaca")
@@ -45,12 +45,14 @@ logger = logging.getLogger("ithaca")
 
 @dataclass(slots=True)
 class Count:
-    """Rows seen, those that were no documents, and the tokens to be learned of the others."""
+    """Rows seen, those that were no documents, the tokens to be learned of the others, and how many of these hold the
+    spelling of a special token."""
 
     rows: int = 0
     bad: int = 0
     named: tuple[str, ...] = ()
     targets: int = 0
+    spelled: int = 0
 
     def add(self, raw: Raw, answer: Encoded | RowError) -> None:
         self.rows += 1
@@ -60,6 +62,7 @@ class Count:
                 self.named = (*self.named, f"{raw.place}: {answer}")
         else:
             self.targets += answer.targets
+            self.spelled += answer.spelled
 
     def check(self, name: str, share: float) -> None:
         """DataError where more rows are bad than the run allows, or where all are."""
@@ -73,12 +76,16 @@ class Count:
                 "the column and kind, or raise data.bad_share"
             )
 
-    def left_out(self, name: str) -> str:
-        """A line about the rows that are no documents; nothing where all are."""
-        if not self.bad:
-            return ""
+    def notes(self, name: str, kind: str, as_text: bool) -> tuple[str, ...]:
+        """A line about the rows that are no documents, and one about spellings of special tokens; none where there are
+        none."""
         first = f", the first: {self.named[0]}" if self.named else ""
-        return f"{self.bad:,} of {self.rows:,} rows of {name} are no documents and are left out{first}"
+        bad = f"{self.bad:,} of {self.rows:,} rows of {name} are no documents and are left out{first}"
+        what = "became those tokens: data.special_tokens=text leaves them text"
+        if as_text or kind.startswith("chat"):
+            what = "were taken as text"
+        spelled = f"{self.spelled:,} of {self.rows:,} documents of {name} spell special tokens, which {what}"
+        return (*([bad] if self.bad else ()), *([spelled] if self.spelled else ()))
 
     def check_learned(self, name: str) -> None:
         """DataError where no token is left that a loss could be of."""
@@ -108,17 +115,20 @@ def source_encoder(located: Located, tokenizer: Any, data: Data, template: str |
         kind = Kind("text", "text")
     else:
         kind = find_kind(located.source, _first_records(located, data), located.name)
-    return make_encoder(kind, tokenizer, located.source, template, data.learn)
+    return make_encoder(kind, tokenizer, located.source, data, template)
 
 
 def _first_records(located: Located, data: Data) -> list[Any]:
-    count, records = Count(), []
+    count, records, size = Count(), [], 0
     for raw in islice(raw_rows(located, open_rows(located, streaming=data.streaming)), _PEEK):
         try:
             records.append(parse_row(raw))
             count.rows += 1
         except RowError as error:
             count.add(raw, error)
+        size += raw.size
+        if size > _PEEK_BYTES:
+            break
     count.check(located.name, share=1.0)
     return records
 
@@ -128,7 +138,16 @@ def cache_key(located: Located, tokenizer: Any, data: Data, template: str | None
     inner = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = inner.to_str() if inner is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     template = template or tokenizer.chat_template
-    facts = (VERSION, located.fingerprint(), vocabulary, str(tokenizer.eos_token), repr(template), data.learn)
+    facts: tuple[Any, ...] = (
+        VERSION,
+        located.fingerprint(),
+        vocabulary,
+        str(tokenizer.eos_token),
+        repr(template),
+        data.learn,
+    )
+    # Caches from before there was this setting are those of its default.
+    facts += () if data.special_tokens == "parse" else (data.special_tokens,)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
@@ -141,6 +160,12 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
         clear_left(folder)
         with locked(folder / f"{target.name}.lock"):
             store = open_store(target)
+            if store is not None and _outdated(store):
+                logger.warning(
+                    f"{located.name} is tokenized again: its cache is from before spellings of special tokens in messages "
+                    "were taken as text"
+                )
+                store = None
             if store is None:
                 encoder = source_encoder(located, tokenizer, data, template)
                 _write(located, encoder, data, target, progress)
@@ -157,23 +182,25 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
     return store
 
 
+def _outdated(store: Store) -> bool:
+    """True for chats of an earlier version, whose messages could end their own turns."""
+    return store.about["kind"] == "chat" and "spelled" not in store.about
+
+
 def _write(located: Located, encoder: Encoder, data: Data, target: Path, progress: bool) -> None:
     # Ids may lie further apart than there are of them.
     writer = StoreWriter.start(target, 1 + max(encoder.tokenizer.get_vocab().values()))
     count = Count()
-    if located.left_out:
-        logger.warning(located.left_out)
     try:
-        with _bar(located, progress) as advance:
-            for raw, answer in encode_rows(
-                raw_rows(located, open_rows(located, streaming=False)), encoder, data.workers
-            ):
+        with _bar(located, progress) as bar:
+            rows = raw_rows(located, open_rows(located, streaming=False, columns=encoder.columns))
+            for raw, answer in encode_rows(rows, encoder, data.workers, bar.within):
                 count.add(raw, answer)
                 if isinstance(answer, Encoded):
                     writer.add(answer.ids, answer.learn, raw.file, raw.row)
                 elif count.bad == count.rows == HOPELESS:
                     count.check(located.name, share=1.0)
-                advance(raw)
+                bar.advance(raw)
         writer.finish(
             {
                 "name": located.name,
@@ -184,6 +211,7 @@ def _write(located: Located, encoder: Encoder, data: Data, target: Path, progres
                 "bad": count.bad,
                 "named": count.named,
                 "targets": count.targets,
+                "spelled": count.spelled,
             }
         )
     except BaseException:
@@ -191,24 +219,30 @@ def _write(located: Located, encoder: Encoder, data: Data, target: Path, progres
         raise
 
 
-def encode_batch(batch: list[Raw], encoder: Encoder) -> list[tuple[Raw, Encoded | RowError]]:
-    """Parse and tokenize some rows together; the answers in the rows' order."""
+def encode_batch(
+    batch: list[Raw], encoder: Encoder, progress: Callable[[int], None] | None = None
+) -> list[tuple[Raw, Encoded | RowError]]:
+    """Parse and tokenize some rows together; the answers in the rows' order. What rows hold is let go of on the way."""
     parsed: list[Any] = []
-    for raw in batch:
+    for place, raw in enumerate(batch):
         try:
             parsed.append(parse_row(raw))
         except RowError as error:
             parsed.append(error)
-    found = iter(encoder([record for record in parsed if not isinstance(record, RowError)]))
+        batch[place] = raw = Raw(raw.file, raw.row, None, raw.size)
+    found = iter(encoder([record for record in parsed if not isinstance(record, RowError)], progress))
     answers = [record if isinstance(record, RowError) else next(found) for record in parsed]
-    return [(Raw(raw.file, raw.row, None, raw.size), answer) for raw, answer in zip(batch, answers, strict=True)]
+    return list(zip(batch, answers, strict=True))
 
 
-def encode_rows(rows: Iterable[Raw], encoder: Encoder, workers: int) -> Iterator[tuple[Raw, Encoded | RowError]]:
-    """All rows in order, by batches; `workers` above 1 are processes, with a few batches under way at a time."""
+def encode_rows(
+    rows: Iterable[Raw], encoder: Encoder, workers: int, progress: Callable[[int], None] | None = None
+) -> Iterator[tuple[Raw, Encoded | RowError]]:
+    """All rows in order, by batches; `workers` above 1 are processes, with a few batches under way at a time, which
+    say nothing of how far they are within a document."""
     if workers == 1:
         for batch in batches(rows):
-            yield from encode_batch(batch, encoder)
+            yield from encode_batch(batch, encoder, progress)
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting: list[Future[list[tuple[Raw, Encoded | RowError]]]] = []
@@ -234,8 +268,26 @@ def batches(rows: Iterable[Raw]) -> Iterator[list[Raw]]:
         yield batch
 
 
+@dataclass(slots=True)
+class _Bar:
+    """Progress by bytes: of rows that are done, and of letters within a long one that is not."""
+
+    progress: Progress
+    task: Any
+    ahead: int = 0
+
+    def within(self, letters: int) -> None:
+        self.ahead += letters
+        self.progress.advance(self.task, letters)
+
+    def advance(self, raw: Raw) -> None:
+        taken = min(self.ahead, raw.size)
+        self.ahead -= taken
+        self.progress.advance(self.task, raw.size - taken)
+
+
 @contextmanager
-def _bar(located: Located, shown: bool) -> Iterator[Callable[[Raw], None]]:
+def _bar(located: Located, shown: bool) -> Iterator[_Bar]:
     """A progress bar by bytes read, of the files' where that is known; nothing where not asked for."""
     columns = (
         SpinnerColumn(),
@@ -249,5 +301,4 @@ def _bar(located: Located, shown: bool) -> Iterator[Callable[[Raw], None]]:
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         known = located.format in ("text", "code") or all(file.endswith((".jsonl", ".json")) for file in located.files)
         total = sum(os.path.getsize(file) for file in located.files) if known and located.files else None
-        task = progress.add_task(f"tokenizing {located.name}", total=total)
-        yield lambda raw: progress.advance(task, raw.size)
+        yield _Bar(progress, progress.add_task(f"tokenizing {located.name}", total=total))

@@ -76,6 +76,7 @@ class _Source:
             "rows": self.count.rows,
             "bad": self.count.bad,
             "targets": self.count.targets,
+            "spelled": self.count.spelled,
             "documents": self.documents,
             "files": self.listing.dump(self.read),
             "done": self.done,
@@ -84,7 +85,9 @@ class _Source:
 
     def restore(self, state: dict[str, Any]) -> None:
         # A state without a count of targets is not judged by it.
-        self.count = Count(state["rows"], state["bad"], targets=state.get("targets", 1))
+        self.count = Count(
+            state["rows"], state["bad"], targets=state.get("targets", 1), spelled=state.get("spelled", 0)
+        )
         self.documents, self.done, self._place = state["documents"], state["done"], state["place"]
         self.read = state["files"][0] if "files" in state else 0
         self._rows = self._iterator = None
@@ -92,10 +95,11 @@ class _Source:
     def batch(self, bad_share: float) -> list[Document]:
         """The next few documents; sets `done` at the end."""
         if self._iterator is None:
-            self._rows = open_rows(self.located, streaming=True)
+            self._rows = open_rows(self.located, streaming=True, columns=self.encoder.columns)
             if self._place is not None:
                 self._rows.load_state_dict(copy.deepcopy(self._place))
             self._iterator = raw_rows(self.located, self._rows, self.count.rows + 1)
+        # By the row, not by the byte: where a batch ends is in the states that runs go on from.
         raws = list(islice(self._iterator, _BATCH))
         self.done = len(raws) < _BATCH
         if self.located.files:
@@ -110,6 +114,9 @@ class _Source:
         if self.done or self.count.rows >= HOPELESS:
             self.count.check_learned(self.located.name)
         return found
+
+    def notes(self) -> tuple[str, ...]:
+        return self.count.notes(self.located.name, self.encoder.kind.name, self.encoder.as_text)
 
     def _ended(self, raws: list[Raw]) -> int:
         """How many files lie before that of the last row."""
@@ -156,10 +163,9 @@ class Turns:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A line for every source some of whose rows, of the last whole epoch or as far as they were read, are no
-        documents."""
-        lines = (source.count.left_out(source.located.name) for source in self._sources)
-        return self._left_out or tuple(line for line in lines if line)
+        """Lines for every source some of whose rows, of the last whole epoch or as far as they were read, are no
+        documents or spell special tokens."""
+        return self._left_out or tuple(line for source in self._sources for line in source.notes())
 
     def batch(self) -> tuple[list[Document], bool]:
         """Some documents of this split (or none), and whether the epoch ends with them."""

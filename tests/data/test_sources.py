@@ -6,7 +6,6 @@ import argparse
 import bz2
 import gzip
 import json
-import logging
 import lzma
 from pathlib import Path
 
@@ -66,24 +65,24 @@ def test_a_repository_without_what_nobody_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_huge_files_of_a_repository_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
-) -> None:
+def test_huge_files_of_a_repository_are_named_once(tmp_path: Path, streaming: bool) -> None:
     root = tmp_path / "repo"
     touch(root, "a.py", ".git/config")
     touch(root, "b.py", "c.py", "d.txt", "pnpm-lock.yaml", content="x" * (HUGE + 1))
     (root / "e.bin").write_bytes(b"\0" * (HUGE + 1))
-    with caplog.at_level(logging.WARNING, "ithaca"):
-        prepared(tmp_path, Source(path=str(root), include=["*.py", "*.bin"]), streaming=streaming)
-    assert [record.message for record in caplog.records] == [
+    huge = prepared(tmp_path, Source(path=str(root), include=["*.py", "*.bin"]), streaming=streaming)
+    line = (
         f"left out of {root} for being over 1 MiB: {root}/b.py and 1 more; to train on such files name them as sources of "
         "their own"
-    ]
-    caplog.clear()
-    prepared(tmp_path, Source(path=str(root / "b.py")), streaming=streaming)
+    )
+    assert huge.left_out == (line, f"left out of {root}: 1 .bin (no text)")
+    # The second time the documents are in the cache.
+    assert (
+        prepared(tmp_path, Source(path=str(root), include=["*.py", "*.bin"]), streaming=streaming).notes == huge.notes
+    )
+    assert prepared(tmp_path, Source(path=str(root / "b.py")), streaming=streaming).left_out == ()
     touch(root, "b.py", "c.py", "d.txt")
-    prepared(tmp_path, root, streaming=streaming)
-    assert not caplog.records
+    assert prepared(tmp_path, Source(path=str(root), include=["*.py"]), streaming=streaming).left_out == ()
 
 
 @pytest.mark.parametrize(("format", "suffix"), [("text", ".txt"), ("jsonl", ".jsonl"), ("parquet", ".parquet")])
@@ -134,6 +133,75 @@ def test_a_folder_of_texts_is_one_document_a_file(tmp_path: Path) -> None:
     assert texts_of(epoch_of(feed)) == [whole("one\n\ntwo\n")] * 2
 
 
+def test_a_folder_of_texts_and_sources_gives_all_of_them(tmp_path: Path) -> None:
+    """Whatever the suffix is, or none; what is left out is said by suffix, number and reason."""
+    root = tmp_path / "docs"
+    touch(root, *(f"{number}.txt" for number in range(30)), *(f"m{number}.md" for number in range(9)))
+    touch(root, "a.py", "b.rs", "LICENSE", "c.unheard", "page.html", "sub/deep/d.f90")
+    touch(root, "set.json", "set.yaml", "set.toml", "rows.csv", "rows.arrow", "pnpm-lock.yaml", "x.min.js", ".hidden")
+    touch(root, "build/e.py", "build/f.txt", ".git_/g.txt")
+    touch(root, "none.py", content="")
+    touch(root, "huge.py", content="x" * (HUGE + 1))
+    (root / "p.png").write_bytes(b"\x89PNG\0\0")
+    (root / "q.png").write_bytes(b"\x89PNG\0\0")
+    (root / "latin.py").write_bytes(b"caf\xe9")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "around").symlink_to(root)
+    located = locate(Source(path=str(root)))
+    assert located.format == "text"
+    expected = {*(f"{number}.txt" for number in range(30)), *(f"m{number}.md" for number in range(9)), "build/f.txt"}
+    expected |= {"a.py", "b.rs", "LICENSE", "c.unheard", "page.html", "sub/deep/d.f90"}
+    assert set(names(located, root)) == expected
+    assert names(located, root) == names(locate(Source(path=str(root), format="text")), root)
+    huge, others = located.notes
+    assert huge.startswith(f"left out of {root} for being over 1 MiB: {root}/huge.py; to train")
+    assert others.startswith(f"left out of {root}: 2 .png (no text), ")
+    for part in (
+        "1 .json (settings)",
+        "2 .yaml (settings)",
+        "1 .arrow (rows of data: name them as a source of their own)",
+        "1 .py (vendored or built)",
+        "1 .py (empty)",
+        "1 .py (no UTF-8 text)",
+        "1 folders (hidden)",
+        "1 folders (links, not followed)",
+        "1 files without a suffix (hidden)",
+    ):
+        assert part in located.others or "of other kinds" in others, part
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_a_folder_leaves_out_is_said_each_time(tmp_path: Path, streaming: bool) -> None:
+    root = tmp_path / "docs"
+    touch(root, "a.txt", "b.txt", "c.py", "d.json")
+    for _ in range(2):
+        found = prepared(tmp_path, root, streaming=streaming)
+        assert found.left_out == (f"left out of {root}: 1 .json (settings)",)
+    touch(root / "whole", "a.txt", "b.md")
+    assert prepared(tmp_path, root / "whole", streaming=streaming).left_out == ()
+
+
+def test_other_folders_say_what_they_leave_out(tmp_path: Path) -> None:
+    touch(tmp_path / "rows", "a.jsonl", "README.md", "b.csv", content='{"text": "x"}\n')
+    left = "left out of {}: 1 .csv (not jsonl), 1 .md (not jsonl)"
+    assert locate(Source(path=str(tmp_path / "rows"))).notes == (left.format(tmp_path / "rows"),)
+    touch(tmp_path / "code", "a.py", "b.py", "node_modules/c.js", ".env")
+    located = locate(Source(path=str(tmp_path / "code")))
+    assert names(located, tmp_path / "code") == ["a.py", "b.py"]
+    where = tmp_path / "code"
+    assert located.notes == (f"left out of {where}: 1 files without a suffix (hidden), 1 folders (vendored or built)",)
+    # Who names the files to include knows of the others.
+    assert locate(Source(path=str(tmp_path / "code"), include=["a.py"])).notes == ()
+    assert locate(Source(path="stdlib")).notes == ()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".arrow", ".tsv"])
+def test_a_folder_of_tables_that_are_not_read_is_refused(tmp_path: Path, suffix: str) -> None:
+    touch(tmp_path, f"a{suffix}", f"b{suffix}", "dataset_info.json", "state.json")
+    with pytest.raises(DataError, match="holds tables of a kind that is not read"):
+        locate(Source(path=str(tmp_path)))
+
+
 def test_a_file_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
     touch(tmp_path / "docs", "a.txt")
     (tmp_path / "docs" / "b.txt").write_bytes(b"caf\xe9")
@@ -165,7 +233,7 @@ def test_a_compressed_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None
 def test_zstd_is_read_or_named(tmp_path: Path) -> None:
     packed = tmp_path / "docs.jsonl.zst"
     packed.write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(DataError, match=r"zstandard|cannot be read"):
+    with pytest.raises(DataError, match=r"ithaca\[zstd\]|cannot be read"):
         texts(locate(Source(path=str(packed))))
 
 

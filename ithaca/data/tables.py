@@ -1,0 +1,81 @@
+"""Rows of a parquet file as records, some at a time, of the columns that are needed and no others.
+
+A cell that Python cannot hold (a timestamp out of range, a string that is not UTF-8) takes no other cell with it: a
+string comes as its bytes, anything else as what `unreadable` makes of the reason.
+
+Invariant: every row of the file is given, in order; columns that were not read are there and None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ithaca.errors import DataError
+
+_ROWS = 256
+# Bytes of a batch on average: documents may be of any size.
+_BYTES = 32 << 20
+
+
+def parquet_rows(
+    file: str, columns: Sequence[str] | None, unreadable: Callable[[str], Any]
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file; where `columns` is None, its columns that could hold documents."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as opened:
+            schema = opened.schema_arrow
+            wanted = [field.name for field in schema if _may_be(field.type) or field.name in (columns or ())]
+            wanted = [name for name in wanted if columns is None or name in columns]
+            if not wanted:
+                yield from (dict.fromkeys(schema.names) for _ in range(opened.metadata.num_rows))
+                return
+            for batch in opened.iter_batches(_batch_rows(opened.metadata), columns=wanted):
+                yield from _records(batch, schema.names, unreadable)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        why = " ".join(str(error).split())[:300]
+        raise DataError(f"{file} cannot be read as parquet ({why}): is it whole, and parquet?") from None
+
+
+def _may_be(kind: Any) -> bool:
+    """True for text, bytes and what holds several things: chat messages, token ids and their masks."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _may_be(kind.value_type)
+    texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
+    return any(fits(kind) for fits in texts) or types.is_nested(kind)
+
+
+def _batch_rows(metadata: Any) -> int:
+    size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    return max(1, min(_ROWS, _BYTES * metadata.num_rows // max(1, size)))
+
+
+def _records(batch: Any, names: Sequence[str], unreadable: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
+    columns = {name: _cells(batch.column(place), unreadable) for place, name in enumerate(batch.schema.names)}
+    for row in range(batch.num_rows):
+        yield {name: columns[name][row] if name in columns else None for name in names}
+
+
+def _cells(column: Any, unreadable: Callable[[str], Any]) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError, TypeError):
+        # ArrowInvalid and UnicodeDecodeError are ValueErrors.
+        return [_cell(column, row, unreadable) for row in range(len(column))]
+
+
+def _cell(column: Any, row: int, unreadable: Callable[[str], Any]) -> Any:
+    import pyarrow
+
+    one = column.slice(row, 1)
+    try:
+        return one[0].as_py()
+    except (ValueError, OverflowError, TypeError) as error:
+        if pyarrow.types.is_string(one.type) or pyarrow.types.is_large_string(one.type):
+            return one.cast(pyarrow.large_binary())[0].as_py()
+        return unreadable(f"cannot be read ({' '.join(str(error).split())[:200]})")
