@@ -18,6 +18,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.integrations.accelerator import adopt
 from ithaca.integrations.names import kernel_for
 from ithaca.integrations.settings import Settings
+from ithaca.integrations.trainers import check_trainer, place_references, trainer_of_call
 from ithaca.integrations.versions import check_versions
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import read_budget, read_memory
@@ -110,6 +111,10 @@ class UlyssesConfig(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Any) -> None:
         """Called by accelerate in the middle of `Accelerator.__init__`."""
         check_versions(allow_untested=self.settings.allow_untested)
+        trainer = trainer_of_call()
+        if trainer is not None:
+            check_trainer(trainer)
+            place_references(trainer)
         self.get_device_mesh(accelerator.device.type)
         assert self.mesh is not None
         adopt(accelerator, self.mesh, self.settings)

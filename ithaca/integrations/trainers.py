@@ -1,0 +1,69 @@
+"""The Trainer around an Accelerator: which of TRL's trainers are exact, and where they place a reference model.
+
+accelerate hands an Accelerator to its `ParallelismConfig` while Trainer makes it, so the trainer is found on the stack
+of that call; scripts of the user's own have none. Checked on transformers 5.22 and 5.23, trl 1.16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType, ModuleType
+from typing import Any
+
+from ithaca.errors import UnsupportedError
+
+# Trainers of TRL that the table of habits (tests/doors/trl.py) has as exact.
+EXACT = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer", "GKDTrainer")
+_PLACES = "prepare_fsdp"
+
+
+def trainer_of_call() -> Any:
+    """The Trainer whose construction this call is a part of, or None."""
+    made = sys.modules.get("transformers.trainer")
+    frame: FrameType | None = inspect.currentframe()
+    while made is not None and frame is not None:
+        # The frame that runs a method of a Trainer has it as its `self`.
+        if isinstance(found := frame.f_locals.get("self"), made.Trainer):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse TRL's trainers that were not compared with one process, before they build anything."""
+    own = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), None)
+    if own is None or own.__name__ in EXACT:
+        return
+    raise UnsupportedError(
+        f"{own.__name__} is not supported yet: under UlyssesConfig use one of TRL's {', '.join(EXACT)}, or leave "
+        "parallelism_config out"
+    )
+
+
+@dataclass(frozen=True)
+class ReferencePlacement:
+    """In place of TRL's `prepare_fsdp` in one of its modules.
+
+    TRL shards a reference model by itself, over a mesh that UlyssesConfig does not have; an Accelerator of ours places
+    it as it places the model that is trained. Any other Accelerator goes to TRL's own function.
+    """
+
+    original: Callable[..., Any]
+
+    def __call__(self, model: Any, accelerator: Any) -> Any:
+        if getattr(accelerator, "ulysses", None) is None:
+            return self.original(model, accelerator)
+        return accelerator.prepare_model(model, evaluation_mode=True).eval()
+
+
+def place_references(trainer: Any) -> None:
+    """Let the trainer's own modules ask its Accelerator where a reference model belongs."""
+    for each in type(trainer).__mro__:
+        module = sys.modules.get(each.__module__)
+        if each.__module__.startswith("trl.") and isinstance(module, ModuleType):
+            own = module.__dict__.get(_PLACES)
+            if own is not None and not isinstance(own, ReferencePlacement):
+                module.__dict__[_PLACES] = ReferencePlacement(own)
