@@ -18,7 +18,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.integrations.accelerator import adopt
 from ithaca.integrations.names import kernel_for
 from ithaca.integrations.settings import Settings
-from ithaca.integrations.trainers import check_trainer, place_references, trainer_of_call
+from ithaca.integrations.trainers import check_trainer, name_sharded_weights, place_references, trainer_of_call
 from ithaca.integrations.versions import check_versions
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import read_budget, read_memory
@@ -115,6 +115,7 @@ class UlyssesConfig(ParallelismConfig):
         if trainer is not None:
             check_trainer(trainer)
             place_references(trainer)
+            name_sharded_weights(trainer)
         self.get_device_mesh(accelerator.device.type)
         assert self.mesh is not None
         adopt(accelerator, self.mesh, self.settings)

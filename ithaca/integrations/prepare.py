@@ -25,6 +25,7 @@ from ithaca.models.not_taken import checkpointing_off, is_checkpointing
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
 from ithaca.planning.advice import Words
+from ithaca.state.whole_step import reads_whole, step_whole
 
 logger = logging.getLogger("ithaca")
 _HOOKS = "_ithaca_whole_batches"
@@ -90,6 +91,8 @@ class Preparation:
             )
         for group in optimizer.param_groups:
             group["params"] = [self.moved.get(p, p) for p in group["params"]]
+        if reads_whole(optimizer):
+            step_whole(optimizer)
 
     def _map_checkpointing(self, model: nn.Module, base: Any) -> None:
         """`gradient_checkpointing=True` asks for memory: the memory plan gives it, with less recomputation."""

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -18,6 +19,9 @@ from ithaca.errors import UnsupportedError
 # Trainers of TRL that the table of habits (tests/doors/trl.py) has as exact.
 EXACT = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer", "GKDTrainer")
 _PLACES = "prepare_fsdp"
+_ENTRIES = ("train", "evaluate", "predict")
+# torch's words where a sharded weight meets a plain tensor (torch 2.11 to 2.13).
+_MIXED = "mixed torch.Tensor and DTensor"
 
 
 def trainer_of_call() -> Any:
@@ -67,3 +71,22 @@ def place_references(trainer: Any) -> None:
             own = module.__dict__.get(_PLACES)
             if own is not None and not isinstance(own, ReferencePlacement):
                 module.__dict__[_PLACES] = ReferencePlacement(own)
+
+
+def name_sharded_weights(trainer: Any) -> None:
+    """Let the trainer's own entries say in Ithaca's words that a sharded weight was used as a plain tensor."""
+    for name in _ENTRIES:
+        trainer.__dict__[name] = partial(_run_named, getattr(trainer, name))
+
+
+def _run_named(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return entry(*args, **kwargs)
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        raise UnsupportedError(
+            "a weight that is split over ranks (a DTensor) was used together with a plain tensor: in a loss or a callback "
+            "take the whole weight with weight.full_tensor(), and call the model itself, not its parts (model.model, "
+            "model.lm_head) apart"
+        ) from error
