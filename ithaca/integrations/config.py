@@ -111,13 +111,13 @@ class UlyssesConfig(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Any) -> None:
         """Called by accelerate in the middle of `Accelerator.__init__`."""
         check_versions(allow_untested=self.settings.allow_untested)
-        trainer = trainer_of_call()
-        if trainer is not None:
-            check_trainer(trainer)
-            place_references(trainer)
-            name_sharded_weights(trainer)
         self.get_device_mesh(accelerator.device.type)
         assert self.mesh is not None
+        trainer = trainer_of_call()
+        if trainer is not None:
+            check_trainer(trainer, self.mesh)
+            place_references(trainer)
+            name_sharded_weights(trainer)
         adopt(accelerator, self.mesh, self.settings)
 
     def to_json(self) -> UlyssesRecord:

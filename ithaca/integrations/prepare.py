@@ -53,7 +53,7 @@ class Preparation:
         """Parallelized, and taking whole batches; one that is so already passes as it is."""
         base = base_model(model)
         self._map_checkpointing(model, base)
-        _refuse(model, base)
+        _refuse(base)
         if is_bound(model):
             return model
         kernel = self.settings.kernel
@@ -112,14 +112,9 @@ class Preparation:
             forward.__signature__ = inspect.signature(type(base).forward.__get__(base))
 
 
-def _refuse(model: nn.Module, base: Any) -> None:
+def _refuse(base: Any) -> None:
     embeddings = base.get_input_embeddings()
     if getattr(embeddings, "neftune_noise_alpha", None) is not None:
         raise UnsupportedError(
             "neftune_noise_alpha scales its noise by the length it sees, a shard's here: set it to None"
         )
-    for adapter in getattr(model, "peft_config", {}).values():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise UnsupportedError(
-                f"{type(adapter).__name__} puts tokens of its own before every row, on every shard here: use LoRA"
-            )

@@ -15,6 +15,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
 
 # Trainers of TRL that the table of habits (tests/doors/trl.py) has as exact.
 EXACT = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer", "GKDTrainer")
@@ -36,15 +37,50 @@ def trainer_of_call() -> Any:
     return None
 
 
-def check_trainer(trainer: Any) -> None:
-    """Refuse TRL's trainers that were not compared with one process, before they build anything."""
+def check_trainer(trainer: Any, mesh: Mesh) -> None:
+    """Refuse TRL's trainers, and settings of them, that would not be exact, before they build anything."""
     own = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), None)
-    if own is None or own.__name__ in EXACT:
+    if own is None:
+        return
+    if own.__name__ in EXACT:
+        _check_settings(trainer, mesh)
         return
     raise UnsupportedError(
         f"{own.__name__} is not supported yet: under UlyssesConfig use one of TRL's {', '.join(EXACT)}, or leave "
         "parallelism_config out"
     )
+
+
+def _check_settings(trainer: Any, mesh: Mesh) -> None:
+    args = trainer.args
+    precomputes = bool(getattr(args, "precompute_ref_log_probs", False))
+    if precomputes and getattr(trainer.model, "peft_config", None):
+        raise UnsupportedError(
+            "precompute_ref_log_probs=True with an adapter runs the model before it is split over ranks: set it to False, "
+            "the reference is then the model with the adapter off"
+        )
+    if precomputes and mesh.world > 1 and _in_memory(trainer):
+        raise UnsupportedError(
+            "precompute_ref_log_probs=True with a dataset in memory, whose cache each process has for itself: load it from "
+            "files (datasets.load_dataset), or set precompute_ref_log_probs=False"
+        )
+    generates = float(getattr(args, "lmbda", 0.0) or 0.0) > 0 or bool(getattr(args, "seq_kd", False))
+    if generates and mesh.dp > 1:
+        raise UnsupportedError(
+            f"lmbda={getattr(args, 'lmbda', 0.0)} or seq_kd generates on {mesh.dp} groups, which would wait for each other: "
+            "set lmbda=0.0 and seq_kd=False, or let all ranks share each sequence"
+        )
+
+
+def _in_memory(trainer: Any) -> bool:
+    """True if the training data that the trainer is made with has no file behind it."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is trainer and "train_dataset" in frame.f_locals:
+            files = getattr(frame.f_locals["train_dataset"], "cache_files", None)
+            return files is not None and not files
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -44,7 +45,7 @@ def train(
 ) -> dict[str, Any]:
     """Make a Trainer, train and evaluate; `before` and `after` are what else its user does with it."""
     reset()
-    folder = tempfile.mkdtemp()
+    folder = shared_folder(sp)
     given = {name: own.pop(name) for name in OWN if name in own}
     try:
         trainer = kind(
@@ -63,9 +64,21 @@ def train(
         if after is not None:
             numbers |= after(trainer)
         numbers["weights"] = weights_of(trainer.model)
+        trainer.accelerator.wait_for_everyone()
         return numbers
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def shared_folder(sp: int | None) -> str:
+    """One new folder, the same on all ranks."""
+    box = [tempfile.mkdtemp()]
+    if sp is not None:
+        mine = box[0]
+        dist.broadcast_object_list(box, src=0)
+        if box[0] != mine:
+            shutil.rmtree(mine)
+    return box[0]
 
 
 def logged(trainer: Trainer) -> dict[str, Any]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ithaca.proof.small import small_model
+from tests.doors.trainer_scripts import logged, shared_folder, told
 from tests.integrations.runs import config, reset
 from tests.integrations.sft import text, tokenizer
 
-# What a run logs that is no number of the training.
-_CLOCKS = ("runtime", "per_second", "epoch", "total_flos", "mfu", "train_loss")
 STEPS = 3
 
 
@@ -64,6 +63,17 @@ def chats(count: int = 12) -> Dataset:
     )
 
 
+def from_file(rows: Dataset, folder: str, name: str, sp: int | None) -> Dataset:
+    """The same rows read from a file, with one cache for all ranks."""
+    path = f"{folder}/{name}.json"
+    if sp is None or dist.get_rank() == 0:
+        rows.to_json(path)
+        Dataset.from_json(path, cache_dir=f"{folder}/cache")
+    if sp is not None:
+        dist.barrier()
+    return Dataset.from_json(path, cache_dir=f"{folder}/cache")
+
+
 def plain_model(seed: int = 0, attention: str = "sdpa", **overrides: Any) -> PreTrainedModel:
     model = small_model("llama", seed=seed, **overrides)
     model.set_attn_implementation(attention)
@@ -92,24 +102,21 @@ def options(sp: int | None, folder: str, **own: Any) -> dict[str, Any]:
     return defaults | own
 
 
-def run(make: Any, *, evaluate: bool = True) -> dict[str, Any]:
+def run(sp: int | None, make: Any, *, evaluate: bool = True) -> dict[str, Any]:
     """Train (and evaluate) what `make(folder)` gives; all the numbers it logged."""
     reset()
     torch.manual_seed(0)
-    folder = tempfile.mkdtemp()
+    folder = shared_folder(sp)
     try:
         trainer = make(folder)
         trainer.train()
-        numbers = {f"{key} {row['step']}": row[key] for row in trainer.state.log_history for key in row if _told(key)}
+        numbers = logged(trainer)
         if evaluate:
-            numbers |= {key: value for key, value in trainer.evaluate().items() if _told(key)}
+            numbers |= {key: value for key, value in trainer.evaluate().items() if told(key)}
+        trainer.accelerator.wait_for_everyone()
         return numbers
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _told(key: str) -> bool:
-    return key != "step" and not any(clock in key for clock in _CLOCKS)
 
 
 def words() -> PreTrainedTokenizerFast:
