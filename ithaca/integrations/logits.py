@@ -39,7 +39,12 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fetch: Callable[[], Tensor], reading: Reading
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        fetch: Callable[[], Tensor],
+        reading: Reading,
     ) -> LazyLogits:
         made: LazyLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
         made._fetch, made._value, made._reading = fetch, None, reading

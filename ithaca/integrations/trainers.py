@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, ModuleType
@@ -18,7 +19,16 @@ from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 
 # Trainers of TRL that the table of habits (tests/doors/trl.py) has as exact.
-EXACT = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer", "TPOTrainer", "GKDTrainer")
+EXACT = (
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
+    "ORPOTrainer",
+    "CPOTrainer",
+    "TPOTrainer",
+    "GKDTrainer",
+)
 _PLACES = "prepare_fsdp"
 _ENTRIES = ("train", "evaluate", "predict")
 # torch's words where a sharded weight meets a plain tensor (torch 2.11 to 2.13).
@@ -116,8 +126,15 @@ def name_sharded_weights(trainer: Any) -> None:
 
 
 def _run_named(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
+    with naming_sharded_weights():
         return entry(*args, **kwargs)
+
+
+@contextmanager
+def naming_sharded_weights() -> Iterator[None]:
+    """Inside, torch's error about a DTensor beside a plain tensor becomes one that says the way that works."""
+    try:
+        yield
     except RuntimeError as error:
         if _MIXED not in str(error):
             raise

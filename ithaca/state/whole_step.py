@@ -34,7 +34,9 @@ def step_whole(optimizer: Optimizer) -> None:
     if issubclass(own, _StepsWhole):
         return
     step: Any = _StepsWhole.step
-    made = type(own.__name__, (_StepsWhole, own), {"__module__": own.__module__, "step": Optimizer.profile_hook_step(step)})
+    made = type(
+        own.__name__, (_StepsWhole, own), {"__module__": own.__module__, "step": Optimizer.profile_hook_step(step)}
+    )
     made.step.hooked = True  # type: ignore[attr-defined]
     optimizer.__class__ = made
     _keep_tracked(optimizer)
@@ -76,7 +78,9 @@ class _StepsWhole(Optimizer):
 
 def _own_step(made: type) -> Any:
     """The optimizer's own step without the hooks that torch puts around one: they belong to the step of all weights."""
-    step = next(own for own in made.__mro__ if "step" in own.__dict__ and not issubclass(own, _StepsWhole)).__dict__["step"]
+    step = next(own for own in made.__mro__ if "step" in own.__dict__ and not issubclass(own, _StepsWhole)).__dict__[
+        "step"
+    ]
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 

@@ -24,7 +24,9 @@ class OwnLoss(Trainer):
     def extra(self, model: Any, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         inputs = {name: value for name, value in inputs.items() if name != "labels" or self.keeps_labels}
         outputs = model(**inputs)
         loss = self.extra(model, outputs, inputs)
@@ -68,7 +70,9 @@ class DecaysAsItStands(OwnLoss):
 
 
 class TakesApart(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         hidden = model.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
         logits = model.lm_head(hidden)
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), ignore_index=-100)
@@ -132,7 +136,9 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         for p in model.parameters():
-            self.seen += [float(whole(value)) for value in (p.detach().norm(), p.detach().abs().max(), p.detach().sum())]
+            self.seen += [
+                float(whole(value)) for value in (p.detach().norm(), p.detach().abs().max(), p.detach().sum())
+            ]
 
 
 def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

@@ -47,7 +47,6 @@ def kto(sp: int | None, *, reference: bool = True, adapter: bool = False, **own:
     return run(sp, make)
 
 
-
 def orpo(sp: int | None, *, attention: str = "sdpa", **own: Any) -> dict[str, Any]:
     def make(folder: str) -> ORPOTrainer:
         return ORPOTrainer(
@@ -133,7 +132,8 @@ HABITS: list[Habit] = [
     _exact("DPOTrainer", "LoRA, the reference is the model without it", dpo, reference=False, adapter=True),
     _exact("DPOTrainer", "`precompute_ref_log_probs`, data from files", dpo, precompute_ref_log_probs=True, filed=True),
     refused(
-        "DPOTrainer", "`precompute_ref_log_probs` with an adapter", partial(dpo, reference=False, adapter=True, precompute_ref_log_probs=True),
+        "DPOTrainer", "`precompute_ref_log_probs` with an adapter",
+        partial(dpo, reference=False, adapter=True, precompute_ref_log_probs=True),
         says="with an adapter runs the model before it is split", note="leave it False", slow=True,
     ),
     refused(

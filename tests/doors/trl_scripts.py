@@ -37,7 +37,11 @@ def judged(count: int = 12) -> Dataset:
     """Completions that are good or bad, for KTO."""
     return Dataset.from_list(
         [
-            {"prompt": text(index, 3 + index % 4) + " ", "completion": text(index + 7, 2 + index % 6), "label": index % 3 > 0}
+            {
+                "prompt": text(index, 3 + index % 4) + " ",
+                "completion": text(index + 7, 2 + index % 6),
+                "label": index % 3 > 0,
+            }
             for index in range(count)
         ]
     )
