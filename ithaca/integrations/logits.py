@@ -46,7 +46,7 @@ class LazyLogits(Tensor):
         fetch: Callable[[], Tensor],
         reading: Reading,
     ) -> LazyLogits:
-        made: LazyLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made: LazyLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made._fetch, made._value, made._reading = fetch, None, reading
         return made
 
@@ -59,7 +59,7 @@ class LazyLogits(Tensor):
         return func(*tree_map(value_of, args), **tree_map(value_of, kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Collectives are called past the Python layer above.
         return func(*tree_map(value_of, args), **tree_map(value_of, kwargs or {}))
 

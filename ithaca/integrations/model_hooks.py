@@ -114,7 +114,7 @@ class WholeBatches:
         reading = self.readings[self.model.training] = Reading()
         fetch = partial(self._logits_again, call) if call.kind == "loss" else partial(self._whole, call, output.logits)
         loss = self._loss(call, output)
-        return CausalLMOutputWithPast(loss=loss, logits=self._lazy(call, fetch, reading))  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(loss=loss, logits=self._lazy(call, fetch, reading))
 
     def _lazy(self, call: Call, fetch: Callable[[], Tensor], reading: Reading) -> LazyLogits:
         model, layout = self.binding.model, call.shard.layout

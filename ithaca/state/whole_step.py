@@ -62,7 +62,8 @@ class _StepsWhole(Optimizer):
 
     @torch.no_grad()
     def _step_one(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        whole, gradient = (x.full_tensor() if isinstance(x, DTensor) else x for x in (parameter, parameter.grad))
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         # A tensor of its own: what the optimizer does to it in place is done to no other.
         stepped = nn.Parameter(whole.detach().clone())
         stepped.grad = gradient

@@ -150,15 +150,11 @@ HABITS: list[Habit] = [
     _exact("GKDTrainer", "a teacher, on given answers", gkd, lmbda=0.0),
     _exact("GKDTrainer", "a teacher, on generated answers", gkd, note="with one group of ranks; refused on several", lmbda=1.0),
     refused(
-        "GRPOTrainer", "without a reference model", partial(policy, kind=GRPOTrainer, arguments=GRPOConfig),
+        "GRPOTrainer", "train, with `beta` or without", partial(policy, kind=GRPOTrainer, arguments=GRPOConfig),
         says=_LATER, note=_NOT_YET, slow=True,
     ),
     refused(
-        "GRPOTrainer", "`beta` above 0", partial(policy, kind=GRPOTrainer, arguments=GRPOConfig, beta=0.1),
-        says=_LATER, note=_NOT_YET, slow=True,
-    ),
-    refused(
-        "RLOOTrainer", "train", partial(policy, kind=RLOOTrainer, arguments=RLOOConfig), says=_LATER, note=_NOT_YET, slow=True,
+        "RLOOTrainer", "train", partial(policy, kind=RLOOTrainer, arguments=RLOOConfig, beta=0.0), says=_LATER, note=_NOT_YET, slow=True,
     ),
     absent("RewardTrainer", "train", "its model is a classifier, which parallelize refuses: no causal language model"),
     *(
