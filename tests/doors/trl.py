@@ -154,7 +154,8 @@ HABITS: list[Habit] = [
         says=_LATER, note=_NOT_YET, slow=True,
     ),
     refused(
-        "RLOOTrainer", "train", partial(policy, kind=RLOOTrainer, arguments=RLOOConfig, beta=0.0), says=_LATER, note=_NOT_YET, slow=True,
+        "RLOOTrainer", "train", partial(policy, kind=RLOOTrainer, arguments=RLOOConfig, beta=0.0),
+        says=_LATER, note=_NOT_YET, slow=True,
     ),
     absent("RewardTrainer", "train", "its model is a classifier, which parallelize refuses: no causal language model"),
     *(
