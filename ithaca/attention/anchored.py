@@ -193,7 +193,7 @@ def _attend_backward(
         if sinks_H is not None and dsinks is not None:
             own = slice(*part.q[plan.rank])
             dsinks[own] = local.sinks_backward(dout_g, out_g, lse_g, sinks_H[own])
-        pieces = list(local.attend_backward(dout_g, q_g, k_g, v_g, out_g, lse_g))
+        pieces = list(local.attend_backward(dout_g, q_g, k_g, v_g, out_g, lse_g, with_sinks=sinks_H is not None))
         if plan.alone and plan.groups == 1:
             return (*pieces, dsinks)
         grads = grads or _blank_gradients(q, k, v, plan)

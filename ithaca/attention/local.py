@@ -21,6 +21,7 @@ from ithaca.attention.clock import ATTENTION, CLOCK
 from ithaca.attention.heads import HeadRun
 from ithaca.attention.kernels import choose
 from ithaca.attention.kernels.interface import AttentionSpec, Bounds, Kernel
+from ithaca.attention.padding import PaddingAttention
 from ithaca.sequence.layout import SequenceLayout, Span
 
 # A length cuDNN has not seen costs it about 95 ms; at 32K tokens its lead over varlen repays that in one step.
@@ -95,6 +96,9 @@ class LocalAttention:
                 out, lse = _forward(kernel, *views, call, self.spec)
                 _cut(out_BShE, call, run.q).copy_(out)
                 _cut_lse(lse_BhS, call, run.q).copy_(lse)
+            if self.layout.padding != "zero":
+                padding = PaddingAttention(self.layout, self.spec, self.runs, sinks_h is not None)
+                padding.attend(q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS)
         return (out_BShE, lse_BhS) if sinks_h is None else self._rescale(out_BShE, lse_BhS, sinks_h)
 
     @CLOCK.clocked(ATTENTION)
@@ -106,6 +110,8 @@ class LocalAttention:
         v_BSkE: Tensor,
         out_BShE: Tensor,
         lse_BhS: Tensor,
+        *,
+        with_sinks: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = list(self._parts(q_BShD, v_BSkE))
         if len(parts) == 1 and self._covers(parts[0][1], q_BShD):
@@ -117,13 +123,16 @@ class LocalAttention:
             pieces = _backward(kernel, dout, q, k, v, out, _cut_lse(lse_BhS, call, run.q), call, self.spec)
             for grad, piece, r in zip(grads, pieces, (run.q, run.kv, run.kv), strict=True):
                 _cut(grad, call, r).copy_(piece)
+        if self.layout.padding != "zero":
+            padding = PaddingAttention(self.layout, self.spec, self.runs, with_sinks)
+            padding.attend_backward(dout_BShE, (q_BShD, k_BSkD, v_BSkE), out_BShE, lse_BhS, grads)
         return grads[0], grads[1], grads[2]
 
     def sinks_backward(self, dout_BShE: Tensor, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> Tensor:
         """The gradient of this rank's sinks, `[h]`, in lse's precision."""
         delta_BhS = (dout_BShE.to(lse_BhS.dtype) * out_BShE.to(lse_BhS.dtype)).sum(-1).transpose(1, 2)
         weight_BhS = torch.exp(sinks_h.to(lse_BhS.dtype)[:, None] - lse_BhS)
-        # Padding has zero output, so its delta is zero whatever its weight.
+        # Padding that attends to nothing has zero output, so its delta is zero whatever its weight.
         return -(weight_BhS * delta_BhS).sum((0, 2))
 
     def _parts(self, q_BShD: Tensor, v_BSkE: Tensor) -> Iterator[tuple[Kernel, Call, HeadRun]]:

@@ -165,7 +165,7 @@ class _Ulysses(torch.autograd.Function):
             dsinks = torch.zeros_like(sinks_H)
             start, end = plan.split.q[plan.rank]
             dsinks[start:end] = plan.local.sinks_backward(dout, out, lse, sinks_H[start:end])
-        grads = list(plan.local.attend_backward(dout, q, k, v, out, lse))
+        grads = list(plan.local.attend_backward(dout, q, k, v, out, lse, with_sinks=sinks_H is not None))
         if not plan.alone:
             grads = to_tokens(grads, [q_lane, k_lane, v_lane], plan.group)
         return (*grads, dsinks, None)

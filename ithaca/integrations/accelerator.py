@@ -18,13 +18,16 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ithaca.errors import MeshError, UnsupportedError
+from ithaca.integrations.logits import value_of
 from ithaca.integrations.prepare import Preparation
 from ithaca.integrations.settings import Settings
 from ithaca.integrations.state import checkpoint_plugin
 from ithaca.integrations.targets import LearnedOnly
+from ithaca.integrations.trainers import naming_sharded_weights
 from ithaca.mesh import Mesh
 from ithaca.models.binding import binding_of
 
@@ -162,7 +165,7 @@ class UlyssesMethods:
     def gather(self, tensor: Any) -> Any:
         """From one rank of every group: all of its ranks hold the same."""
         upper: Any = super()
-        mesh = self.ulysses.mesh
+        mesh, tensor = self.ulysses.mesh, tree_map(value_of, tensor)
         return upper.gather(tensor) if mesh.shards == 1 else _first_of_groups(upper.gather(tensor), mesh)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -186,18 +189,13 @@ class UlyssesMethods:
         return bool(upper.check_trigger())
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        if isinstance(tensor, tuple) and not tensor:
-            raise UnsupportedError(
-                "predict and compute_metrics need the logits of whole sequences, which are not kept beside the loss: pass "
-                "UlyssesConfig(whole_logits=True), or prediction_loss_only=True for the loss alone"
-            )
         upper: Any = super()
-        return upper.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return upper.pad_across_processes(tree_map(value_of, tensor), dim, pad_index, pad_first)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As ever; where memory runs out, with what held it."""
         upper: Any = super()
-        with binding_of(self._models[-1]).accounting() if self._models else nullcontext():
+        with binding_of(self._models[-1]).accounting() if self._models else nullcontext(), naming_sharded_weights():
             upper.backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

@@ -18,6 +18,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.integrations.accelerator import adopt
 from ithaca.integrations.names import kernel_for
 from ithaca.integrations.settings import Settings
+from ithaca.integrations.trainers import check_trainer, name_sharded_weights, place_references, trainer_of_call
 from ithaca.integrations.versions import check_versions
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import read_budget, read_memory
@@ -112,6 +113,11 @@ class UlyssesConfig(ParallelismConfig):
         check_versions(allow_untested=self.settings.allow_untested)
         self.get_device_mesh(accelerator.device.type)
         assert self.mesh is not None
+        trainer = trainer_of_call()
+        if trainer is not None:
+            check_trainer(trainer, self.mesh)
+            place_references(trainer)
+            name_sharded_weights(trainer)
         adopt(accelerator, self.mesh, self.settings)
 
     def to_json(self) -> UlyssesRecord:

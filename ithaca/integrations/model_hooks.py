@@ -3,9 +3,11 @@
 A hook before the model's own pads, cuts and compares notes with the other ranks; a hook after it mends the output.
 Three kinds of call:
 
-    labels          `loss`; beside it `logits` of whole sequences only where evaluation asked for them
+    labels          `loss`; beside it `logits` of whole sequences, made when they are read (see logits.py)
     no labels       `logits` [B, S, V] of whole sequences, for losses of the caller's own (label smoothing and the like)
     fused_lm_head   TRL's: log-probabilities, entropies and so on of whole sequences, one number a token
+
+Whole logits are transformers' own at padding too, where tokens attend though no loss of labels sees them.
 
 The loss divides by `num_items_in_batch` if that is given, which is the contract of Trainer: the caller multiplies by
 the number of data-parallel processes, and gradients are averaged over those. Without it, it is the token mean over all
@@ -15,14 +17,18 @@ ranks' batches, the same number on every rank.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ithaca.errors import BatchError, UnsupportedError
+from ithaca.integrations.logits import LazyLogits, RandomState, Reading
 from ithaca.integrations.targets import named_once
 from ithaca.integrations.whole import whole_tokens
 from ithaca.mesh import Mesh
@@ -31,10 +37,12 @@ from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import loss_inputs, read_loss, shown_sum
 from ithaca.sequence.agree import agree, try_shard
 from ithaca.sequence.batch import IGNORE, Shard
+from ithaca.sequence.layout import Padding
 
 FUSED = "fused_lm_head"
 _ITEMS = "num_items_in_batch"
 _ROUTERS = "output_router_logits"
+_LABELS = ("labels", "shift_labels")
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 # What a caller may pass that asks for something a sharded pass does not give.
 _NOT_GIVEN = ("output_hidden_states", "output_attentions", "past_key_values", "cache_position")
@@ -51,6 +59,9 @@ class Call:
     targets: int
     items: Tensor | int | None
     routers: bool | None
+    batch: Mapping[str, Any]
+    grad: bool
+    random: RandomState | None
 
 
 @dataclass(eq=False)
@@ -62,6 +73,8 @@ class WholeBatches:
     whole_logits: bool = False
     length: int | None = None
     call: Call | None = None
+    # Of the last call with labels in training, and of the last one in evaluation.
+    readings: dict[bool, Reading] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
 
     @property
@@ -82,7 +95,11 @@ class WholeBatches:
         targets = agree(self.mesh, batch, None if error else shard, error).count
         assert shard is not None
         learned = batch.get("labels") is not None or batch.get("shift_labels") is not None
-        self.call = Call(shard, self._kind(learned, fused), targets, items, batch.get(_ROUTERS))
+        kind = self._kind(learned, fused)
+        # What is drawn again is drawn where the call was made: a model in evaluation draws nothing.
+        random = RandomState.now(self.mesh.device) if kind == "loss" and self.model.training else None
+        routers = batch.get(_ROUTERS)
+        self.call = Call(shard, kind, targets, items, routers, batch, torch.is_grad_enabled(), random)
         return (), self._inputs(self.call)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -92,16 +109,40 @@ class WholeBatches:
             return None
         if call.kind == "fused":
             return self._fused(call, output)
-        logits = None if call.kind == "loss" else whole_tokens(output.logits, self.mesh, call.shard.layout)
-        loss = None if call.kind == "logits" else self._loss(call, output)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+        if call.kind == "logits":
+            return CausalLMOutputWithPast(logits=self._whole(call, output.logits))
+        reading = self.readings[self.model.training] = Reading()
+        fetch = partial(self._logits_again, call) if call.kind == "loss" else partial(self._whole, call, output.logits)
+        loss = self._loss(call, output)
+        return CausalLMOutputWithPast(loss=loss, logits=self._lazy(call, fetch, reading))
+
+    def _lazy(self, call: Call, fetch: Callable[[], Tensor], reading: Reading) -> LazyLogits:
+        model, layout = self.binding.model, call.shard.layout
+        shape = (layout.batch, layout.length, model.config.get_text_config().vocab_size)
+        return LazyLogits(shape, model.dtype, self.mesh.device, fetch, reading)
+
+    def _whole(self, call: Call, local_BLV: Tensor) -> Tensor:
+        """Logits [B, S, V], in the weights' own precision as accelerate's mixed precision gives them."""
+        with torch.set_grad_enabled(call.grad):
+            whole = whole_tokens(local_BLV, self.mesh, call.shard.layout)
+            return whole.to(torch.promote_types(whole.dtype, self.binding.model.dtype))
+
+    def _logits_again(self, call: Call) -> Tensor:
+        """The logits of a call that made a loss alone: the same call once more, without labels."""
+        batch = {key: value for key, value in call.batch.items() if key not in (*_LABELS, _ROUTERS)}
+        drawn = nullcontext() if call.random is None else call.random.again(self.mesh.device)
+        with torch.set_grad_enabled(call.grad), drawn:
+            logits: Tensor = self.model(**batch).logits
+        return logits
 
     def _kind(self, learned: bool, fused: bool) -> str:
         if fused:
             return "fused"
         if not learned:
             return "logits"
-        return "both" if self.whole_logits and not self.model.training else "loss"
+        asked = self.whole_logits and not self.model.training
+        before = self.readings.get(self.model.training)
+        return "both" if asked or (before is not None and before.done) else "loss"
 
     def _inputs(self, call: Call) -> dict[str, Any]:
         if call.kind == "fused":
@@ -109,7 +150,15 @@ class WholeBatches:
         if call.kind == "loss":
             return loss_inputs(self.binding, call.shard)
         # Router logits of a pass that gives no loss are for nobody.
-        return {key: value for key, value in call.shard.inputs.items() if key != _ROUTERS or call.kind == "both"}
+        inputs = {key: value for key, value in call.shard.inputs.items() if key != _ROUTERS or call.kind == "both"}
+        return inputs | {LAYOUT: replace(call.shard.layout, padding=self._padding())}
+
+    def _padding(self) -> Padding:
+        """What padding's queries get under the attention that the model had in transformers."""
+        name = self.binding.original_attention
+        if name == "eager":
+            return "averaged"
+        return "zero" if "flash" in name else "masked"
 
     def _loss(self, call: Call, output: Any) -> Tensor:
         total, routers = read_loss(self.binding, call.shard, output)

@@ -24,6 +24,7 @@ from ithaca.models.replaced import looks_like
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
 from ithaca.planning.advice import Words
+from ithaca.state.whole_step import reads_whole, step_whole
 
 logger = logging.getLogger("ithaca")
 _HOOKS = "_ithaca_whole_batches"
@@ -51,7 +52,7 @@ class Preparation:
         """Parallelized, and taking whole batches; one that is so already passes as it is."""
         base = base_model(model)
         self._map_checkpointing(model, base)
-        _refuse(model, base)
+        _refuse(base)
         if is_bound(model):
             return model
         kernel = self.settings.kernel
@@ -87,6 +88,8 @@ class Preparation:
             )
         for group in optimizer.param_groups:
             group["params"] = [self.moved.get(p, p) for p in group["params"]]
+        if reads_whole(optimizer):
+            step_whole(optimizer)
 
     def _map_checkpointing(self, model: nn.Module, base: Any) -> None:
         """`gradient_checkpointing=True` asks for memory: the memory plan gives it, with less recomputation."""
@@ -104,14 +107,9 @@ class Preparation:
         model.__dict__["save_pretrained"] = save
 
 
-def _refuse(model: nn.Module, base: Any) -> None:
+def _refuse(base: Any) -> None:
     embeddings = base.get_input_embeddings()
     if getattr(embeddings, "neftune_noise_alpha", None) is not None:
         raise UnsupportedError(
             "neftune_noise_alpha scales its noise by the length it sees, a shard's here: set it to None"
         )
-    for adapter in getattr(model, "peft_config", {}).values():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise UnsupportedError(
-                f"{type(adapter).__name__} puts tokens of its own before every row, on every shard here: use LoRA"
-            )

@@ -20,6 +20,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.models.binding import is_bound
 from ithaca.models.compiled import compiled_within
 from ithaca.models.draws import refuse_dropped_layers
+from ithaca.models.peft_kinds import check_adapters
 from ithaca.planning.config_names import ATTENTION_DROPOUTS
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
@@ -74,6 +75,7 @@ def memory_refusal(base: PreTrainedModel) -> str | None:
 def check_model(model: nn.Module, base: PreTrainedModel, *, allow_untested: bool) -> None:
     """Raise unless this model, wrapped and set up as it is, is exact under sequence parallelism."""
     _check_wrapping(model, base)
+    check_adapters(model, allow_untested=allow_untested)
     _check_architecture(base, allow_untested)
     _check_settings(base)
     _check_parts(base)

@@ -9,6 +9,7 @@ Token t of a row lives on shard t // L, L = padded / shards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,17 +17,23 @@ from torch import Tensor
 from ithaca.errors import BatchError
 
 Span = tuple[int, int]
+# The attention of padding's own queries; see attention/padding.py.
+Padding = Literal["zero", "masked", "averaged"]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """`documents[b]` are the (start, end) spans of row b, in order, over the padded row."""
+    """`documents[b]` are the (start, end) spans of row b, in order, over the padded row.
+
+    `padding` says what attention gives at padding: zeros, or what transformers gives there.
+    """
 
     length: int
     padded: int
     shards: int
     documents: tuple[tuple[Span, ...], ...]
     max_position: int
+    padding: Padding = "zero"
 
     @classmethod
     def whole_rows(cls, batch: int, length: int, shards: int) -> SequenceLayout:

@@ -203,8 +203,13 @@ def test_predict_gives_whole_logits_where_asked(degrees: tuple[int, int], tmp_pa
         assert abs(got_loss - loss) < EVAL_LOSS
 
 
-def test_predict_is_refused_otherwise(tmp_path: Path) -> None:
-    expect_refusal(2, _predict, str(tmp_path), 2, error="UnsupportedError", match=r"predict and .*whole_logits=True")
+def test_predict_makes_whole_logits_when_they_are_not_asked_for(tmp_path: Path) -> None:
+    """At padding too."""
+    logits, labels, loss = alone(_predict)
+    for got_logits, got_labels, got_loss in _world(tmp_path, (1, 2), _predict):
+        assert numpy.array_equal(got_labels, labels)
+        assert numpy.abs(got_logits - logits).max() < LOGITS
+        assert abs(got_loss - loss) < EVAL_LOSS
 
 
 def test_iterable_datasets_give_a_group_the_same_rows(tmp_path: Path) -> None:

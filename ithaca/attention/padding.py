@@ -1,0 +1,151 @@
+"""Attention of padding's own queries, as transformers computes it: for logits that are read at padding too.
+
+No real token attends to padding, so what padding computes reaches a loss only where the loss reads padding's own
+outputs. A layout's `padding` names what is wanted there:
+
+    zero       zeros: nothing is computed, and no gradient comes back (training on labels; flash-attention in transformers)
+    masked     the row's document under the causal mask and the window, zeros where a query sees no key (sdpa)
+    averaged   the same, but the mean of all values where a query sees no key (eager: its mask is a finite number, which
+               hides the scores and lets their gradients pass)
+
+A right-padded query sees the whole document, a left-padded one sees nothing:
+
+    keys       . . a b c       a b c . .        . padding      x a query sees the key
+    query 0    - - - - -       x - - - -
+    query 4    - - x x x       x x x - -        rows without a mask have no padding, so no query here
+
+A row of several documents has padding that belongs to none of them and stays zero: transformers' masks of packed rows
+are made without padding. In torch operations, block by block of queries: who reads logits of whole rows has
+[S, vocabulary] in memory, beside which a block's scores are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ithaca.attention.heads import HeadRun
+from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.sequence.layout import SequenceLayout, Span
+
+# Queries whose scores are in memory at once.
+BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring queries of padding in one row, and the keys they attend to: all alike where they see none."""
+
+    row: int
+    queries: Span
+    keys: Span
+    blind: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingAttention:
+    """Adds padding's part to what kernels computed of the documents; serves forward and backward."""
+
+    layout: SequenceLayout
+    spec: AttentionSpec
+    runs: tuple[HeadRun, ...]
+    with_sinks: bool
+
+    def attend(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, out_BShE: Tensor, lse_BhS: Tensor) -> None:
+        """Write padding's rows of `out` and `lse`, which are zero."""
+        for block, run in self._blocks():
+            queries, heads = slice(*block.queries), slice(*run.q)
+            q_PkgD, k_NkD, v_NkE = self._read(block, run, q_BShD, k_BSkD, v_BSkE, lse_BhS.dtype)
+            scores_PkgN = self._hidden(block, self._scores(q_PkgD, k_NkD)[0])
+            lse_Pkg = scores_PkgN.logsumexp(-1)
+            weights_PkgN = torch.exp(scores_PkgN - lse_Pkg.unsqueeze(-1))
+            out_PhE = torch.einsum("pkgn,nke->pkge", weights_PkgN, v_NkE).flatten(1, 2)
+            out_BShE[block.row, queries, heads] = out_PhE.to(out_BShE.dtype)
+            lse_BhS[block.row, heads, queries] = lse_Pkg.flatten(1, 2).T
+
+    def attend_backward(
+        self,
+        dout_BShE: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out_BShE: Tensor,
+        lse_BhS: Tensor,
+        grads: tuple[Tensor, ...],
+    ) -> None:
+        """Add padding's part to the gradients of q, k and v."""
+        dq_BShD, dk_BSkD, dv_BSkE = grads
+        for block, run in self._blocks():
+            queries, keys = slice(*block.queries), slice(*block.keys)
+            heads, kv, group = slice(*run.q), slice(*run.kv), _group(run)
+            q_PkgD, k_NkD, v_NkE = self._read(block, run, *qkv, lse_BhS.dtype)
+            dout_PkgE, out_PkgE = (
+                x[block.row, queries, heads].to(lse_BhS.dtype).unflatten(1, (-1, group)) for x in (dout_BShE, out_BShE)
+            )
+            scores_PkgN, slope = self._scores(q_PkgD, k_NkD)
+            lse_Pkg1 = lse_BhS[block.row, heads, queries].T.unflatten(1, (-1, group)).unsqueeze(-1)
+            weights_PkgN = torch.exp(self._hidden(block, scores_PkgN) - lse_Pkg1)
+            delta_Pkg1 = (dout_PkgE * out_PkgE).sum(-1, keepdim=True)
+            dscores_PkgN = weights_PkgN * (torch.einsum("pkge,nke->pkgn", dout_PkgE, v_NkE) - delta_Pkg1)
+            dscores_PkgN = dscores_PkgN * slope * self.spec.scale
+            dq_PhD = torch.einsum("pkgn,nkd->pkgd", dscores_PkgN, k_NkD).flatten(1, 2)
+            dq_BShD[block.row, queries, heads] = dq_PhD.to(dq_BShD.dtype)
+            dk_BSkD[block.row, keys, kv] += torch.einsum("pkgn,pkgd->nkd", dscores_PkgN, q_PkgD).to(dk_BSkD.dtype)
+            dv_BSkE[block.row, keys, kv] += torch.einsum("pkgn,pkge->nke", weights_PkgN, dout_PkgE).to(dv_BSkE.dtype)
+
+    def _blocks(self) -> Iterator[tuple[Block, HeadRun]]:
+        for row, documents in enumerate(self.layout.documents):
+            if len(documents) > 1:
+                continue
+            for queries, blind in self._spans(documents[0] if documents else None):
+                keys = (0, self.layout.length) if blind else documents[0]
+                for start in range(*queries, BLOCK):
+                    for run in self.runs:
+                        yield Block(row, (start, min(start + BLOCK, queries[1])), keys, blind), run
+
+    def _spans(self, document: Span | None) -> list[tuple[Span, bool]]:
+        """Padding's queries up to the batch's own length (nobody reads what comes after it), those that see no key apart."""
+        total = self.layout.length
+        start, end = document or (total, total)
+        # The first query before the document that sees a key of it, and the first after it that sees none any more.
+        first, last = (start, end) if document is None or self.spec.causal else (0, total)
+        if document is not None:
+            window = total if self.spec.window is None else self.spec.window
+            first, last = max(first, start - window + 1), min(total, end - 1 + window)
+        spans = [((0, first), True), ((first, start), False), ((end, last), False), ((last, total), True)]
+        # A sink takes all of the weight where no key is seen, and gives zero.
+        averages = self.layout.padding == "averaged" and not self.with_sinks
+        return [(span, blind) for span, blind in spans if span[0] < span[1] and (averages or not blind)]
+
+    def _hidden(self, block: Block, scores_PkgN: Tensor) -> Tensor:
+        """The scores under the mask: equal ones where no key is seen."""
+        if block.blind:
+            return torch.zeros_like(scores_PkgN)
+        if self.spec.window is None:
+            return scores_PkgN
+        queries, keys = (torch.arange(*span, device=scores_PkgN.device) for span in (block.queries, block.keys))
+        outside_PN = (queries[:, None] - keys).abs() >= self.spec.window
+        return scores_PkgN.masked_fill(outside_PN[:, None, None], -torch.inf)
+
+    def _read(
+        self, block: Block, run: HeadRun, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, exact: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's queries, by kv head, and its keys and values, in lse's precision."""
+        q_PhD = q_BShD[block.row, slice(*block.queries), slice(*run.q)].to(exact)
+        k_NkD, v_NkE = (x[block.row, slice(*block.keys), slice(*run.kv)].to(exact) for x in (k_BSkD, v_BSkE))
+        return q_PhD.unflatten(1, (-1, _group(run))), k_NkD, v_NkE
+
+    def _scores(self, q_PkgD: Tensor, k_NkD: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Scores before the mask, [P, k, g, N], and what a softcap multiplies their gradient by."""
+        scores_PkgN = torch.einsum("pkgd,nkd->pkgn", q_PkgD, k_NkD) * self.spec.scale
+        cap = self.spec.softcap
+        if cap is None:
+            return scores_PkgN, 1.0
+        bent_PkgN = torch.tanh(scores_PkgN / cap)
+        return cap * bent_PkgN, 1 - bent_PkgN.square()
+
+
+def _group(run: HeadRun) -> int:
+    """Query heads of one kv head."""
+    return (run.q[1] - run.q[0]) // (run.kv[1] - run.kv[0])

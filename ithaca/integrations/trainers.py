@@ -1,0 +1,145 @@
+"""The Trainer around an Accelerator: which of TRL's trainers are exact, and where they place a reference model.
+
+accelerate hands an Accelerator to its `ParallelismConfig` while Trainer makes it, so the trainer is found on the stack
+of that call; scripts of the user's own have none. Checked on transformers 5.22 and 5.23, trl 1.16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType, ModuleType
+from typing import Any
+
+from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
+
+# Trainers of TRL that the table of habits (tests/doors/trl.py) has as exact.
+EXACT = (
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
+    "ORPOTrainer",
+    "CPOTrainer",
+    "TPOTrainer",
+    "GKDTrainer",
+)
+_PLACES = "prepare_fsdp"
+_ENTRIES = ("train", "evaluate", "predict")
+# torch's words where a sharded weight meets a plain tensor (torch 2.11 to 2.13).
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def trainer_of_call() -> Any:
+    """The Trainer whose construction this call is a part of, or None."""
+    made = sys.modules.get("transformers.trainer")
+    frame: FrameType | None = inspect.currentframe()
+    while made is not None and frame is not None:
+        # The frame that runs a method of a Trainer has it as its `self`.
+        if isinstance(found := frame.f_locals.get("self"), made.Trainer):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def check_trainer(trainer: Any, mesh: Mesh) -> None:
+    """Refuse TRL's trainers, and settings of them, that would not be exact, before they build anything."""
+    own = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), None)
+    if own is None:
+        return
+    if own.__name__ in EXACT:
+        _check_settings(trainer, mesh)
+        return
+    raise UnsupportedError(
+        f"{own.__name__} is not supported yet: under UlyssesConfig use one of TRL's {', '.join(EXACT)}, or leave "
+        "parallelism_config out"
+    )
+
+
+def _check_settings(trainer: Any, mesh: Mesh) -> None:
+    args = trainer.args
+    precomputes = bool(getattr(args, "precompute_ref_log_probs", False))
+    if precomputes and getattr(trainer.model, "peft_config", None):
+        raise UnsupportedError(
+            "precompute_ref_log_probs=True with an adapter runs the model before it is split over ranks: set it to False, "
+            "the reference is then the model with the adapter off"
+        )
+    if precomputes and mesh.world > 1 and _in_memory(trainer):
+        raise UnsupportedError(
+            "precompute_ref_log_probs=True with a dataset in memory, whose cache each process has for itself: load it from "
+            "files (datasets.load_dataset), or set precompute_ref_log_probs=False"
+        )
+    generates = float(getattr(args, "lmbda", 0.0) or 0.0) > 0 or bool(getattr(args, "seq_kd", False))
+    if generates and mesh.dp > 1:
+        raise UnsupportedError(
+            f"lmbda={getattr(args, 'lmbda', 0.0)} or seq_kd generates on {mesh.dp} groups, which would wait for each other: "
+            "set lmbda=0.0 and seq_kd=False, or let all ranks share each sequence"
+        )
+
+
+def _in_memory(trainer: Any) -> bool:
+    """True if the training data that the trainer is made with has no file behind it."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is trainer and "train_dataset" in frame.f_locals:
+            files = getattr(frame.f_locals["train_dataset"], "cache_files", None)
+            return files is not None and not files
+        frame = frame.f_back
+    return False
+
+
+@dataclass(frozen=True)
+class ReferencePlacement:
+    """In place of TRL's `prepare_fsdp` in one of its modules.
+
+    TRL shards a reference model by itself, over a mesh that UlyssesConfig does not have; an Accelerator of ours places
+    it as it places the model that is trained. Any other Accelerator goes to TRL's own function.
+    """
+
+    original: Callable[..., Any]
+
+    def __call__(self, model: Any, accelerator: Any) -> Any:
+        if getattr(accelerator, "ulysses", None) is None:
+            return self.original(model, accelerator)
+        return accelerator.prepare_model(model, evaluation_mode=True).eval()
+
+
+def place_references(trainer: Any) -> None:
+    """Let the trainer's own modules ask its Accelerator where a reference model belongs."""
+    for each in type(trainer).__mro__:
+        module = sys.modules.get(each.__module__)
+        if each.__module__.startswith("trl.") and isinstance(module, ModuleType):
+            own = module.__dict__.get(_PLACES)
+            if own is not None and not isinstance(own, ReferencePlacement):
+                module.__dict__[_PLACES] = ReferencePlacement(own)
+
+
+def name_sharded_weights(trainer: Any) -> None:
+    """Let the trainer's own entries say in Ithaca's words that a sharded weight was used as a plain tensor."""
+    for name in _ENTRIES:
+        trainer.__dict__[name] = partial(_run_named, getattr(trainer, name))
+
+
+def _run_named(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with naming_sharded_weights():
+        return entry(*args, **kwargs)
+
+
+@contextmanager
+def naming_sharded_weights() -> Iterator[None]:
+    """Inside, torch's error about a DTensor beside a plain tensor becomes one that says the way that works."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        raise UnsupportedError(
+            "a weight that is split over ranks (a DTensor) was used together with a plain tensor: in a loss or a callback "
+            "take the whole weight with weight.full_tensor(), and call the model itself, not its parts (model.model, "
+            "model.lm_head) apart"
+        ) from error
