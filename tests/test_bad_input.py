@@ -129,7 +129,12 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "no names of layers, by choice": (
         lambda: small_model("biogpt", dtype=torch.float32, attention_probs_dropout_prob=0.0),
-        {"memory": {"offload": False}},
+        {
+            "verdicts": {
+                "biogpt": {"verdict": "exact", "reason": "", "classes": "BioGptForCausalLM", "memory": "exact"}
+            },
+            "memory": {"offload": False},
+        },
         r"BioGptForCausalLM does not name its layers, so no plan fits it: use memory=None",
     ),
     "budget in words": (
