@@ -103,7 +103,7 @@ def one_mode(asked: Settings, layers: int) -> Any:
 
 def ithaca_figures(model: nn.Module) -> dict[str, Any]:
     """The plan in force, and what it pinned, which torch's own allocator knows nothing of."""
-    from ithaca.models.binding import binding_of
+    from ithaca.models.bound import binding_of
 
     installed: Any = binding_of(model).memory
     if installed is None:

@@ -29,7 +29,7 @@ from ithaca.integrations.state import checkpoint_plugin
 from ithaca.integrations.targets import LearnedOnly
 from ithaca.integrations.trainers import naming_sharded_weights
 from ithaca.mesh import Mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.bound import binding_of
 
 
 def adopt(accelerator: Any, mesh: Mesh, settings: Settings) -> None:

@@ -32,7 +32,7 @@ from ithaca.integrations.logits import LazyLogits, RandomState, Reading
 from ithaca.integrations.targets import named_once
 from ithaca.integrations.whole import whole_tokens
 from ithaca.mesh import Mesh
-from ithaca.models.binding import LAYOUT, Binding, binding_of
+from ithaca.models.bound import LAYOUT, Binding, binding_of
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import loss_inputs, read_loss, shown_sum
 from ithaca.sequence.agree import agree, try_shard

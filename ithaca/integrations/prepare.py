@@ -18,7 +18,7 @@ from ithaca.integrations.settings import Settings
 from ithaca.integrations.state import SavePretrained
 from ithaca.mesh import Mesh
 from ithaca.models.auto import planner_of
-from ithaca.models.binding import is_bound
+from ithaca.models.bound import is_bound
 from ithaca.models.not_taken import checkpointing_off, is_checkpointing
 from ithaca.models.replaced import looks_like
 from ithaca.models.support import base_model

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ithaca.memory.loss import LossSpec, in_place_kernel
 from ithaca.memory.offload import HostStore
 from ithaca.mesh import Mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.bound import binding_of
 from ithaca.models.exhausted import out_of_memory
 from ithaca.models.sizes import sizes_of
 from ithaca.models.support import base_model

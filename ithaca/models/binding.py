@@ -13,151 +13,33 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from torch import OutOfMemoryError, Tensor, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ithaca.attention.anchored import AttentionCall
-from ithaca.attention.heads import split_heads
-from ithaca.attention.kernels import AttentionSpec, choose
+from ithaca.attention.kernels import AttentionSpec
 from ithaca.attention.ulysses import attend_sharded
-from ithaca.errors import NOT_PICKLED, MeshError, UnsupportedError
-from ithaca.memory.rng import ShardRng
-from ithaca.mesh import Mesh, check_mesh
+from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
 from ithaca.models.alone import watch_parts
+from ithaca.models.bound import LAYOUT, MARK, NAME, Binding, binding_of
 from ithaca.models.draws import watch_rates
-from ithaca.models.experts import has_experts, wants_auxiliary_loss
+from ithaca.models.experts import wants_auxiliary_loss
 from ithaca.models.generate import WholeGenerate
 from ithaca.models.handed_out import mark_output, with_gradient_times
 from ithaca.models.hooks import ShownToHooks
 from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
-from ithaca.models.not_taken import check_call, checkpoints, refuse_arguments, refuse_autocast, refuse_checkpointing
+from ithaca.models.not_taken import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.rope import pin_length
-from ithaca.models.settings import dropping
 from ithaca.sequence.layout import SequenceLayout
-
-NAME = "ithaca"
-LAYOUT = "sequence_layout"
-_BINDING = "_ithaca_binding"
-logger = logging.getLogger("ithaca")
-
-
-class Installed(Protocol):
-    """What else is installed on a bound model; see layers.py."""
-
-    @property
-    def tiles_head(self) -> bool: ...
-
-    @property
-    def layers(self) -> Sequence[Any]: ...
-
-    def begin(self, layout: SequenceLayout | None = None) -> None: ...
-
-    def note_parts(self) -> None: ...
-
-    def refuse_replaced(self) -> None: ...
-
-    def remove(self) -> None: ...
-
-    def out_of_memory(self, error: OutOfMemoryError) -> OutOfMemoryError: ...
-
-
-class Reduction(Protocol):
-    """How gradients are reduced over ranks; see state/weights.py."""
-
-    def choose(self, *, summed: bool) -> None: ...
-
-
-@dataclass(eq=False)
-class Binding:
-    """What is installed on one model, and what its forward pass in flight needs."""
-
-    model: PreTrainedModel
-    mesh: Mesh
-    kernel: str
-    layers: int
-    configs: dict[Any, Any]
-    call: AttentionCall | None = None
-    groups: int = 1
-    memory: Installed | None = None
-    reduction: Reduction | None = None
-    router_logits: list[Tensor] = field(default_factory=list)
-    calls: int = 0
-
-    positions: int | None = None
-    averages: bool = False
-    sharded: bool = True
-    takes_kwargs: bool = True
-    handles: list[Any] = field(default_factory=list)
-    shown: ShownToHooks | None = None
-    rng: ShardRng | None = None
-    announced: set[AttentionSpec] = field(default_factory=set)
-
-    @property
-    def original_attention(self) -> str:
-        return self.configs[self.model]._attn_implementation or "sdpa"
-
-    @property
-    def needs_reduction(self) -> bool:
-        """Whether the mean of a rank's own tokens is not what its gradients go by: alone, or under a wrapper that
-        averages over ranks with rows of their own, it is."""
-        return self.sharded and self.mesh.world > 1 and not (self.averages and self.mesh.shards == 1)
-
-    @property
-    def replays(self) -> bool:
-        """Whether a pass made now runs layers again in its backward."""
-        ours = self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers)
-        return ours or checkpoints(self.model)
-
-    @contextmanager
-    def accounting(self) -> Iterator[None]:
-        """Running out of memory in here is told with what held it."""
-        try:
-            yield
-        except OutOfMemoryError as error:
-            if self.memory is None:
-                raise
-            raise self.memory.out_of_memory(error) from error
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(NOT_PICKLED)
-
-    def begin_drawing(self) -> None:
-        """Let this shard draw random numbers of its own until the pass ends."""
-        self.end_drawing()
-        if self.mesh.shards > 1:
-            self.rng = ShardRng(self.mesh.device, self.mesh.sequence_rank)
-
-    def end_drawing(self) -> None:
-        rng, self.rng = self.rng, None
-        if rng is not None:
-            # A rank none of whose tokens chose an expert with a dropout drew nothing, where others did.
-            rng.end(drew=has_experts(self.model.config) and dropping(self.model) is not None)
-
-    def announce(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, spec: AttentionSpec) -> None:
-        """Say once for every kind of attention in the model, on rank 0, which kernel runs it."""
-        if spec in self.announced:
-            return
-        self.announced.add(spec)
-        kernel = choose(self.kernel, q_BLHD, v_BLKE, spec).name
-        heads = [end - start for start, end in split_heads(q_BLHD.shape[2], k_BLKD.shape[2], self.mesh.sp).q]
-        if self.mesh.rank == 0:
-            window = f", window {spec.window}" if spec.window else ""
-            logger.info("attention%s: %s kernel, %s, heads per rank %s", window, kernel, self.mesh, heads)
 
 
 def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding:
@@ -172,7 +54,7 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
     for module, config in configs.items():
         # One memo for all: modules that shared a config (or a part of it) still do.
         module.config = copy.deepcopy(config, copies)
-        module.__dict__[_BINDING] = binding
+        module.__dict__[MARK] = binding
     model.config._attn_implementation = NAME
     for module in configs:
         module.config._attn_implementation = NAME
@@ -214,7 +96,7 @@ def unbind(model: nn.Module) -> None:
         handle.remove()
     for module, config in binding.configs.items():
         module.config = config
-        del module.__dict__[_BINDING]
+        del module.__dict__[MARK]
     del binding.model.__dict__["generate"]
 
 
@@ -226,26 +108,6 @@ def unbound_on_refusal(model: nn.Module) -> Iterator[None]:
     except UnsupportedError:
         unbind(model)
         raise
-
-
-def binding_of(model: nn.Module) -> Binding:
-    """The binding of a model or of what it wraps (PEFT, DDP)."""
-    for module in model.modules():
-        if _BINDING in module.__dict__:
-            binding: Binding = module.__dict__[_BINDING]
-            return binding
-    raise UnsupportedError(f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first")
-
-
-def check_same_mesh(bound: Mesh, mesh: Mesh) -> None:
-    """Refuse a mesh that is not the one of `parallelize`."""
-    check_mesh(mesh)
-    if mesh.degrees != bound.degrees:
-        raise MeshError(f"mesh is {mesh}, the model was parallelized over {bound}: pass the same mesh to both")
-
-
-def is_bound(model: nn.Module) -> bool:
-    return any(_BINDING in module.__dict__ for module in model.modules())
 
 
 @contextmanager
@@ -284,7 +146,7 @@ class _GoingBack:
 
     def __call__(self, gradient: Tensor) -> None:
         binding = self.binding
-        if self.sharded and binding.model.__dict__.get(_BINDING) is not binding:
+        if self.sharded and binding.model.__dict__.get(MARK) is not binding:
             raise UnsupportedError(
                 "backward of a sharded pass was called after ithaca.unbind(model): call it before unbind"
             )
@@ -393,7 +255,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls; `[B, H, L, D]` in, `[B, L, H, E]` out."""
-    binding: Binding | None = module.__dict__.get(_BINDING)
+    binding: Binding | None = module.__dict__.get(MARK)
     if binding is None:
         raise UnsupportedError(f"{type(module).__name__} was put into the model after parallelize: put it in before")
     call: AttentionCall | None = kwargs.pop(LAYOUT, None) or binding.call

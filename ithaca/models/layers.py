@@ -25,7 +25,8 @@ from ithaca.memory.noted import adapters_now
 from ithaca.memory.offload import HostStore
 from ithaca.memory.tiles import Unit
 from ithaca.models.auto import AutoMemory
-from ithaca.models.binding import LAYOUT, Binding, logger, unsharded
+from ithaca.models.binding import unsharded
+from ithaca.models.bound import LAYOUT, Binding, logger
 from ithaca.models.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.head import HeadForward, bare_head, head_spec
 from ithaca.models.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaca.memory.loss import Each, token_loss
-from ithaca.models.binding import Binding
+from ithaca.models.bound import Binding
 from ithaca.models.handed_out import reduced
 from ithaca.models.head import EACH, SMOOTHING, TARGETS, Z
 from ithaca.sequence.batch import Shard

@@ -26,7 +26,8 @@ from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, unlinked
 from ithaca.memory.arguments import INSTEAD, Arguments, Seen, reachable, same, version
 from ithaca.models.auto import AutoMemory
-from ithaca.models.binding import Binding, logger, unsharded
+from ithaca.models.binding import unsharded
+from ithaca.models.bound import Binding, logger
 from ithaca.models.roles import few_tokens
 from ithaca.planning.plan import Decided, MemoryPlan
 

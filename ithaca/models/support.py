@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
-from ithaca.models.binding import is_bound
+from ithaca.models.bound import is_bound
 from ithaca.models.compiled import compiled_within
 from ithaca.models.draws import refuse_dropped_layers
 from ithaca.models.peft_kinds import check_adapters

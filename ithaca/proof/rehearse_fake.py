@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ithaca.mesh import Mesh
-from ithaca.models.binding import Binding
+from ithaca.models.bound import Binding
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss
 from ithaca.sequence.batch import Shard

@@ -28,7 +28,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.memory.offload import HostStore
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.bound import binding_of
 from ithaca.models.experts import has_experts
 from ithaca.models.pretrained import add_adapters, empty_model
 from ithaca.models.support import base_model, decoder_layers

@@ -28,7 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.binding import NAME, bind
+from ithaca.models.binding import bind
+from ithaca.models.bound import NAME
 from ithaca.models.layers import install_memory
 from ithaca.models.support import decoder_layers
 from ithaca.planning.plan import LayerMode, MemoryPlan

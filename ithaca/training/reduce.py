@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
-from ithaca.models.binding import Binding, binding_of, check_same_mesh
+from ithaca.models.bound import Binding, binding_of, check_same_mesh
 from ithaca.models.handed_out import reduced
 from ithaca.values import as_number
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ithaca.errors import BatchError, PeerError, UnsupportedError
 from ithaca.memory.anchors import WHOLE_BACKWARD
 from ithaca.mesh import Mesh, check_mesh
-from ithaca.models.binding import Binding, binding_of, check_same_mesh
+from ithaca.models.bound import Binding, binding_of, check_same_mesh
 from ithaca.models.compiled import refuse_compiled
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import shown_sum, summed_loss

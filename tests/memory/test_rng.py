@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ithaca.memory.rng import ShardRng
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import Binding
+from ithaca.models.bound import Binding
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.small import small_batch, small_model

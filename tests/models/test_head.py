@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.bound import binding_of
 from ithaca.models.head import head_spec
 from ithaca.parallelize import parallelize
 from ithaca.proof.small import small_batch, small_model

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import init_mesh
 from ithaca.models.auto import planner_of
-from ithaca.models.binding import is_bound
+from ithaca.models.bound import is_bound
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import compare

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import binding_of, unbind, unsharded
+from ithaca.models.binding import unbind, unsharded
+from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.parity import reference

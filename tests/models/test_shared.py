@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import is_bound
+from ithaca.models.bound import is_bound
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.parity import reference

@@ -23,7 +23,7 @@ from torch import nn
 from ithaca.attention.local import LocalAttention
 from ithaca.memory.anchors import Kept
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import compare, gradient_errors, reference

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.binding import binding_of, unsharded
+from ithaca.models.binding import unsharded
+from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.parity import reference

@@ -12,7 +12,7 @@ import pytest
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import init_mesh
 from ithaca.models.auto import planner_of
-from ithaca.models.binding import binding_of
+from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.choose import choose_plan, feasible
 from ithaca.planning.memory import memory_of

@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import binding_of, unsharded
+from ithaca.models.binding import unsharded
+from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MODES, LayerMode, MemoryPlan
 from ithaca.proof.parity import gradient_errors

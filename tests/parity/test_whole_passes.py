@@ -17,7 +17,8 @@ from transformers import DynamicCache
 
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.binding import binding_of, unbind, unsharded
+from ithaca.models.binding import unbind, unsharded
+from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.proof.parity import gradient_errors, reference

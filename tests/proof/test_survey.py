@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.binding import NAME
+from ithaca.models.bound import NAME
 from ithaca.proof.small import LISTED
 from ithaca.proof.small_more import survey_config
 from ithaca.proof.small_variants import features_on

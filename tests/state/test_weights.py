@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.utils import clip_grad_norm_
 
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import binding_of
+from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.proof.parity import reference
