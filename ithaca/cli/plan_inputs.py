@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.calibrated import read_measured, with_measured
-from ithaca.planning.config_check import check_config, read_content
-from ithaca.planning.config_names import counted_by_names
+from ithaca.planning.config_check import read_content
 from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
 from ithaca.planning.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
+from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.traffic import Machine
 from ithaca.values import parse_bytes, parse_number
 
@@ -127,12 +127,13 @@ def _from_file(file: Path, name: str) -> KnownModel:
 
 def _read(name: str, config: dict[str, Any]) -> KnownModel:
     """The model of a config.json; where its names do not say its sizes, its modules are counted, which takes seconds."""
-    check_config(config)
-    if counted_by_names(config):
-        return read_config(name, config)
+    return read_config(name, config, _count)
+
+
+def _count(name: str, config: Mapping[str, Any]) -> ModelSizes | None:
     from ithaca.models.counts import counted_sizes
 
-    return read_config(name, config, counted_sizes(name, config))
+    return counted_sizes(name, config)
 
 
 def _from_hub(name: str) -> dict[str, Any] | str:

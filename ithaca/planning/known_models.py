@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -19,13 +19,17 @@ from typing import Any
 
 from ithaca.errors import ConfigError, IthacaError
 from ithaca.planning.config_check import check_config
-from ithaca.planning.config_names import LEARNED_POSITIONS, cautions_of, text_of
+from ithaca.planning.config_names import LEARNED_POSITIONS, cautions_of, counted_by_names, text_of
 from ithaca.planning.sizes import ModelSizes
 
 # Endings of names of the same sizes; versions and dates may be left out, but another one is another model.
 _SAME_SIZE = re.compile(r"-(instruct|base|chat|it|pt|hf)(?=-|$)", re.IGNORECASE)
 _VERSION = re.compile(r"-(v\d+\.\d+|\d{4})(?=-|$)", re.IGNORECASE)
 _ORIGINAL = "original_max_position_embeddings"
+
+
+# Counts the parameters of a config on the model itself; None where it has no model.
+Count = Callable[[str, Mapping[str, Any]], ModelSizes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +90,14 @@ def nearest_models(name: str, count: int = 4) -> list[str]:
     return [plain[key] for key in get_close_matches(_plain(name), plain, n=count, cutoff=0.4)]
 
 
-def read_config(name: str, config: Mapping[str, Any], counted: ModelSizes | None = None) -> KnownModel:
-    """The model that the content of a config.json describes. `counted`: its sizes, where they were counted on the model."""
+def read_config(name: str, config: Mapping[str, Any], count: Count | None = None) -> KnownModel:
+    """The model that the content of a config.json describes.
+
+    `count` gives the sizes of its modules where its names do not say them; None for sizes by names alone.
+    """
     try:
         check_config(config)
+        counted = None if count is None or counted_by_names(config) else count(name, config)
         sizes = counted or ModelSizes.from_config(config)
         _check(sizes)
         text = text_of(config)

@@ -64,12 +64,13 @@ def test_linear_maps_are_counted_where_adapters_go() -> None:
     assert sizes.with_lora(4).adapters == 4 * sum(m.in_features + m.out_features for m in linear)
 
 
-def test_a_type_that_transformers_has_not_is_counted_by_names(tmp_path: Path) -> None:
+def test_a_type_that_transformers_has_not_is_refused_as_in_training(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**survey_config("llama").to_dict(), "model_type": "brand_new"}))
-    assert "counted as Llama's" in read_model(str(tmp_path)).cautions["sizes"]
+    with pytest.raises(ConfigError, match="'brand_new', which transformers has no causal language model for"):
+        read_model(str(tmp_path))
 
 
 def test_a_config_that_cannot_be_built_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**survey_config("phi").to_dict(), "hidden_act": "wobble"}))
-    with pytest.raises(ConfigError, match=r"transformers builds no phi of this config .*wobble"):
+    (tmp_path / "config.json").write_text(json.dumps({**survey_config("phi").to_dict(), "layer_norm_eps": None}))
+    with pytest.raises(ConfigError, match=r"transformers builds no phi of this config .*layer_norm_eps"):
         read_model(str(tmp_path))
