@@ -55,6 +55,13 @@ class CheckedFile:
                     self._check(block, self.sums)
         return found
 
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Everything, summed: for numpy's functions."""
+        return np.asarray(self[0 : len(self)], dtype)
+
     def _check(self, block: int, sums: list[int]) -> None:
         per_block = _BLOCK // self.values.itemsize
         content = self.values[block * per_block : (block + 1) * per_block]

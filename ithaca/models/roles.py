@@ -276,14 +276,23 @@ def switched(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 def gradients(layer: nn.Module, args: Any, kwargs: Any, weigh: Tensor) -> list[Tensor]:
     """Gradients of the layer's inputs and of every parameter, frozen or not, for a fixed gradient of its output."""
-    own = [p for p in layer.parameters() if p.is_floating_point()]
+    swapped = _swapped(layer)
+    own = [p for p in layer.parameters() if p.is_floating_point() and (p.requires_grad or p not in swapped)]
     with torch.enable_grad(), _trained(own):
         args, kwargs = tree_map(_leaf, (args, kwargs))
         leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
+        # A layer may write into what it is given, and into a leaf it may not.
+        args, kwargs = tree_map(_written_to, (args, kwargs))
         output = layer(*args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output
         grads = torch.autograd.grad(first, [*leaves, *own], weigh, allow_unused=True)
     return [torch.zeros(()) if g is None else g for g in grads]
+
+
+def _swapped(layer: nn.Module) -> set[nn.Parameter]:
+    """Frozen weights that PEFT takes out and puts back in every run (`target_parameters`): to autograd they change."""
+    wrappers = [module for module in layer.modules() if hasattr(module, "parameter_name")]
+    return {p for module in wrappers for p in module.parameters() if not p.requires_grad}
 
 
 @contextmanager
@@ -313,3 +322,7 @@ def drawn(args: Any, kwargs: Any, seed: int) -> tuple[Any, Any]:
 
 def _leaf(x: Any) -> Any:
     return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _written_to(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) and x.requires_grad else x

@@ -90,13 +90,17 @@ def test_types_that_can_be_trained_are_read(tmp_path: Path) -> None:
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "theta 0": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta: 0"),
-    "theta below 0": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}}, "rope_theta: -10000"),
-    "old theta": ("llama", {"rope_parameters": None, "rope_theta": 0}, "rope_theta: 0"),
+    "theta 0": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta: got 0"),
+    "theta below 0": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}},
+        "rope_theta: got -10000",
+    ),
+    "old theta": ("llama", {"rope_parameters": None, "rope_theta": 0}, "rope_theta: got 0"),
     "factor 0": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, "factor"),
-    "eps below 0": ("llama", {"rms_norm_eps": -1e-5}, "rms_norm_eps: -1e-05, which must be zero or more"),
-    "eps nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: NaN"),
-    "layer norm": ("gpt2", {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon: -1"),
+    "eps below 0": ("llama", {"rms_norm_eps": -1e-5}, "rms_norm_eps: got -1e-05"),
+    "eps nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: got NaN"),
+    "layer norm": ("gpt2", {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon: got -1"),
     "softcap 0": ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: 0"),
     "scaling 0": ("granite", {"logits_scaling": 0.0}, "logits_scaling: 0"),
     "multiplier nan": ("granite", {"attention_multiplier": float("nan")}, "attention_multiplier: NaN"),
