@@ -157,7 +157,12 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "allow_untested": (llama, {"allow_untested": "no"}, r"allow_untested='no': pass True or False"),
     "no names of layers": (
         lambda: small_model("biogpt", dtype=torch.float32, attention_probs_dropout_prob=0.0),
-        {"memory": MemoryPlan(("save",) * 3, (False,) * 3, 8, 8)},
+        {
+            "verdicts": {
+                "biogpt": {"verdict": "exact", "reason": "", "classes": "BioGptForCausalLM", "memory": "exact"}
+            },
+            "memory": MemoryPlan(("save",) * 3, (False,) * 3, 8, 8),
+        },
         r"BioGptForCausalLM does not name its layers, so no plan fits it: use memory=None",
     ),
     "layers that are not run again": (

@@ -27,6 +27,8 @@ ROWS, LENGTH = 2, 6
 _DRAWS = (1.0, 4.0)
 # Sums of a few thousand products in another order, in units of the last place of the largest.
 _ULPS = 16
+# The longest sums of the small models that the number above was found on.
+_TERMS = 64
 Outputs = list[Tensor]
 
 
@@ -111,9 +113,11 @@ class _Trial:
 
 def rounding(module: nn.Module, x: Tensor) -> float:
     """The relative room that rounding needs: of the coarsest dtype that is computed in, fp32 among them, to which norms
-    and routers cast whatever they are given."""
-    dtypes = {x.dtype, torch.float32, *(p.dtype for p in module.parameters() if p.is_floating_point())}
-    return _ULPS * max(torch.finfo(dtype).eps for dtype in dtypes)
+    and routers cast whatever they are given. The rounding of a sum grows with the root of the number of its terms."""
+    floating = [p for p in module.parameters() if p.is_floating_point()]
+    dtypes = {x.dtype, torch.float32, *(p.dtype for p in floating)}
+    terms = max((size for p in floating for size in p.shape), default=1)
+    return _ULPS * max(1.0, (terms / _TERMS) ** 0.5) * max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def read_elsewhere(layer: nn.Module, args: Any, kwargs: Any, giver: nn.Module, reader: nn.Module, value: Any) -> bool:

@@ -34,7 +34,7 @@ ATTENTION_DROPOUTS = (
 # Families whose parameters are counted right from a config, at any size; a test holds them to transformers' own modules.
 COUNTED = frozenset((
     "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cwm", "deepseek_v2",
-    "deepseek_v3", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "flint", "fuyu",
+    "deepseek_v3", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "flint",
     "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode",
     "gpt_oss", "granite", "granite_swa", "granitemoe", "helium",
     "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "llama", "mellum", "minicpm3", "minimax_m2",
