@@ -360,6 +360,9 @@ def _read(file: str | Path | None) -> dict[str, Any]:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Strict)
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist: name a run.yaml, or nothing for the embedded run") from None
+    except IsADirectoryError:
+        model = f"; a model's folder is given as model.name={file}" if Path(file, "config.json").is_file() else ""
+        raise ConfigError(f"{file} is a folder: name a run.yaml{model}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): name a YAML file") from None
     except yaml.YAMLError as error:

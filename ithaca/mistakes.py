@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
@@ -42,6 +43,16 @@ def sentence(problem: Any, whole: type[BaseModel]) -> str:
     if problem["type"] == "list_type":
         return f"{where}: got {got!r}: a list is needed, such as {where}=[...]"
     return f"{where}: got {got!r}: {message[0].lower()}{message[1:]}"
+
+
+def near_folders(path: Path, holds: str) -> str:
+    """Return "; nearest here: ..." with folders beside `path` that hold the file `holds`, or nothing."""
+    try:
+        beside = [one.name for one in path.parent.iterdir() if (one / holds).is_file()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, beside, 3)
+    return f"; nearest here: {', '.join(str(path.parent / name) for name in near)}" if near else ""
 
 
 def not_yaml(error: yaml.YAMLError) -> str:

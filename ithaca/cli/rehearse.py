@@ -72,9 +72,9 @@ def rehearse(
         cap=limit,
     )
     result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
-    from ithaca.cli.terminal import page_console
+    from ithaca.cli.terminal import print_page
 
-    page_console().print(page(asked, result))
+    print_page(page(asked, result))
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
 
