@@ -45,10 +45,22 @@ def sentence(problem: Any, whole: type[BaseModel]) -> str:
     return f"{where}: got {got!r}: {message[0].lower()}{message[1:]}"
 
 
-def near_folders(path: Path, holds: str) -> str:
-    """Return "; nearest here: ..." with folders beside `path` that hold the file `holds`, or nothing."""
+def check_folder(name: str, typed: str) -> None:
+    """Refuse the name of a model that only a folder can have, where there is none."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() or not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return
+    near = near_paths(folder, "config.json")
+    raise ConfigError(f"{typed} {name!r} is no folder: name a folder with config.json, or a hub name{near}")
+
+
+def near_paths(path: Path, holds: str = "") -> str:
+    """Return "; nearest here: ..." with what is called nearly so beside `path`, or nothing.
+
+    `holds`: a file that a folder has to hold; any file or folder if empty.
+    """
     try:
-        beside = [one.name for one in path.parent.iterdir() if (one / holds).is_file()]
+        beside = [one.name for one in path.parent.iterdir() if not holds or (one / holds).is_file()]
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, beside, 3)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.errors import ConfigError, UnsupportedError
-from ithaca.mistakes import near_folders
+from ithaca.mistakes import near_paths
 from ithaca.planning.calibrated import read_measured, with_measured
 from ithaca.planning.config_check import read_content
 from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
@@ -100,7 +100,7 @@ def read_model(name: str) -> KnownModel:
     if name.startswith((".", "/", "~")):
         raise ConfigError(
             f"--model {name}: there is no such folder; a model's folder or config.json is needed"
-            f"{near_folders(path, 'config.json')}"
+            f"{near_paths(path, 'config.json')}"
         )
     known = find_model(name)
     if known is not None:
@@ -114,7 +114,7 @@ def read_model(name: str) -> KnownModel:
     near = nearest_models(name) or known_names()[:4]
     raise UnsupportedError(
         f"no model {name!r}: {reason}; nearest are {', '.join(near)}; or give a config.json"
-        f"{near_folders(path, 'config.json')}"
+        f"{near_paths(path, 'config.json')}"
     )
 
 

@@ -16,6 +16,7 @@ import typer
 from ithaca.cli.quiet import quiet
 
 if TYPE_CHECKING:
+    from ithaca.config import Run
     from ithaca.training.trainer import Outcome
 
 
@@ -42,6 +43,7 @@ def train(
     if show:
         typer.echo(dump_run(run), nl=False)
         return
+    _check_places(run)
     status = launch(
         "ithaca.cli.train:work",
         (run.model_dump_json(), restart),
@@ -55,6 +57,17 @@ def train(
     )
     if status:
         raise typer.Exit(status)
+
+
+def _check_places(run: Run) -> None:
+    """Refuse a mistyped folder or file here: ranks take long to start."""
+    from ithaca.data.sources import locate
+    from ithaca.mistakes import check_folder
+
+    check_folder(run.model.name, "model.name")
+    for source in [*run.data.sources, *run.validation.sources]:
+        if not Path(source.path).expanduser().exists():
+            locate(source)
 
 
 def split_words(words: list[str]) -> tuple[str | None, list[str]]:

@@ -85,17 +85,17 @@ def test_a_mistyped_folder_is_answered_with_the_one_beside_it(typed: Any) -> Non
         status, _, err = typed(*words)
         assert status == 2
         assert "nearest here: my-llama\n" in err
-    with pytest.raises(ConfigError, match="nearest here: my-llama$"):
+    with pytest.raises(ConfigError, match=r"; nearest here: my-llama$"):
         find_folder("./my-lama")
 
 
 @pytest.mark.usefixtures("own_folder")
 def test_a_models_folder_in_place_of_a_run_is_told_its_key() -> None:
     Path("mine").mkdir()
-    with pytest.raises(ConfigError, match="mine is a folder: name a run.yaml$"):
+    with pytest.raises(ConfigError, match=r"mine is a folder: name a run\.yaml$"):
         load_run("mine")
     Path("mine/config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="given as model.name=mine$"):
+    with pytest.raises(ConfigError, match=r"given as model\.name=mine$"):
         load_run("mine")
 
 
