@@ -28,8 +28,10 @@ def train(
     ),
     nodes: int | None = typer.Option(None, help="Machines that take part."),
     node_rank: int | None = typer.Option(None, help="Which of them this is, from 0."),
-    rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: a free port of the first."),
-    hosts: str = typer.Option("", metavar="A,B,...", help="Take only these of the machines that are there."),
+    rendezvous: str | None = typer.Option(
+        None, metavar="HOST:PORT", help="Where they meet: the first machine and a free port of it."
+    ),
+    hosts: str = typer.Option("", metavar="A,B,...", help="Run on these machines only: their host names."),
     restart: bool = typer.Option(
         False, "--restart", help="Begin at step 1 where there are checkpoints and none is whole; none is deleted."
     ),
