@@ -22,7 +22,7 @@ def export(
     step: int | None = typer.Option(None, help="The checkpoint of this step; the newest whole one if left out."),
     force: bool = typer.Option(False, "--force", help="Replace the model that is in the folder --to."),
     dtype: Literal["bf16", "fp32"] | None = typer.Option(
-        None, help="Number format of the weights; the checkpoint's own if left out."
+        None, help="Number format of weights; as in the checkpoint if left out."
     ),
 ) -> None:
     """Write a checkpoint as a Hugging Face model that plain transformers loads."""

@@ -29,7 +29,7 @@ def train(
     nodes: int | None = typer.Option(None, help="Machines that take part."),
     node_rank: int | None = typer.Option(None, help="Which of them this is, from 0."),
     rendezvous: str | None = typer.Option(
-        None, metavar="HOST:PORT", help="Where they meet: the first machine and a free port of it."
+        None, metavar="HOST:PORT", help="Where they meet: the first machine, a free port."
     ),
     hosts: str = typer.Option("", metavar="A,B,...", help="Run on these machines only: their host names."),
     restart: bool = typer.Option(

@@ -15,7 +15,7 @@ HEAD = """# Habits
 What people do around a model, and what comes of it under Ithaca. Every line is a test in `tests/doors/`, which runs the
 same script on one process of plain transformers and on several ranks. *exact* means the numbers of the one process.
 *refused* means one sentence on every rank that names the way that works, given here where it is short. *absent* means
-that this library or trainer does not reach the habit at all, for the reason given. `model` is what `parallelize` returns.
+that there is nothing to compare, for the reason given.
 The page is written from the tests by `python -m tests.doors.page --write`.
 """
 
