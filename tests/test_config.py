@@ -98,6 +98,7 @@ WRONG = [
     (["stages=[]"], "stages"),
     (["stages.0.length=long"], "'long' is no number such as 4096, 128k or 1M"),
     (["stages.0.steps=0"], "stages.0.steps: got 0"),
+    (["memory.budget=40"], "memory.budget: 40 is taken as bytes: write a unit, such as 40GB"),
     (["memory.budget=lots"], "60GiB or 80GB"),
     (["memory.layers=kept"], "memory.layers.0: got 'kept': input should be 'keep', 'save', 'rebuild' or 'recompute'"),
     (["memory.offload=far"], "memory.offload.0: got 'far': input should be a valid boolean"),

@@ -126,7 +126,8 @@ def ending(outcome: Outcome, seconds: float) -> str:
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step had a loss"
     for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):
         course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
-    return f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; {course}\n{told}{_next(folder.settings)}"
+    done = f"{place.total} steps, {place.tokens:,} tokens; {course}; this start took {minutes}"
+    return f"\n{done}\n{told}{_next(folder.settings)}"
 
 
 def _next(settings: Path) -> str:
