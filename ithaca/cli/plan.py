@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ithaca.config import Run
     from ithaca.planning.known_models import KnownModel
     from ithaca.planning.mesh_search import Compared, Option
@@ -183,7 +185,7 @@ def _show(
     from ithaca.cli.plan_page import comparison, page, verdict
     from ithaca.cli.terminal import print_page
 
-    more = [] if rows is None else ["", comparison(option, rows), verdict(wanted, option, rows)]
+    more: list[Table | str] = [] if rows is None else ["", comparison(option, rows), verdict(wanted, option, rows)]
     print_page(page(facts, wanted, option, reach), *more)
 
 
