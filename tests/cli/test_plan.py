@@ -187,7 +187,7 @@ def test_compare_tables_every_cut(run: Any) -> None:
     rows = [line.split() for line in table.splitlines()[1:8]]
     assert [tuple(map(int, row[:3])) for row in rows if row[1] == "1"] == [(8, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8)]
     assert all("not built yet" in " ".join(row) for row in rows if row[1] != "1")
-    assert "Every cut of 8xH100, with adamw, fp32 weights, bf16 computing" in out
+    assert "Every mesh of 8xH100, with adamw, fp32 weights, bf16 computing" in out
     assert "Ulysses (sp) as far as it goes: up to 32 ranks" in out
     assert "ring attention is not built yet" in " ".join(out.split())
 
