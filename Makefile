@@ -16,6 +16,7 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer found: set PYTHON=..." >&2; exit 1; }
+	@echo "installing $(TORCH) and the rest into $(VENV): a few minutes, in silence"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install -q --upgrade pip
 	@$(PY) -m pip install -q '$(TORCH)'

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/sft.py
 
-Runs anywhere: two CPU processes, or one process a GPU. Model, tokenizer and chats are small and made on the spot.
+Needs `pip install -e '.[trl,peft]'`. Runs anywhere: two CPU processes, or one process a GPU. Model, tokenizer and
+chats are small and made on the spot.
 """
 
 import torch

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ithaca.errors import ConfigError
-from ithaca.mistakes import check_keys, not_yaml, sentence
+from ithaca.mistakes import check_keys, not_yaml, sentences
 from ithaca.overrides import lay_over
 from ithaca.values import Bytes, Decay, Length, Number, Positive, Share, Tokens, Where, no_truth, one_or_more, run_name
 
@@ -333,7 +333,7 @@ def read_run(given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Run:
     try:
         return Run.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("; ".join(sentence(problem, Run) for problem in error.errors()[:3])) from None
+        raise ConfigError("; ".join(sentences(error.errors(), Run)[:3])) from None
 
 
 def dump_run(run: Run) -> str:
@@ -360,6 +360,9 @@ def _read(file: str | Path | None) -> dict[str, Any]:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Strict)
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist: name a run.yaml, or nothing for the embedded run") from None
+    except IsADirectoryError:
+        model = f"; a model's folder is given as model.name={file}" if Path(file, "config.json").is_file() else ""
+        raise ConfigError(f"{file} is a folder: name a run.yaml{model}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): name a YAML file") from None
     except yaml.YAMLError as error:

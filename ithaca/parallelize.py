@@ -44,7 +44,7 @@ from ithaca.state.weights import (
     reduction_of,
     takes_groups,
 )
-from ithaca.values import no_truth, parse_bytes
+from ithaca.values import no_truth, parse_bytes, with_unit
 
 M = TypeVar("M", bound=nn.Module)
 _COMPUTE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -178,7 +178,10 @@ def read_budget(name: str, given: float | str | None) -> int | None:
         budget = 0
     if budget < 1:
         raise UnsupportedError(f"{name}={given!r}: pass bytes above 0, such as 40e9 or '40GB', or None")
-    return budget
+    try:
+        return with_unit(budget)
+    except ValueError as error:
+        raise UnsupportedError(f"{name}={given!r}: {error}") from None
 
 
 def head_counts(base: nn.Module) -> tuple[int, int]:

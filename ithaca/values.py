@@ -35,6 +35,13 @@ def parse_bytes(value: object) -> object:
     return parse_number(found[1], 1024 if found[2] else 1000)
 
 
+def with_unit(value: int) -> int:
+    """Refuse an amount of memory so small that its unit was forgotten."""
+    if 0 < value < 1024:
+        raise ValueError(f"{value} is taken as bytes: write a unit, such as {value}GB")
+    return value
+
+
 def unit_of(size: float) -> tuple[int, str]:
     """GiB; below a quarter of one MiB, so that toys too are told apart."""
     return (2**30, "GiB") if size >= 2**28 else (2**20, "MiB")
@@ -89,7 +96,7 @@ def at_home(value: str) -> str:
 
 Length = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1024)), Field(ge=1)]
 Tokens = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1000)), Field(ge=1)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1), AfterValidator(with_unit)]
 Number = Annotated[float, BeforeValidator(no_truth)]
 Share = Annotated[Number, Field(ge=0.0, le=1.0)]
 Decay = Annotated[Number, Field(ge=0.0, lt=1.0)]

@@ -143,6 +143,16 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         r"memory_budget='a lot': pass bytes above 0, such as 40e9 or",
     ),
     "budget of nothing": (llama, {"memory_budget": 0}, r"memory_budget=0: pass bytes above 0, .* or '40GB'"),
+    "budget without a unit": (
+        llama,
+        {"memory_budget": "40"},
+        r"memory_budget='40': 40 is taken as bytes: .* such as 40GB",
+    ),
+    "name of a model": (
+        lambda: "my-llama",
+        {},
+        r"'my-llama' is a name: pass the model, AutoModelForCausalLM\.from_pre",
+    ),
     "budget below nothing": (llama, {"memory_budget": "-1GB"}, r"memory_budget='-1GB': pass bytes above 0"),
     "budget that is true": (llama, {"memory_budget": True}, r"memory_budget=True: pass bytes above 0"),
     "budget of the host": (llama, {"host_budget": "most"}, r"host_budget='most': pass bytes above 0, such as 40e9"),

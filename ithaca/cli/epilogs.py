@@ -53,6 +53,7 @@ EPILOGS = {
             _BAD,
             "75 when it was told to stop and has saved, so the same command goes on",
             f"{_STOPPED}, saved likewise",
+            "65 where no step of a stage was taken",
             "70 after a hang",
             "71 where a rank on another machine failed",
             "1 for everything else",

@@ -21,7 +21,9 @@ def export(
     to: Path | None = typer.Option(None, help="Where to write; RUN/export-step-N if left out."),
     step: int | None = typer.Option(None, help="The checkpoint of this step; the newest whole one if left out."),
     force: bool = typer.Option(False, "--force", help="Replace the model that is in the folder --to."),
-    dtype: Literal["bf16", "fp32"] | None = typer.Option(None, help="What to write weights in; as kept if left out."),
+    dtype: Literal["bf16", "fp32"] | None = typer.Option(
+        None, help="Number format of weights; as in the checkpoint if left out."
+    ),
 ) -> None:
     """Write a checkpoint as a Hugging Face model that plain transformers loads."""
     from functools import partial

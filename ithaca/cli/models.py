@@ -5,35 +5,58 @@ from __future__ import annotations
 import difflib
 import json
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from ithaca.cli.terminal import print_page
 from ithaca.errors import UnsupportedError
+from ithaca.planning.config_check import read_content
+from ithaca.planning.known_models import find_model
 
 
 def models(
-    kind: str = typer.Argument("", metavar="[TYPE]", help="A model_type such as qwen3; all of them if left out."),
+    kind: str = typer.Argument(
+        "", metavar="[TYPE_OR_FOLDER]", help="A model_type (qwen3) or a model's folder; all types if left out."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Which architectures train exactly here, and why the others are refused."""
     text = files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8")
-    table: dict[str, dict[str, str]] = json.loads(text)["architectures"]
+    table: dict[str, dict[str, Any]] = json.loads(text)["architectures"]
+    kind = kind if kind in table else _type_of(kind)
     if kind and kind not in table:
         near = difflib.get_close_matches(kind, table, 3)
         hint = f": did you mean {', '.join(near)}?" if near else f": `ithaca models` lists all {len(table)}"
-        raise UnsupportedError(f"no causal-LM architecture is called {kind!r}{hint}")
+        raise UnsupportedError(f"no causal-LM architecture (`model_type` in a config.json) is called {kind!r}{hint}")
     chosen = {kind: table[kind]} if kind else table
     if as_json:
         typer.echo(json.dumps(chosen, indent=1))
         return
-    Console().print(_rows(chosen))
+    print_page(_rows(chosen))
 
 
-def _rows(chosen: dict[str, dict[str, str]]) -> Table:
+def _rows(chosen: dict[str, dict[str, Any]]) -> Table:
     rows = Table("architecture", "verdict", "reason", box=None, pad_edge=False)
     for kind, row in sorted(chosen.items(), key=lambda item: (item[1]["verdict"] != "exact", item[0])):
         colour = "green" if row["verdict"] == "exact" else "red"
-        rows.add_row(kind, f"[{colour}]{row['verdict']}[/]", row["reason"])
+        rows.add_row(kind, f"[{colour}]{row['verdict']}[/]", _reason(row))
     return rows
+
+
+def _type_of(name: str) -> str:
+    """The model_type of a folder or of a model of the built-in table; any other name is one itself."""
+    config = Path(name, "config.json")
+    if config.is_file():
+        return str(read_content(config).get("model_type", ""))
+    known = find_model(name)
+    return name if known is None else known.kind
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """How near to one process an exact type is, and why another one is refused."""
+    if row["verdict"] != "exact":
+        return str(row["reason"])
+    return f"loss, logits and gradients are those of one process, fp64, within {row['worst']:.0e}"

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ithaca.config import Run
     from ithaca.planning.known_models import KnownModel
     from ithaca.planning.mesh_search import Compared, Option
@@ -33,16 +35,20 @@ def plan(
         None, help="adamw, adamw8bit or bf16_sr; the most exact that fits if left out."
     ),
     precision: str | None = typer.Option(None, help="mixed (fp32 weights, bf16 computing) or bf16."),
-    headroom: float = typer.Option(0.25, help="Share of the memory that is left free; of the host's, at least 0.25."),
-    host_headroom: float | None = typer.Option(None, help="Share of the host's memory that is left free instead."),
+    headroom: float = typer.Option(0.25, help="Share of memory left free; of the host's at least 0.25."),
+    host_headroom: float | None = typer.Option(
+        None, help="Share of host memory left free, where it is not --headroom's."
+    ),
     target_tok_s: float | None = typer.Option(None, help="Tokens a second wanted: says how many GPUs give them."),
     tokens: str | None = typer.Option(None, help="Tokens to train on, 2B: hours and GPU-hours."),
     price: float | None = typer.Option(None, help="Price of a GPU-hour: the cost."),
     link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
     network: str | None = typer.Option(None, help="What joins nodes: 'InfiniBand NDR', 'Ethernet 100G'."),
-    compare: bool = typer.Option(False, help="Table every cut of the GPUs: longest length, speed, exchanges."),
+    compare: bool = typer.Option(
+        False, help="Table every mesh (dp x sp) of the GPUs: longest length, speed, exchanges."
+    ),
     spec: Path | None = typer.Option(None, help="Write a one-page summary in Markdown to this file."),
-    write: str = typer.Option("run.yaml", help="Where the run goes; `-` for nowhere."),
+    write: str = typer.Option("run.yaml", help="File the run is written to, for `ithaca train`; `-` for none."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, and write nothing."),
     calibrate: bool = typer.Option(False, help="Measure this machine's GPU once; its own figures count from then on."),
 ) -> None:
@@ -116,7 +122,7 @@ def _facts(
 
 
 def _reach(wanted: Wanted, option: Option) -> list[tuple[str, int]]:
-    """How long a row can be: so cut, at all and what that takes, and with a little more of something."""
+    """Lengths a row can have: on this mesh, with any settings and which these are, with a little more of something."""
     from ithaca.planning.cuts import Place
     from ithaca.planning.longest import Longest, longest_length, longest_of_all
     from ithaca.planning.mesh_search import longest_so_cut
@@ -129,7 +135,7 @@ def _reach(wanted: Wanted, option: Option) -> list[tuple[str, int]]:
     if best is None or best.length < here:
         best = Longest(here, Place(used, option.degrees), option.recipe)
     takes = f"{best.place.degrees}{show_used(wanted.machine, best.place.wanted.machine)}, {best.recipe}"
-    known = [("longest that fits, so cut", here), (f"longest at all: {takes}", best.length)]
+    known = [("longest that fits on this mesh", here), (f"longest with any settings: {takes}", best.length)]
     exact = next(recipes(wanted))[0]
     if exact.numerics != best.recipe.numerics:
         # What less exact numerics gain is for the user to judge.
@@ -177,14 +183,10 @@ def _show(
     rows: list[Compared] | None,
 ) -> None:
     from ithaca.cli.plan_page import comparison, page, verdict
-    from ithaca.cli.terminal import page_console
+    from ithaca.cli.terminal import print_page
 
-    console = page_console()
-    console.print(page(facts, wanted, option, reach))
-    if rows is not None:
-        console.print()
-        console.print(comparison(option, rows))
-        console.print(verdict(wanted, option, rows))
+    more: list[Table | str] = [] if rows is None else ["", comparison(option, rows), verdict(wanted, option, rows)]
+    print_page(page(facts, wanted, option, reach), *more)
 
 
 def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:

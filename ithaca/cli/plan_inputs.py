@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.errors import ConfigError, UnsupportedError
+from ithaca.mistakes import near_paths
 from ithaca.planning.calibrated import read_measured, with_measured
 from ithaca.planning.config_check import read_content
 from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
@@ -62,6 +63,8 @@ def read_machine(
     """`8xH100`; more than a node's worth without a number of nodes is as many nodes of eight."""
     found = re.fullmatch(r"\s*(?:(\d+)(?:\s*[x*\u00d7]\s*|\s+))?([A-Z].*?)\s*", gpus, re.IGNORECASE)
     count = int(found[1] or 1) if found else 0
+    if turned := re.fullmatch(r"\s*([A-Z].*\d.*?)\s*[x*\u00d7]\s*(\d{1,3})\s*", gpus, re.IGNORECASE):
+        raise ConfigError(f"--gpus {gpus}: the number comes first, such as {turned[2]}x{turned[1]}")
     # What looks like another number of cards is not for guessing at.
     if (
         found is None
@@ -91,9 +94,14 @@ def _usual_network(device: Device) -> str:
 
 def read_model(name: str) -> KnownModel:
     """A folder or a config.json, a name of the built-in table, or a name on the hub."""
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json" or path.is_file():
         return _from_file(path / "config.json" if path.is_dir() else path, name)
+    if name.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"--model {name}: there is no such folder; a model's folder or config.json is needed"
+            f"{near_paths(path, 'config.json')}"
+        )
     known = find_model(name)
     if known is not None:
         return replace(known, name=_asked_for(name, known.name))
@@ -104,7 +112,10 @@ def read_model(name: str) -> KnownModel:
             return _read(name, config)
         reason += f", and the hub gave nothing ({config})"
     near = nearest_models(name) or known_names()[:4]
-    raise UnsupportedError(f"no model {name!r}: {reason}; nearest are {', '.join(near)}; or give a config.json")
+    raise UnsupportedError(
+        f"no model {name!r}: {reason}; nearest are {', '.join(near)}; or give a config.json"
+        f"{near_paths(path, 'config.json')}"
+    )
 
 
 def _asked_for(name: str, known: str) -> str:

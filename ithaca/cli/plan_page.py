@@ -151,14 +151,14 @@ def _reach(reach: Sequence[tuple[str, int]]) -> Table:
     known = [label.startswith("longest") for label, _ in reach]
     most = max(length for (_, length), is_known in zip(reach, known, strict=True) if is_known)
     for (label, length), is_known in zip(reach, known, strict=True):
-        shown = show_length(length) if is_known or length > most else "no longer"
+        shown = show_length(length) if is_known or length > most else "adds nothing"
         table.add_row(Text(label, style="bold" if label == reach[0][0] else ""), f"{length:,} tokens", shown)
     return table
 
 
 def comparison(chosen: Option, rows: Sequence[Compared]) -> Table:
     """Every cut: how long it reaches, how fast it is at the length asked for, and what its exchanges take."""
-    title = f"Every cut of {chosen.machine}, with {chosen.recipe}"
+    title = f"Every mesh of {chosen.machine}, with {chosen.recipe}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title=title)
     table.title_justify, table.title_style = "left", ""
     for name in ("dp", "ring", "sp"):
@@ -208,5 +208,8 @@ def verdict(wanted: Wanted, plain: Option, rows: Sequence[Compared]) -> str:
         ring: max((row.longest for row in rows if (row.degrees.ring > 1) == ring), default=0) for ring in (False, True)
     }
     if far[True] > far[False]:
-        lines.append(f"So kept, a ring would reach {show_length(far[True])}, without one {show_length(far[False])}.")
+        lines.append(
+            f"With the same optimizer and precision a ring would reach {show_length(far[True])}, "
+            f"without one {show_length(far[False])}."
+        )
     return "\n".join(lines)

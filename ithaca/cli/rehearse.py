@@ -26,7 +26,9 @@ def rehearse(
     world: int | None = typer.Option(None, help="Ranks of the whole job; as the run says, or 8, if left out."),
     rank: int = typer.Option(0, help="Which of them is rehearsed, from 0."),
     stage: int | None = typer.Option(None, help="Which of the run's stages, from 1; the last if left out."),
-    layers: str = typer.Option("auto", help="`all`, `auto`, or how many layers later runs have more than the first."),
+    layers: str = typer.Option(
+        "auto", help="`all` the layers, `auto`, or a number: few are run, then as many more, and the rest is derived."
+    ),
     cap: str = typer.Option("", help="Memory that the device may use: 80GB."),
     gpus: str = typer.Option("", help="The card of the job, if not the one here: H100, 8xH100."),
     link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
@@ -72,9 +74,9 @@ def rehearse(
         cap=limit,
     )
     result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
-    from ithaca.cli.terminal import page_console
+    from ithaca.cli.terminal import print_page
 
-    page_console().print(page(asked, result))
+    print_page(page(asked, result))
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
 

@@ -54,7 +54,7 @@ def _memory(asked: Asked, result: Rehearsed) -> RenderableType:
     """The peak beside the plan's; where other operators ran than the job's, last what the plan says of the job's own."""
     mark, said, here = ", derived" if result.derived else "", result.predicted, bool(result.seconds)
     table = Table(title=f"Device memory at its peak{mark}", title_justify="left")
-    columns = ["", "rehearsed", "plan", "plan is"] if here else ["", "rehearsed", "plan, so run", "plan is"]
+    columns = ["", "rehearsed", "plan", "plan off by"] if here else ["", "rehearsed", "plan, on CPU", "plan off by"]
     for column in [*columns, *([] if here else [f"plan, {asked.machine.device.name}"])]:
         table.add_column(column, justify="left" if not column else "right")
 
@@ -86,7 +86,7 @@ def _time(result: Rehearsed) -> RenderableType:
     said = result.predicted
     mark = ", derived" if result.derived else ""
     table = Table(title=f"One step, seconds{mark}", title_justify="left")
-    for column in ("", "rehearsed", "plan", "plan is"):
+    for column in ("", "rehearsed", "plan", "plan off by"):
         table.add_column(column, justify="left" if not column else "right")
     for phase, seconds in result.seconds.items():
         table.add_row(phase, f"{seconds:.2f}", "", "")

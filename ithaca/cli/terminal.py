@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
 # Wider than any table, so that no cell is cut.
 _WHOLE = 400
@@ -26,12 +26,17 @@ def say_loading(text: str) -> None:
         os.write(2, f"{_CLEAR}{text} ...\n".encode())
 
 
-def page_console() -> Console:
-    """Where a page of tables is printed: as wide as the terminal, and whole where it goes to a file or a pipe."""
+def print_page(*parts: RenderableType) -> None:
+    """Print tables as wide as the terminal, and whole where they go to a file or a pipe, no line filled with blanks."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_WHOLE)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, width=_WHOLE)
+    with console.capture() as page:
+        for part in parts:
+            console.print(part)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in page.get().splitlines()))
 
 
 def say_beside_a_bar(text: str) -> None:

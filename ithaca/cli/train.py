@@ -16,6 +16,7 @@ import typer
 from ithaca.cli.quiet import quiet
 
 if TYPE_CHECKING:
+    from ithaca.config import Run
     from ithaca.training.trainer import Outcome
 
 
@@ -27,8 +28,10 @@ def train(
     ),
     nodes: int | None = typer.Option(None, help="Machines that take part."),
     node_rank: int | None = typer.Option(None, help="Which of them this is, from 0."),
-    rendezvous: str | None = typer.Option(None, metavar="HOST:PORT", help="Where they meet: a free port of the first."),
-    hosts: str = typer.Option("", metavar="A,B,...", help="Take only these of the machines that are there."),
+    rendezvous: str | None = typer.Option(
+        None, metavar="HOST:PORT", help="Where they meet: the first machine, a free port."
+    ),
+    hosts: str = typer.Option("", metavar="A,B,...", help="Run on these machines only: their host names."),
     restart: bool = typer.Option(
         False, "--restart", help="Begin at step 1 where there are checkpoints and none is whole; none is deleted."
     ),
@@ -42,6 +45,7 @@ def train(
     if show:
         typer.echo(dump_run(run), nl=False)
         return
+    _check_places(run)
     status = launch(
         "ithaca.cli.train:work",
         (run.model_dump_json(), restart),
@@ -55,6 +59,17 @@ def train(
     )
     if status:
         raise typer.Exit(status)
+
+
+def _check_places(run: Run) -> None:
+    """Refuse a mistyped folder or file here: ranks take long to start."""
+    from ithaca.data.sources import locate
+    from ithaca.mistakes import check_folder
+
+    check_folder(run.model.name, "model.name")
+    for source in [*run.data.sources, *run.validation.sources]:
+        if not Path(source.path).expanduser().exists():
+            locate(source)
 
 
 def split_words(words: list[str]) -> tuple[str | None, list[str]]:
@@ -111,7 +126,8 @@ def ending(outcome: Outcome, seconds: float) -> str:
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step had a loss"
     for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):
         course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
-    return f"\n{place.total} steps, {place.tokens:,} tokens in {minutes}; {course}\n{told}{_next(folder.settings)}"
+    done = f"{place.total} steps, {place.tokens:,} tokens; {course}; this start took {minutes}"
+    return f"\n{done}\n{told}{_next(folder.settings)}"
 
 
 def _next(settings: Path) -> str:

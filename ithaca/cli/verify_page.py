@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,9 @@ from ithaca.mesh import Mesh
 from ithaca.proof.checks import Line
 from ithaca.proof.sample import Sample
 from ithaca.proof.subject import Subject
+
+# The column in which a line's detail begins.
+_DETAIL = 45
 
 
 class Page:
@@ -30,12 +34,20 @@ class Page:
         notes = ", ".join(subject.notes)
         self.console.print(f"[bold]{escape(kind)}[/]: sp={mesh.sp} against one process, {mesh.device.type}, {width}")
         self.console.print(f"  {escape(notes)}; {escape(sample.origin)}, rows of {sample.length}")
+        self.console.print(f"    {'check':<22}{'found':>9} {'limit':<8} what was compared", style="dim")
 
     def line(self, line: Line) -> None:
         """One check."""
         mark = "[green]ok [/]" if line.ok else "[bold red]off[/]"
         limit = f"<= {line.limit:.2g}" if line.limit else "= 0"
-        self.console.print(f"{mark} {line.name:<22}{_figure(line):>9} {limit:<8} {escape(line.detail)}")
+        self.console.print(f"{mark} {line.name:<22}{_figure(line):>9} {limit:<8} {escape(self._fold(line.detail))}")
+
+    def _fold(self, detail: str) -> str:
+        """The detail, on a terminal in its own column; in a file on one line."""
+        if not self.console.is_terminal:
+            return detail
+        width = max(self.console.width, _DETAIL + 20)
+        return fill(detail, width, initial_indent=" " * _DETAIL, subsequent_indent=" " * _DETAIL).lstrip()
 
     def close(self, lines: list[Line], seconds: float) -> None:
         """The verdict."""

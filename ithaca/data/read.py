@@ -17,12 +17,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ithaca.data.packed import FAULTS, open_file
 from ithaca.data.sources import Located
 from ithaca.data.tables import parquet_rows
 from ithaca.errors import DataError
+from ithaca.mistakes import near_paths
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -250,6 +252,6 @@ def _open_hub(located: Located, streaming: bool) -> IterableDataset:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError(
             f"{source.path!r} is no file or folder here, and the hub gave no dataset of that name ({why}): correct the "
-            "path, set subset and split, or fetch it where there is a network"
+            f"path, set subset and split, or fetch it where there is a network{near_paths(Path(source.path))}"
         ) from None
     return opened if streaming else opened.to_iterable_dataset()

@@ -23,6 +23,7 @@ from pathlib import Path, PurePath
 from ithaca.config import Source
 from ithaca.data.folders import HUGE, VENDORED, Tally, is_vendored, suffix_of, walk, why_not_written
 from ithaca.errors import DataError
+from ithaca.mistakes import near_paths
 
 STDLIB = "stdlib"
 _FORMATS = {
@@ -93,6 +94,7 @@ def locate(source: Source) -> Located:
         return Located(source, "hub", source.path, ())
     raise DataError(
         f"{source.path!r} is no file or folder here (the working folder is {Path.cwd()}): correct data.sources.path"
+        f"{near_paths(Path(given))}"
     )
 
 

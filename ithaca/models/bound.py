@@ -146,6 +146,8 @@ class Binding:
 
 def binding_of(model: nn.Module) -> Binding:
     """The binding of a model or of what it wraps (PEFT, DDP)."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"the model is a {type(model).__name__}: pass what ithaca.parallelize returned")
     for module in model.modules():
         if MARK in module.__dict__:
             binding: Binding = module.__dict__[MARK]

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
+from ithaca.mistakes import check_folder, near_paths
 from ithaca.models.config_numbers import check_computed, check_numbers
 from ithaca.planning.config_check import Words, check_config, read_content
 from ithaca.planning.known_models import known_config, nearest_models
@@ -45,8 +46,7 @@ def find_folder(name: str, revision: str | None = None, *, typed: str = "model.n
         if revision:
             raise ConfigError(f"model.revision is for a name on the hub, and {name!r} is a folder here: leave it out")
         return folder
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{typed} {name!r} is no folder: name a folder with config.json, or a hub name")
+    check_folder(name, typed)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -58,6 +58,7 @@ def find_folder(name: str, revision: str | None = None, *, typed: str = "model.n
         raise ConfigError(
             f"{typed} {name!r} is neither a folder here nor found on the hub ({reason}): check the name"
             f"{near and f' (the nearest known are {near})'}, or download the model and name its folder"
+            f"{near_paths(folder, CONFIG)}"
         ) from None
 
 

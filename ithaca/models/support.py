@@ -53,6 +53,8 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     if isinstance(inner, PreTrainedModel):
         return inner
     kind = f"{type(model).__module__.split('.')[0]}'s {type(model).__name__}"
+    if isinstance(model, str):
+        raise UnsupportedError(f"{model!r} is a name: pass the model, AutoModelForCausalLM.from_pretrained({model!r})")
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(f"{kind} is compiled: pass the model inside it, model._orig_mod, {_COMPILES}")
     if hasattr(model, "module"):

@@ -113,5 +113,11 @@ def _same(notes: list[list[int]], first_rank: int) -> None:
             if mine != other:
                 raise BatchError(
                     f"ranks {first_rank} and {first_rank + offset} share one sequence but were handed different batches "
-                    f"({what}: {mine} and {other}): give every rank of a sequence group the same rows, by mesh.dp_rank"
+                    f"({_differ(what, mine, other)}): give every rank of a sequence group the same rows, by mesh.dp_rank; "
+                    "a shuffled DataLoader takes a generator of one seed on all ranks"
                 )
+
+
+def _differ(what: str, mine: int, other: int) -> str:
+    """Name the column that is not the same on two ranks, with its two values where these are counts."""
+    return f"{what}: {mine} and {other}" if what in _COLUMNS[:3] else f"unlike in {what}"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.errors import CheckpointError
+from ithaca.mistakes import near_paths
 from ithaca.state import manifest
 from ithaca.state.exported import description_of
 from ithaca.state.finite import check_finite
@@ -73,7 +74,9 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     else:
         found = manifest.listed(path / "checkpoints") or manifest.listed(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint: name a run's folder, or a checkpoint such as step-00000200")
+        what = "holds no checkpoint" if path.is_dir() else "is no folder"
+        near = "" if path.is_dir() else near_paths(path)
+        raise CheckpointError(f"{path} {what}: name a run's folder, or a checkpoint such as step-00000200{near}")
     chosen = [each for each in found if step in (None, manifest.step_of(each))]
     if not chosen:
         there = ", ".join(str(manifest.step_of(each)) for each in reversed(found))

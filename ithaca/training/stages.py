@@ -97,7 +97,8 @@ def apply_stages(config: Any, stages: Sequence[Stage], *, random: bool) -> Any:
         elif reach and stage.length > reach and not random:
             raise ConfigError(
                 f"stage {number} has {stage.length:,} tokens, this model's positions end at {reach:,}: add to the stage "
-                f"`rope: {{kind: yarn, factor: {_factor(_original(plain), stage.length)}}}` (or theta, linear, ntk, llama3)"
+                f"`rope: {{kind: yarn, factor: {_factor(_original(plain), stage.length)}}}` (or theta, linear, ntk, llama3), "
+                f"or shorten it to {reach:,} tokens"
             )
         if known:
             known = text.max_position_embeddings = max(min(known, reach), stage.length)

@@ -96,7 +96,7 @@ class _Trainer:
 
     def go(self, *, restart: bool) -> Outcome:
         run = self.run
-        self.display.note(f"reading {self.run.model.name}")
+        self.display.note(f"reading the model {self.run.model.name}")
         self.source = self._source()
         self._look_ahead()
         with self.watch.patient(3600.0, "reading checkpoints"):

@@ -61,6 +61,42 @@ def test_a_page_in_a_pipe_is_whole(typed: Any, monkeypatch: pytest.MonkeyPatch) 
     assert status == 0
     assert "…" not in out
     assert "staged for the host" in out
+    assert not [line for line in out.splitlines() if line.endswith(" ")]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_models_takes_a_type_a_folder_and_a_name_of_the_table(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text('{"model_type": "qwen3"}')
+    said = {typed("models", name) for name in ("qwen3", "mine", "Qwen/Qwen3-8B")}
+    assert len(said) == 1
+    [(status, out, _)] = said
+    assert status == 0
+    assert "loss, logits and gradients are those of one process" in out
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_mistyped_folder_is_answered_with_the_one_beside_it(typed: Any) -> None:
+    for name, kept in (("my-llama", "config.json"), ("my-lamas", "notes.txt")):
+        Path(name).mkdir()
+        Path(name, kept).write_text("{}")
+    for words in (("plan", "--model", "./my-lama"), ("plan", "--model", "my-lama")):
+        status, _, err = typed(*words)
+        assert status == 2
+        assert "nearest here: my-llama\n" in err
+    with pytest.raises(ConfigError, match=r"; nearest here: my-llama$"):
+        find_folder("./my-lama")
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_models_folder_in_place_of_a_run_is_told_its_key() -> None:
+    Path("mine").mkdir()
+    with pytest.raises(ConfigError, match=r"mine is a folder: name a run\.yaml$"):
+        load_run("mine")
+    Path("mine/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"given as model\.name=mine$"):
+        load_run("mine")
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_compare_tables_every_cut(run: Any) -> None:
     rows = [line.split() for line in table.splitlines()[1:8]]
     assert [tuple(map(int, row[:3])) for row in rows if row[1] == "1"] == [(8, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8)]
     assert all("not built yet" in " ".join(row) for row in rows if row[1] != "1")
-    assert "Every cut of 8xH100, with adamw, fp32 weights, bf16 computing" in out
+    assert "Every mesh of 8xH100, with adamw, fp32 weights, bf16 computing" in out
     assert "Ulysses (sp) as far as it goes: up to 32 ranks" in out
     assert "ring attention is not built yet" in " ".join(out.split())
 
@@ -210,7 +210,7 @@ def test_what_is_compared_is_what_is_planned(run: Any, words: tuple[str, ...]) -
     said = json.loads(run(*words, "--compare", "--json")[1])
     [chosen] = [row for row in said["comparison"] if row["chosen"]]
     assert chosen["degrees"] == said["degrees"]
-    assert chosen["longest"] == said["reach"]["longest that fits, so cut"] >= said["length"]
+    assert chosen["longest"] == said["reach"]["longest that fits on this mesh"] >= said["length"]
     assert chosen["tokens_per_second"] == said["time"]["tokens_per_second"]
     assert chosen["seconds"] == said["time"]["seconds"]
     assert chosen["device_bytes"] == said["memory"]["device_bytes"]

@@ -150,7 +150,7 @@ def test_without_a_clock_the_page_has_both_plans(small: str) -> None:
     console = Console(width=140, record=True, file=StringIO())
     console.print(page(asked, replace(result, seconds={})))
     shown = console.export_text()
-    assert "plan, so run" in shown
+    assert "plan, on CPU" in shown
     assert "plan, H100" in shown
     said = result.predicted
     last = next(line for line in shown.splitlines() if "reserved by the allocator" in line)

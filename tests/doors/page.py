@@ -13,8 +13,9 @@ PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "habits.md"
 HEAD = """# Habits
 
 What people do around a model, and what comes of it under Ithaca. Every line is a test in `tests/doors/`, which runs the
-same script on one process of plain transformers and on several ranks: *exact* means the numbers of the one process,
-*refused* means one sentence on every rank that names the way that works, *absent* means nothing that this door has.
+same script on one process of plain transformers and on several ranks. *exact* means the numbers of the one process.
+*refused* means one sentence on every rank that names the way that works, given here where it is short. *absent* means
+that there is nothing to compare, for the reason given.
 The page is written from the tests by `python -m tests.doors.page --write`.
 """
 

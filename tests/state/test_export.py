@@ -151,7 +151,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     for arguments, match in (
-        ((str(tmp_path / "nowhere"),), "holds no checkpoint"),
+        ((str(tmp_path / "nowhere"),), "nowhere is no folder: name a run"),
         ((str(tmp_path), "--step", "7"), "no checkpoint of step 7: there are 1, 2"),
         ((str(tmp_path / "checkpoints/step-00000001"), "--step", "2"), "not that of step 2"),
     ):

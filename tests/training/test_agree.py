@@ -48,21 +48,29 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rows": ({"input_ids": IDS}, {"input_ids": IDS.repeat(2, 1)}, "rows: 1 and 2"),
     "length": ({"input_ids": IDS}, {"input_ids": IDS[:, :-1]}, "tokens a row: 12 and 11"),
     "targets": ({"input_ids": IDS}, {"labels": IDS.masked_fill(IDS == 5, -100)}, "targets: 11 and 10"),
-    "ids": ({"input_ids": IDS}, {"input_ids": IDS.flip(1)}, "tokens' content: "),
-    "order": ({"input_ids": IDS}, {"input_ids": swapped(IDS, 6, 7)}, "tokens' content: "),
-    "labels": ({"input_ids": IDS, "labels": IDS}, {"labels": IDS + 1}, "labels' content: "),
+    "ids": ({"input_ids": IDS}, {"input_ids": IDS.flip(1)}, "unlike in tokens' content"),
+    "order": ({"input_ids": IDS}, {"input_ids": swapped(IDS, 6, 7)}, "unlike in tokens' content"),
+    "labels": ({"input_ids": IDS, "labels": IDS}, {"labels": IDS + 1}, "unlike in labels' content"),
     "documents": (
         {"input_ids": IDS, "position_ids": PACKED, "labels": IDS},
         {"position_ids": PACKED_ELSEWHERE},
-        "documents and positions: ",
+        "unlike in documents and positions",
     ),
     "positions": (
         {"input_ids": IDS, "position_ids": POSITIONS},
         {"position_ids": POSITIONS + 9},
-        "documents and positions: ",
+        "unlike in documents and positions",
     ),
-    "embeddings": ({"inputs_embeds": EMBEDS, "labels": IDS}, {"inputs_embeds": EMBEDS * 1.01}, "tokens' content: "),
-    "nan": ({"inputs_embeds": EMBEDS, "labels": IDS}, {"inputs_embeds": EMBEDS * torch.nan}, "tokens' content: "),
+    "embeddings": (
+        {"inputs_embeds": EMBEDS, "labels": IDS},
+        {"inputs_embeds": EMBEDS * 1.01},
+        "unlike in tokens' content",
+    ),
+    "nan": (
+        {"inputs_embeds": EMBEDS, "labels": IDS},
+        {"inputs_embeds": EMBEDS * torch.nan},
+        "unlike in tokens' content",
+    ),
 }
 
 
@@ -179,6 +187,14 @@ def test_a_model_that_is_not_parallelized_is_named() -> None:
     expect_refusal(
         2, unbound, error="UnsupportedError", match=r"LlamaForCausalLM is not parallelized: call ithaca\.para"
     )
+
+
+def turned_arguments() -> None:
+    causal_loss(GOOD, small_model("llama"), init_mesh(sp=2))  # type: ignore[arg-type]
+
+
+def test_a_batch_in_the_models_place_is_named() -> None:
+    expect_refusal(2, turned_arguments, error="UnsupportedError", match="the model is a dict: pass what ithaca.paral")
 
 
 def loss_of_nothing() -> tuple[float, float]:
