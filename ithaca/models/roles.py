@@ -276,7 +276,7 @@ def switched(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 def gradients(layer: nn.Module, args: Any, kwargs: Any, weigh: Tensor) -> list[Tensor]:
     """Gradients of the layer's inputs and of every parameter, frozen or not, for a fixed gradient of its output."""
-    own = [p for p in layer.parameters() if p.is_floating_point()]
+    own = [p for p in layer.parameters() if p.is_floating_point() and id(p) not in _taken_out(layer)]
     with torch.enable_grad(), _trained(own):
         args, kwargs = tree_map(_leaf, (args, kwargs))
         leaves = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
@@ -284,6 +284,13 @@ def gradients(layer: nn.Module, args: Any, kwargs: Any, weigh: Tensor) -> list[T
         first = output[0] if isinstance(output, tuple) else output
         grads = torch.autograd.grad(first, [*leaves, *own], weigh, allow_unused=True)
     return [torch.zeros(()) if g is None else g for g in grads]
+
+
+def _taken_out(layer: nn.Module) -> set[int]:
+    """Parameters that PEFT adapts without a module of their own (`target_parameters`): it takes them out for every run,
+    which counts as a change of them, and they stay frozen."""
+    wrappers: list[Any] = [module for module in layer.modules() if "parameter_name" in module.__dict__]
+    return {id(wrapper.get_param()) for wrapper in wrappers}
 
 
 @contextmanager
