@@ -23,6 +23,7 @@ from ithaca.models.experts import has_experts
 from ithaca.models.layers import install_memory
 from ithaca.models.mixing import refuse_mixing
 from ithaca.models.passing import passing_of
+from ithaca.models.placed import Placed
 from ithaca.models.plans import plan_for
 from ithaca.models.replaced import looks_like
 from ithaca.models.stand_ins import stand_ins
@@ -141,6 +142,7 @@ def parallelize(
     )
     earlier.follow(model)
     binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)
+    binding.placed = Placed.of(model)
     refuse_plain_save(model, looks_like)
     refuse_whole_weights(model, base, looks_like)
     return model

@@ -143,6 +143,7 @@ class _GoingBack:
     binding: Binding
     sharded: bool
     replays: bool
+    versions: tuple[int, ...]
 
     def __call__(self, gradient: Tensor) -> None:
         binding = self.binding
@@ -156,6 +157,8 @@ class _GoingBack:
                 f"backward runs layers again, and their forward ran {where} `with ithaca.unsharded(model):`: call "
                 f"backward {where} the `with` too"
             )
+        if binding.placed is not None:
+            binding.placed.refuse_changed(self.versions)
         if binding.reduction is not None:
             binding.reduction.choose(summed=self.sharded)
 
@@ -233,7 +236,8 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             "on their own shard alone, so this result is wrong. Something replaced the model's attention after "
             "parallelize; call parallelize last"
         )
-    back = _GoingBack(binding, binding.sharded, binding.replays)
+    versions = () if binding.placed is None else binding.placed.versions()
+    back = _GoingBack(binding, binding.sharded, binding.replays, versions)
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(back)

@@ -25,6 +25,7 @@ from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.experts import has_experts
 from ithaca.models.hooks import ShownToHooks
 from ithaca.models.not_taken import checkpoints
+from ithaca.models.placed import Placed
 from ithaca.models.settings import dropping
 from ithaca.sequence.layout import SequenceLayout
 
@@ -83,6 +84,7 @@ class Binding:
     handles: list[Any] = field(default_factory=list)
     shown: ShownToHooks | None = None
     rng: ShardRng | None = None
+    placed: Placed | None = None
     announced: set[AttentionSpec] = field(default_factory=set)
 
     @property

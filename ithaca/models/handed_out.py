@@ -11,7 +11,7 @@ arrives without that is refused, before it goes into the model:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from ithaca.errors import UnsupportedError
 
 _KEY = "ithaca_handed_out"
-_NEVER = -1
+NEVER = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -30,7 +30,7 @@ class Mark:
     """A hook on a tensor of this rank's tokens: its gradient has to come through a reduction over ranks."""
 
     what: str
-    reduced_in: int = _NEVER
+    reduced_in: int = NEVER
     free: bool = False
 
     def __call__(self, gradient: Tensor) -> None:
@@ -99,6 +99,24 @@ def marks_below(tensor: Tensor) -> list[Mark]:
             found += own
         else:
             ahead += [before for before, _ in node.next_functions]
+    return found
+
+
+def leaves_below(values: Iterable[Any]) -> list[Tensor]:
+    """The trained leaves that tensors were computed from without passing a mark."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    ahead: list[Any] = [tensor.grad_fn for tensor in tensors]
+    found += [tensor for tensor in tensors if tensor.grad_fn is None]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen or _KEY in node.metadata:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        ahead += [before for before, _ in node.next_functions]
     return found
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves
 
-from ithaca.models.handed_out import current_backward, mark_copies
+from ithaca.errors import UnsupportedError
+from ithaca.models.handed_out import current_backward, leaves_below, mark_copies
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # transformers leaves these on a model once it has recorded outputs; they look on, and only while it records. Ours look
@@ -102,15 +103,22 @@ class _Shown:
     name: str
     before: bool
     active: Callable[[], bool]
+    model: nn.Module
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         # In backward, and where a layer keeps no graph, nothing that is shown can come into a loss.
         if not is_grad_enabled() or current_backward() >= 0 or not self.active():
-            return self.func(module, *given)
+            again = is_grad_enabled() and current_backward() >= 0
+            before = leaves_below(tree_leaves(given)) if again else []
+            changed = self.func(module, *given)
+            if again:
+                self._refuse_trained((given, changed), before)
+            return changed
         shown, marks = mark_copies(given, f"what a hook on {self.name} was shown")
         goes_on = shown if self.before and len(shown) > 1 else shown[-1]
         copies = tree_leaves(goes_on)
         changed = self.func(module, *shown)
+        self._refuse_trained((goes_on, changed))
         if changed is None or changed is goes_on:
             left = tree_leaves(goes_on)
             if len(left) == len(copies) and all(mine is theirs for mine, theirs in zip(copies, left, strict=True)):
@@ -121,6 +129,19 @@ class _Shown:
             # The model goes on with what the hook made of them.
             mark.free = True
         return changed
+
+    def _refuse_trained(self, changed: Any, before: Sequence[Tensor] = ()) -> None:
+        """What a hook brings in may be trained as a weight of the model only: of all else no rank has the gradient."""
+        found = leaves_below(tree_leaves(changed))
+        if not found:
+            return
+        known = {*map(id, before), *map(id, self.model.parameters())}
+        if any(id(leaf) not in known for leaf in found):
+            raise UnsupportedError(
+                f"a hook on {self.name} brings in a tensor that is trained and no parameter of the model, of whose gradient "
+                "each rank would have its own tokens' part: give it to that module before ithaca.parallelize, as "
+                "module.register_parameter(name, parameter), and read it from there in the hook"
+            )
 
 
 @dataclass(eq=False)
@@ -141,7 +162,7 @@ class ShownToHooks:
                 for key, hook in hooks.items():
                     if not isinstance(hook, _Shown) and _asks(hook, _LIBRARIES):
                         name = next(name for name, each in self.model.named_modules() if each is module)
-                        hooks[key] = _Shown(hook, name, hooks is module._forward_pre_hooks, self.active)
+                        hooks[key] = _Shown(hook, name, hooks is module._forward_pre_hooks, self.active, self.model)
                         self.kept.append((hooks, key))
                         self._say(name, rank)
 

@@ -272,15 +272,33 @@ def _describe(base: Any) -> None:
 
 
 def _save_adapter(model: Any, target: Path) -> None:
-    from peft import get_peft_model_state_dict
-
-    whole = {key: _gather(tensor) for key, tensor in get_peft_model_state_dict(model).items()}
+    state = model.state_dict()
+    kept = _kept_by_adapters(model, state)
+    whole = {key: _gather(tensor) if key in kept else tensor.to("meta") for key, tensor in state.items()}
 
     def write() -> None:
-        with modes_of_umask(target, ("adapter_model*.safetensors",)):
+        with modes_of_umask(target, ("**/adapter_model*.safetensors",)):
             model.save_pretrained(target, state_dict=whole)
 
     _on_rank_0(target, write)
+
+
+def _kept_by_adapters(model: Any, state: dict[str, Tensor]) -> set[str]:
+    """The names, in the model, of what PEFT writes for any of the model's adapters.
+
+    PEFT is handed these names and not those of its files, which say no more which adapter a tensor belongs to.
+    """
+    from peft import get_peft_model_state_dict
+
+    names = {id(tensor): key for key, tensor in state.items()}
+    found: set[str] = set()
+    for adapter in model.peft_config:
+        for tensor in get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter).values():
+            if id(tensor) not in names:
+                # Made from others, of which nothing is known here.
+                return set(state)
+            found.add(names[id(tensor)])
+    return found
 
 
 def _rank() -> int:

@@ -56,9 +56,12 @@ def causal_loss(
     refuse_added(model)
     check_same_mesh(binding.mesh, mesh)
     _check_options(count, label_smoothing, z_loss)
+    _refuse_items(batch, count)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
     assert shard is not None
+    if count is not None and own and not count:
+        raise BatchError(f"count={count!r} beside {own} targets: pass what ithaca.count_tokens(batches, mesh) gives")
     divisor = max(own if count is None else count, 1)
     each = None if by_position is None else partial(by_position.add, shard)
     total, router_logits = summed_loss(model, binding, shard, smoothing=label_smoothing, z=z_loss, each=each)
@@ -71,11 +74,20 @@ def causal_loss(
 
 def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
     """Refuse what is no number, or none that a loss has; nan fails every comparison."""
-    if count is not None and not as_number(count) >= 0:
+    if count is not None and (not as_number(count) >= 0 or as_number(count) % 1):
         raise BatchError(f"count={count!r}: pass what ithaca.count_tokens(batches, mesh) gives")
     if not (0 <= as_number(label_smoothing) < 1 and as_number(z_loss) >= 0):
         raise BatchError(
             f"label_smoothing={label_smoothing!r}, z_loss={z_loss!r}: use 0 <= label_smoothing < 1 and z_loss >= 0"
+        )
+
+
+def _refuse_items(batch: object, count: object) -> None:
+    """Refuse a number that plain transformers would divide by, where nothing else says what to divide by."""
+    if count is None and isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
+        raise BatchError(
+            "the batch has num_items_in_batch, which causal_loss does not divide by: leave it out, and over several "
+            "micro-batches pass count=ithaca.count_tokens(batches, mesh)"
         )
 
 
@@ -93,6 +105,8 @@ class Loss(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Terms made of sharded weights, such as an L2 norm, are added as the whole numbers that they stand for."""
         flat, tree = tree_flatten((args, kwargs or {}))
+        if func is torch.autograd.grad:
+            _refuse_shards(flat)
         terms = any(isinstance(value, DTensor) for value in flat)
         args, kwargs = tree_unflatten([_whole(value) for value in flat], tree) if terms else (args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
@@ -112,6 +126,7 @@ class Loss(Tensor):
         # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
         if inputs is not None and self.binding.memory is not None and self.binding.replays:
             raise UnsupportedError(WHOLE_BACKWARD)
+        _refuse_shards(tree_flatten(inputs)[0])
         if create_graph:
             raise UnsupportedError(
                 "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
@@ -119,6 +134,15 @@ class Loss(Tensor):
             )
         with self.binding.accounting():
             torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
+
+
+def _refuse_shards(inputs: list[Any]) -> None:
+    """A shard is not what its layer computes with: autograd finds no way from a loss to it."""
+    if any(isinstance(value, nn.Parameter) and isinstance(value, DTensor) for value in inputs):
+        raise UnsupportedError(
+            "torch.autograd.grad and backward(inputs=...) find no gradients of sharded weights: call loss.backward() and "
+            "read weight.grad, with requires_grad_(False) on what shall have none"
+        )
 
 
 def _whole(value: Any) -> Any:

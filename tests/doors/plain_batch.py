@@ -99,6 +99,38 @@ def hook(sp: int | None, *, reduced: bool | None) -> dict[str, Any]:
     return _step(model, loss + ithaca.reduce_mean(model, sizes.sum(), sizes.numel(), mesh))
 
 
+def steered(sp: int | None, *, owned: bool, within: str = "layers.0.mlp", again: bool = False) -> dict[str, Any]:
+    """A trained vector that a hook adds; `owned`: it is a parameter of the hooked module."""
+    torch.manual_seed(0)
+    vector = nn.Parameter(torch.randn(32, dtype=torch.float64))
+    plain = small_model("llama")
+    module = plain.model.get_submodule(within)
+    if owned:
+        module.register_parameter("vector", vector)
+    module.register_forward_hook(lambda inner, _args, output: output + (inner.vector if owned else vector))
+    mesh = None if sp is None else ithaca.init_mesh(sp=sp)
+    plan = ithaca.MemoryPlan(("save", "save"), (False, False), 8, 8) if again else None
+    model = plain if mesh is None else ithaca.parallelize(plain, mesh, memory=plan)
+    return _step(model, loss_of(model, small_batch(2, LENGTH), mesh))
+
+
+def gradients_asked(sp: int | None, *, by_backward: bool) -> dict[str, Any]:
+    """Gradients of some weights alone."""
+    model, mesh = _made(sp, memory=None)
+    weights = list(model.model.layers[1].parameters())
+    loss = loss_of(model, small_batch(2, LENGTH), mesh)
+    if by_backward:
+        loss.backward(inputs=weights)
+        return {"gradient": _gradient(weights[0])}
+    return {"gradient": torch.autograd.grad(loss, weights)[0]}
+
+
+def number_of_items(sp: int | None) -> dict[str, Any]:
+    """What transformers' own loss divides by, if it is there."""
+    model, mesh = _made(sp)
+    return _step(model, loss_of(model, small_batch(2, LENGTH) | {"num_items_in_batch": 7}, mesh))
+
+
 def own_loss(sp: int | None, *, reduced: bool) -> dict[str, Any]:
     """A focal loss over logits, whose tokens are not all learned."""
     model, mesh = _made(sp)
@@ -161,6 +193,19 @@ HABITS: list[Habit] = [
     exact(DOOR, "a hook that looks at activations", partial(hook, reduced=None), note="it is shown this rank's tokens"),
     refused(DOOR, "an auxiliary loss from a hook, its mean taken there", partial(hook, reduced=False), says=REDUCE),
     exact(DOOR, "an auxiliary loss from a hook through `ithaca.reduce_mean`", partial(hook, reduced=True)),
+    exact(DOOR, "a hook that adds a parameter of its module", partial(steered, owned=True),
+          note="register it before `parallelize`"),
+    exact(DOOR, "a parameter added by a hook, layers run again", partial(steered, owned=True, again=True)),
+    refused(DOOR, "a hook that brings in a trained tensor", partial(steered, owned=False),
+            says="give it to that module before", note="make it a parameter of the module"),
+    refused(DOOR, "a trained tensor from a hook, layers run again", partial(steered, owned=False, again=True),
+            says="give it to that module before", note="likewise"),
+    refused(DOOR, "`torch.autograd.grad(loss, weights)`", partial(gradients_asked, by_backward=False),
+            says="call loss.backward", note="`loss.backward()` and `weight.grad`"),
+    refused(DOOR, "`loss.backward(inputs=weights)`", partial(gradients_asked, by_backward=True),
+            says="call loss.backward", note="likewise, with `requires_grad_(False)` on the others"),
+    refused(DOOR, "`num_items_in_batch` in the batch", number_of_items, says="pass count=", error="BatchError",
+            note="`count=ithaca.count_tokens(batches, mesh)`"),
     refused(DOOR, "a loss of one's own over logits, its mean taken there", partial(own_loss, reduced=False), says=REDUCE),
     exact(DOOR, "a loss of one's own over logits through `ithaca.reduce_mean`", partial(own_loss, reduced=True)),
     refused(DOOR, "a penalty on `outputs.hidden_states`, its mean taken there", hidden_states, says=REDUCE),

@@ -21,6 +21,7 @@ from ithaca.proof.parity import gradient_errors
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_batch, small_model
 from ithaca.sequence.batch import shard_batch
+from ithaca.state.weights import Weights
 from ithaca.training.step import causal_loss
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
@@ -308,6 +309,51 @@ def test_a_step_after_two_backwards_is_no_change_between(mode: LayerMode) -> Non
     run_ranks(2, _stepped, mode)
 
 
+def _changed_between(memory: MemoryPlan | None, weights: Weights) -> None:
+    """Both forwards, then a step between the two backwards."""
+    mesh = init_mesh(sp=2)
+    model = parallelize(small_model("llama"), mesh, memory=memory, weights=weights)
+    losses = [causal_loss(model, small_batch(1, 16, seed=seed), mesh) for seed in range(2)]
+    losses[0].backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    losses[1].backward()
+
+
+@pytest.mark.parametrize("weights", ["shard", "replicate"])
+@pytest.mark.parametrize("memory", [None, plan("keep", 100), plan("save", 5)], ids=str)
+def test_sharded_weights_changed_before_backward_are_refused(memory: MemoryPlan | None, weights: Weights) -> None:
+    match = "weights were changed between a forward pass and its backward"
+    expect_refusal(2, _changed_between, memory, weights, error="UnsupportedError", match=match)
+
+
+def _stepped_in_backward() -> float:
+    """Each weight is stepped as its gradient comes; the embeddings are changed, on whose values no gradient depends."""
+    mesh, batch = init_mesh(sp=2), small_batch(1, 16)
+    plain = small_model("llama")
+    model = parallelize(small_model("llama"), mesh)
+
+    def step(weight: torch.nn.Parameter) -> None:
+        torch.optim.SGD([weight], lr=0.1).step()
+        weight.grad = None
+
+    for own in (plain, model):
+        for weight in own.parameters():
+            weight.register_post_accumulate_grad_hook(step)
+    with promoted():
+        for _ in range(2):
+            loss = causal_loss(model, batch, mesh)
+            with torch.no_grad():
+                model.model.embed_tokens.weight.mul_(1)
+            loss.backward()
+            plain(**batch).loss.backward()
+    now = dict(model.named_parameters())
+    return max(float((now[key].full_tensor() - weight).abs().max()) for key, weight in plain.named_parameters())
+
+
+def test_weights_stepped_in_their_backward_are_no_change_between() -> None:
+    assert max(run_ranks(2, _stepped_in_backward)) < FP64
+
+
 def _functional(memory: MemoryPlan) -> None:
     model = parallelize(small_model("llama"), init_mesh(sp=1), memory=memory)
     others = {key: (1.1 * p.detach()).requires_grad_() for key, p in model.named_parameters()}
@@ -321,10 +367,12 @@ def test_weights_that_only_forward_had_are_refused(memory: MemoryPlan) -> None:
     expect_refusal(1, _functional, memory, error="UnsupportedError", match="has other weights than in its forward pass")
 
 
-def _adapted_parameters(mode: LayerMode) -> float:
+def _adapted_parameters(mode: LayerMode, kind: str = "mixtral", *others: str) -> float:
     """PEFT takes them out of their module for every run, and counts that as a change."""
-    config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"], init_lora_weights=False)
-    plain, model = (get_peft_model(small_model("mixtral"), config) for _ in range(2))
+    config = LoraConfig(
+        r=2, target_modules=[], target_parameters=["mlp.experts.down_proj", *others], init_lora_weights=False
+    )
+    plain, model = (get_peft_model(small_model(kind), config) for _ in range(2))
     model.load_state_dict(plain.state_dict())
     model = parallelize(model, init_mesh(sp=1), memory=plan(mode, 5))
     with promoted():
@@ -339,3 +387,9 @@ def _adapted_parameters(mode: LayerMode) -> float:
 @pytest.mark.parametrize("mode", ["keep", "save", "recompute"])
 def test_adapted_parameters_are_no_change(mode: LayerMode) -> None:
     assert max(run_ranks(1, _adapted_parameters, mode)) < FP64
+
+
+def test_parameters_adapted_beside_a_norm_in_tiles_are_no_change() -> None:
+    """A trial of the layer trains all of its weights but these."""
+    [error] = run_ranks(1, _adapted_parameters, "save", "qwen3_moe", "mlp.experts.gate_up_proj")
+    assert error < FP64

@@ -174,6 +174,35 @@ def test_an_adapter_loads_with_peft(weights: str, tmp_path: Path) -> None:
             assert not torch.equal(loaded(small_batch()["input_ids"]).logits, expected)
 
 
+def _adapters(kind: str) -> Any:
+    """Kinds of which PEFT's files hold more than one low-rank adapter of the name "default"."""
+    from peft import LoraConfig, get_peft_model
+
+    whole = {"modules_to_save": ["lm_head"]} if kind == "whole" else {}
+    tokens = {"trainable_token_indices": [1, 5]} if kind == "tokens" else {}
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **whole, **tokens)
+    model = get_peft_model(small_model("llama"), config, adapter_name="mine" if kind == "named" else "default")
+    if kind == "several":
+        model.add_adapter("other", LoraConfig(r=3, target_modules=["down_proj"], init_lora_weights=False))
+    return model
+
+
+def save_adapters(folder: str, kind: str) -> None:
+    save_pretrained(parallelize(_adapters(kind), init_mesh(sp=2)), folder)
+
+
+@pytest.mark.parametrize("kind", ["whole", "tokens", "named", "several"])
+def test_adapters_are_saved_as_peft_does(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, save_adapters, str(tmp_path / "ours"), kind)
+    _adapters(kind).save_pretrained(tmp_path / "theirs")
+    files = [
+        {str(path.relative_to(tmp_path / side)): load_file(path) for path in (tmp_path / side).rglob("*.safetensors")}
+        for side in ("ours", "theirs")
+    ]
+    assert len(files[1]) == (2 if kind == "several" else 1)
+    torch.testing.assert_close(*files, rtol=0, atol=0)
+
+
 def save_to(folder: str, *, adapter: bool = False, fail: int | None = None) -> None:
     mesh = init_mesh(sp=2)
     model: Any = small_model("llama", dtype=torch.float32)

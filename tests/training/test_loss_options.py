@@ -55,6 +55,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"count": True}, "count=True: pass what"),
     ({"count": -1}, "count=-1: pass what"),
     ({"count": [28]}, "count=[28]: pass what"),
+    ({"count": 3.5}, "count=3.5: pass what"),
+    ({"count": 0}, "count=0 beside 7 targets: pass what"),
 ]
 
 
