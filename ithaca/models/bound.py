@@ -86,6 +86,7 @@ class Binding:
     rng: ShardRng | None = None
     placed: Placed | None = None
     announced: set[AttentionSpec] = field(default_factory=set)
+    warned_of_labels: bool = False
 
     @property
     def original_attention(self) -> str:
@@ -102,6 +103,16 @@ class Binding:
         """Whether a pass made now runs layers again in its backward."""
         ours = self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers)
         return ours or checkpoints(self.model)
+
+    def warn_of_labels(self, unlearned: int) -> None:
+        """Say once that labels are left out which transformers would learn."""
+        if unlearned and not self.warned_of_labels:
+            self.warned_of_labels = True
+            logger.warning(
+                "%d labels of this batch stand on padding or on a document's first token and are not learned, where "
+                "transformers alone would learn them: set them to -100 for the same loss in both",
+                unlearned,
+            )
 
     @contextmanager
     def accounting(self) -> Iterator[None]:

@@ -38,7 +38,7 @@ class Shard:
     """This rank's part: `model(**shard.inputs)` runs it; `targets` [B, L] are already shifted.
 
     `count` is the number of targets in the whole batch (all shards of this sequence group), `real` [B, L]
-    is false on padding.
+    is false on padding. `unlearned` labels are not -100 and no targets: of padding, and of a document's first token.
     """
 
     inputs: dict[str, Any]
@@ -46,6 +46,7 @@ class Shard:
     real: Tensor
     layout: SequenceLayout
     count: int
+    unlearned: int = 0
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None = None) -> Shard:
@@ -76,7 +77,11 @@ def cut_batch(
     inputs = {name: cut(whole, None), "position_ids": cut(positions_BS, 0), "sequence_layout": layout}
     inputs |= {key: batch[key] for key in _FLAGS if batch.get(key) is not None}
     count = int((targets_BS != IGNORE).sum())
-    return Shard(inputs, cut(targets_BS, IGNORE), cut(documents_BS, -1) >= 0, layout, count)
+    labels = batch.get("labels")
+    # transformers has no such call with named documents, nor with labels that are shifted.
+    alone = not any(batch.get(key) is not None for key in ("shift_labels", *DOCUMENTS))
+    unlearned = int((labels[:, 1:].cpu() != IGNORE).sum()) - count if labels is not None and alone else 0
+    return Shard(inputs, cut(targets_BS, IGNORE), cut(documents_BS, -1) >= 0, layout, count, unlearned)
 
 
 def count_targets(batch: Mapping[str, Any]) -> int:

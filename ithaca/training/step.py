@@ -60,6 +60,8 @@ def causal_loss(
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
     assert shard is not None
+    if mesh.rank == 0:
+        binding.warn_of_labels(shard.unlearned)
     if count is not None and own and not count:
         raise BatchError(f"count={count!r} beside {own} targets: pass what ithaca.count_tokens(batches, mesh) gives")
     divisor = max(own if count is None else count, 1)

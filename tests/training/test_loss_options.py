@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -118,3 +119,31 @@ def _second_derivatives() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     expect_refusal(1, _second_derivatives, error="UnsupportedError", match="have no second derivatives")
+
+
+def _padding_learned() -> list[str]:
+    """What is logged where labels are a copy of the ids, twice; then where padding is -100."""
+    mesh = init_mesh(sp=2)
+    model = parallelize(small_model("llama"), mesh)
+    ids, mask = small_batch(2, 12)["input_ids"], torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ithaca").addHandler(handler)
+    try:
+        causal_loss(model, batch | {"labels": ids.masked_fill(mask == 0, -100)}, mesh)
+        assert not said
+        for _ in range(2):
+            causal_loss(model, batch | {"labels": ids.clone()}, mesh)
+    finally:
+        logging.getLogger("ithaca").removeHandler(handler)
+    return said
+
+
+def test_labels_on_padding_are_warned_of_once() -> None:
+    first, second = run_ranks(2, _padding_learned)
+    assert len(first) == 1
+    assert first[0].startswith("4 labels of this batch stand on padding")
+    assert second == []
