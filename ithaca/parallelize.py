@@ -20,6 +20,7 @@ from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind, unbound_on_refusal
 from ithaca.models.experts import has_experts
+from ithaca.models.foreign import foreign_within
 from ithaca.models.layers import install_memory
 from ithaca.models.mixing import refuse_mixing
 from ithaca.models.passing import passing_of
@@ -29,6 +30,7 @@ from ithaca.models.replaced import looks_like
 from ithaca.models.stand_ins import stand_ins
 from ithaca.models.support import base_model, check_model, decoder_layers, verdicts
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
+from ithaca.state.assigned import refuse_assigned
 from ithaca.state.earlier import Earlier
 from ithaca.state.on_host import held_on_host
 from ithaca.state.safetensors import refuse_plain_save
@@ -98,9 +100,10 @@ def parallelize(
         earlier.check_state()
     check_heads(*head_counts(base), mesh)
     given = plan_for(base, read_memory(memory), allow_untested=allow_untested)
-    if str(base.config.model_type) not in verdicts():
+    foreign = foreign_within(base) if mesh.shards > 1 else None
+    if foreign is not None or str(base.config.model_type) not in verdicts():
         with stand_ins(base, decoder_layers(base), torch.device("cpu")):
-            refuse_mixing(base)
+            refuse_mixing(base, foreign)
 
     if grouped:
         earlier.check_alike(mesh)
@@ -141,9 +144,12 @@ def parallelize(
         inner=base,
     )
     earlier.follow(model)
+    refuse_assigned(model)
     binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)
     binding.placed = Placed.of(model)
-    refuse_plain_save(model, looks_like)
+    # The model inside an adapter's outlives it, once the adapter is merged.
+    for saved in dict.fromkeys((model, base)):
+        refuse_plain_save(saved, looks_like)
     refuse_whole_weights(model, base, looks_like)
     return model
 

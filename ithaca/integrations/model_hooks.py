@@ -35,6 +35,7 @@ from ithaca.mesh import Mesh
 from ithaca.models.bound import LAYOUT, Binding, binding_of
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.loss import loss_inputs, read_loss, shown_sum
+from ithaca.models.own_loss import refuse_own_loss
 from ithaca.sequence.agree import agree, try_shard
 from ithaca.sequence.batch import IGNORE, Shard
 from ithaca.sequence.layout import Padding
@@ -89,12 +90,14 @@ class WholeBatches:
         _refuse(kwargs)
         fused, items = bool(kwargs.pop(FUSED, False)), kwargs.pop(_ITEMS, None)
         batch = named_once({key: value for key, value in kwargs.items() if key not in _DROPPED})
+        learned = any(batch.get(name) is not None for name in _LABELS)
+        if learned and not fused:
+            refuse_own_loss(self.model, self.binding.model)
         vocabulary = self.binding.model.config.get_text_config().vocab_size
         shard, error = try_shard(batch, self.mesh, vocabulary)
         error = error or self._wrong_length(shard) or (_miscounted(batch, shard) if items is not None else None)
         targets = agree(self.mesh, batch, None if error else shard, error).count
         assert shard is not None
-        learned = batch.get("labels") is not None or batch.get("shift_labels") is not None
         kind = self._kind(learned, fused)
         # What is drawn again is drawn where the call was made: a model in evaluation draws nothing.
         random = RandomState.now(self.mesh.device) if kind == "loss" and self.model.training else None

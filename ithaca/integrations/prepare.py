@@ -102,9 +102,11 @@ class Preparation:
     def _dress(self, model: nn.Module) -> None:
         own = self.settings
         model.__dict__[_HOOKS] = take_whole_batches(model, whole_logits=own.whole_logits, length=own.length)
-        save = SavePretrained(model)
-        looks_like(save, save.original)
-        model.__dict__["save_pretrained"] = save
+        # An adapter that is merged leaves the model inside, which is saved as any other.
+        for saved in dict.fromkeys((model, base_model(model))):
+            save = SavePretrained(saved, inside=saved is not model)
+            looks_like(save, save.original)
+            saved.__dict__["save_pretrained"] = save
 
 
 def _refuse(base: Any) -> None:

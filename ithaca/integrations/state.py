@@ -12,6 +12,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 
+from ithaca.errors import UnsupportedError
 from ithaca.state.safetensors import save_pretrained
 
 
@@ -36,10 +37,14 @@ def checkpoint_plugin() -> Any:
 
 
 class SavePretrained:
-    """`model.save_pretrained` of a model whose weights are spread over ranks: every rank calls it, rank 0 writes."""
+    """`model.save_pretrained` of a model whose weights are spread over ranks: every rank calls it, rank 0 writes.
 
-    def __init__(self, model: nn.Module) -> None:
+    `inside`: the model is the one that an adapter's wraps.
+    """
+
+    def __init__(self, model: nn.Module, *, inside: bool = False) -> None:
         self.model = model
+        self.inside = inside
         self.original: Any = model.save_pretrained
 
     def __call__(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
@@ -47,5 +52,10 @@ class SavePretrained:
             # Gathered already (Trainer does), so this is one rank's work.
             self.original(save_directory, *args, state_dict=state_dict, **kwargs)
             return
+        if self.inside and hasattr(self.model, "peft_config"):
+            raise UnsupportedError(
+                "save_pretrained of the model inside an adapter's: save the PEFT model, which writes the adapter, or call "
+                "merge_and_unload() and save what it gives"
+            )
         size = kwargs.get("max_shard_size")
         save_pretrained(self.model, save_directory, **({"max_shard_size": size} if size is not None else {}))

@@ -15,6 +15,8 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 
@@ -31,8 +33,11 @@ EXACT = (
 )
 _PLACES = "prepare_fsdp"
 _ENTRIES = ("train", "evaluate", "predict")
-# torch's words where a sharded weight meets a plain tensor (torch 2.11 to 2.13).
+# torch's words where a sharded weight meets a plain tensor, and where an operation has no rule for one (2.11 to 2.13).
 _MIXED = "mixed torch.Tensor and DTensor"
+_NO_RULE = "sharding strategy registered"
+# And where a folder lacks the state that is written shard by shard.
+_NO_SHARDS = "metadata is None"
 
 
 def trainer_of_call() -> Any:
@@ -48,7 +53,12 @@ def trainer_of_call() -> Any:
 
 
 def check_trainer(trainer: Any, mesh: Mesh) -> None:
-    """Refuse TRL's trainers, and settings of them, that would not be exact, before they build anything."""
+    """Refuse TRL's trainers, and settings of any, that would not be exact, before they build anything."""
+    if trainer.args.save_only_model:
+        raise UnsupportedError(
+            "save_only_model=True: Trainer has it for whole weights alone, and a checkpoint's are written shard by shard: "
+            "leave it out; trainer.save_model(folder) writes the weights alone"
+        )
     own = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), None)
     if own is None:
         return
@@ -135,6 +145,14 @@ def naming_sharded_weights() -> Iterator[None]:
     """Inside, torch's error about a DTensor beside a plain tensor becomes one that says the way that works."""
     try:
         yield
+    except NotImplementedError as error:
+        if _NO_RULE not in str(error):
+            raise
+        operation = str(error).partition("Operator ")[2].partition(" ")[0] or "an operation"
+        raise UnsupportedError(
+            f"torch has no {operation} for a weight that is split over ranks (a DTensor): change weights with operations of "
+            "whole tensors (mul_, add_, copy_, zero_), or make the whole weight with weight.full_tensor()"
+        ) from error
     except RuntimeError as error:
         if _MIXED not in str(error):
             raise
@@ -142,4 +160,11 @@ def naming_sharded_weights() -> Iterator[None]:
             "a weight that is split over ranks (a DTensor) was used together with a plain tensor: in a loss or a callback "
             "take the whole weight with weight.full_tensor(), and call the model itself, not its parts (model.model, "
             "model.lm_head) apart"
+        ) from error
+    except CheckpointException as error:
+        if _NO_SHARDS not in str(error):
+            raise
+        raise UnsupportedError(
+            "the checkpoint holds no state that was written shard by shard: one saved without UlyssesConfig, or with "
+            "save_only_model=True, is not resumed over ranks; load its weights by from_pretrained and train from there"
         ) from error

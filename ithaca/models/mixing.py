@@ -30,14 +30,17 @@ _NAME = "ithaca-token-by-token"
 _ROWS, _LENGTH, _MARKED = 2, 8, 3
 
 
-def refuse_mixing(model: PreTrainedModel) -> None:
-    """Raise where a token's logits read other tokens by anything but attention, or its place by anything but position_ids."""
+def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
+    """Raise where a token's logits read other tokens by anything but attention, or its place by anything but position_ids.
+
+    `foreign`: the module of the user's own for which a measured architecture is tried again.
+    """
     embedding: Any = model.get_input_embeddings()
     kind = str(model.config.model_type)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    tried = f"the architecture {kind!r} was never measured" if foreign is None else f"{foreign} is code of your own"
+    if foreign is None and "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedError(
-            f"the architecture {kind!r} was never measured, and its forward takes no position_ids: every shard would "
-            "begin at position 0"
+            f"{tried}, and the model's forward takes no position_ids: every shard would begin at position 0"
         )
     seen: list[str] = []
     handles: list[Any] = []
@@ -48,7 +51,7 @@ def refuse_mixing(model: PreTrainedModel) -> None:
             marked = _logits(model, 0)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise UnsupportedError(
-            f"the architecture {kind!r} was never measured, and does not run with attention token by token "
+            f"{tried}, and the model does not run with attention token by token "
             f"({type(error).__name__}: {error}): architectures that attend through transformers' interface do"
         ) from error
     finally:
@@ -57,13 +60,13 @@ def refuse_mixing(model: PreTrainedModel) -> None:
     if _spread(marked):
         what = f"{seen[0]} reads" if seen else "something in it reads"
         raise UnsupportedError(
-            f"the architecture {kind!r} was never measured, and {what} tokens of the row beside attention: on every shard "
+            f"{tried}, and {what} tokens of the row beside attention: on every shard "
             "but the first it would begin from nothing; architectures whose tokens meet in attention alone are exact"
         )
     alone, within = half.double(), whole[:, _LENGTH // 2 :].double()
     if float((alone - within).norm()) > rounding(model, whole) * float(within.norm()):
         raise UnsupportedError(
-            f"the architecture {kind!r} was never measured, and counts positions from the start of what it is given rather "
+            f"{tried}, and the model counts positions from the start of what it is given rather "
             "than from position_ids: every shard would begin at position 0"
         )
 

@@ -97,3 +97,19 @@ def test_a_hybrid_with_allow_untested_is_refused_on_all_ranks() -> None:
 def test_a_plain_decoder_with_allow_untested_is_not() -> None:
     first, second = run_ranks(2, _never_measured, shift=False)
     assert first == second
+
+
+def _widened(sp: int) -> None:
+    model: Any = small_model("llama")
+    model.model.layers[0].mlp = Shift(model.model.layers[0].mlp)
+    parallelize(model, init_mesh(sp=sp))
+
+
+def test_a_module_put_into_a_measured_architecture_is_tried() -> None:
+    expect_refusal(
+        2, _widened, 2, error="UnsupportedError", match=r"layers.0.mlp \(Shift\) is code of your own.* reads tokens"
+    )
+
+
+def test_a_module_on_one_rank_has_all_tokens() -> None:
+    run_ranks(1, _widened, 1)

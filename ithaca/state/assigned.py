@@ -1,0 +1,47 @@
+"""Weights that were assigned, `p.data = backup[name]`, as averages and adversarial steps do: torch drops the values.
+
+A weight that is spread over ranks is a DTensor, a wrapper around this rank's part. An assignment of `data` puts another
+wrapper's storage under it and leaves the part as it was, with no word. The storage of a wrapper holds nothing, and has
+an address all the same, which is how an assignment is seen before the next forward. Seen in torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ithaca.errors import UnsupportedError
+
+
+def refuse_assigned(model: nn.Module) -> None:
+    """Before every forward of a sharded model, refuse weights whose `data` was assigned since now."""
+    # The root comes before the layers. In front of FSDP2's own hook its weights are still spread.
+    root: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    if root is not None:
+        watch = _Watch()
+        watch(root)
+        root.register_forward_pre_hook(watch, prepend=True)
+
+
+@dataclass(eq=False)
+class _Watch:
+    """A hook, and the storage that each weight had when it was first seen."""
+
+    storages: Any = field(default_factory=WeakIdKeyDictionary)
+
+    def __call__(self, root: nn.Module, _args: Any = ()) -> None:
+        for name, weight in root.named_parameters():
+            if not isinstance(weight, DTensor):
+                continue
+            now = weight.untyped_storage()._cdata
+            if self.storages.setdefault(weight, now) != now:
+                raise UnsupportedError(
+                    f"the data of {name} was assigned (weight.data = ...), which torch drops without a word where weights "
+                    "are split over ranks: call weight.copy_(value) inside torch.no_grad(), with values that were made of "
+                    "the split weights, on every rank"
+                )
