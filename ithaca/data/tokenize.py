@@ -33,6 +33,8 @@ from ithaca.data.store import VERSION, Store, StoreWriter, open_store
 from ithaca.errors import DataError
 
 NAMED = 5
+# The version of how messages become tokens.
+CHATS = 2
 # As many rows without one good among them are not worth going on.
 HOPELESS = 1000
 _PEEK, _PEEK_BYTES = 100, 1 << 26
@@ -148,6 +150,10 @@ def cache_key(located: Located, tokenizer: Any, data: Data, template: str | None
     )
     # Caches from before there was this setting are those of its default.
     facts += () if data.special_tokens == "parse" else (data.special_tokens,)
+    # Other tokens that the template sets by name, such as `bos_token`.
+    known = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "eos_token"}
+    facts += tuple(sorted((name, token) for name, token in known.items() if name in repr(template)))
+    facts += ("split",) if getattr(tokenizer, "split_special_tokens", False) else ()
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
@@ -162,8 +168,8 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
             store = open_store(target)
             if store is not None and _outdated(store):
                 logger.warning(
-                    f"{located.name} is tokenized again: its cache is from before spellings of special tokens in messages "
-                    "were taken as text"
+                    f"{located.name} is tokenized again: its cache is of an earlier version, which took spellings of special "
+                    "tokens and weights of messages in another way"
                 )
                 store = None
             if store is None:
@@ -183,8 +189,9 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
 
 
 def _outdated(store: Store) -> bool:
-    """True for chats of an earlier version, whose messages could end their own turns."""
-    return store.about["kind"] == "chat" and "spelled" not in store.about
+    """True for chats of an earlier version, whose messages could end their own turns or were learned at weight 0."""
+    about = store.about
+    return about["kind"] == "chat" and ("spelled" not in about or about.get("chats", 0) < CHATS)
 
 
 def _write(located: Located, encoder: Encoder, data: Data, target: Path, progress: bool) -> None:
@@ -212,6 +219,7 @@ def _write(located: Located, encoder: Encoder, data: Data, target: Path, progres
                 "named": count.named,
                 "targets": count.targets,
                 "spelled": count.spelled,
+                "chats": CHATS,
             }
         )
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import time
@@ -259,6 +260,23 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
     assert TOKENIZER.decode(row["input_ids"][0][row["labels"][0] >= 0]) == "yo<|eos|>"
     with pytest.raises(DataError, match="no Jinja template and no file"):
         prepared(tmp_path, file, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_another_token_that_the_template_names_is_another_cache(tmp_path: Path) -> None:
+    """`bos_token` stands in the tokenizer's settings, not in its vocabulary."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    file = write_lines(tmp_path / "chat.jsonl", [{"messages": messages}])
+    template = "{{ bos_token }}" + TOKENIZER.chat_template
+
+    def first_token(tokenizer: Any) -> str:
+        data = Data(sources=[str(file)], chat_template=template, learn="all")
+        found = prepare(data, tokenizer, validation=Validation(), seed=0, folder=tmp_path / "cache")
+        return str(tokenizer.decode(found.stores[0].piece(0, 0, 1)[0]))
+
+    assert first_token(TOKENIZER) == TOKENIZER.bos_token
+    other = copy.deepcopy(TOKENIZER)
+    other.bos_token = TOKENIZER.eos_token
+    assert first_token(other) == TOKENIZER.eos_token
 
 
 def test_validation_share(tmp_path: Path) -> None:

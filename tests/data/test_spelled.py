@@ -187,4 +187,19 @@ def test_a_cache_of_chats_from_before_is_made_again(tmp_path: Path, caplog: pyte
     about = (store.folder / "about.json").read_text(encoding="utf-8")
     (store.folder / "about.json").write_text(about.replace('"spelled": 1', '"targets": 3'), encoding="utf-8")
     assert prepared(tmp_path, file).stores[0].about["spelled"] == 1
-    assert "is tokenized again: its cache is from before" in caplog.text
+    assert "is tokenized again: its cache is of an earlier version" in caplog.text
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_short_answers_that_are_parts_of_a_special_token_spell_none(style: str) -> None:
+    """Answers such as `a`, `s` or `end` stand inside `<|im_start|>`, and are no spelling of it."""
+    tokenizer = TOKENIZERS[style]
+    encoder = ChatEncoder.make(tokenizer, None, "assistant")
+    for short in ("a", "s", "end", "or", "_", ">", "<", "|"):
+        messages = [{"role": "user", "content": short}, {"role": "assistant", "content": short}]
+        ids, learn, spelled = encoder.encode(messages)
+        assert not spelled
+        assert ids.tolist() == tokenizer(encoder.render(messages), add_special_tokens=False)["input_ids"]
+        assert [text.strip() for text in stretches(tokenizer, ids, learn)] == [
+            piece.strip() for piece, told in said(style, messages) if told
+        ]
