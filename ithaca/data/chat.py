@@ -108,7 +108,9 @@ class ChatEncoder:
         before, after, known = read_messages(prompt), read_messages(completion), read_tools(tools)
         messages = [*before, *after]
         if not self.learn_all and not all(is_learned(message) for message in after):
-            raise RowError("a completion is learned whole, and a message of it has weight 0 or train false: use messages")
+            raise RowError(
+                "a completion is learned whole, and a message of it has weight 0 or train false: use messages"
+            )
         try:
             broken = self._broken(messages, known)
             return *self._completed(before, messages, known, broken), broken is not None

@@ -32,7 +32,9 @@ def parquet_rows(
             wanted = [name for name in wanted if columns is None or name in columns]
             twice = next((name for name in wanted if columns is not None and wanted.count(name) > 1), None)
             if twice is not None:
-                raise DataError(f"{file} has more than one column {twice!r}: rename all but the one that holds the documents")
+                raise DataError(
+                    f"{file} has more than one column {twice!r}: rename all but the one that holds the documents"
+                )
             if not wanted:
                 yield from (dict.fromkeys(schema.names) for _ in range(opened.metadata.num_rows))
                 return

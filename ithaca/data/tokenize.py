@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -177,10 +178,19 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
                 _write(located, encoder, data, target, progress)
                 store = open_store(target)
     except OSError as error:
+        # What somebody else tokenized needs no lock to be read.
+        store = open_store(target)
+        if store is not None and not _outdated(store):
+            return _checked(store, located, data)
         raise DataError(
             f"the cache {folder} cannot be written ({error}): make room there, or set data.cache to another folder"
         ) from error
     assert store is not None, f"{target} was written and is not whole"
+    return _checked(store, located, data)
+
+
+def _checked(store: Store, located: Located, data: Data) -> Store:
+    """The store itself; DataError where too many of its rows are no documents, or nothing is learned."""
     about = store.about
     count = Count(about["rows"], about["bad"], tuple(about["named"]), about["targets"])
     count.check(located.name, data.bad_share)
@@ -252,14 +262,20 @@ def encode_rows(
         for batch in batches(rows):
             yield from encode_batch(batch, encoder, progress)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting: list[Future[list[tuple[Raw, Encoded | RowError]]]] = []
-        for batch in batches(rows):
-            waiting.append(pool.submit(encode_batch, batch, encoder))
-            if len(waiting) > 2 * workers:
-                yield from waiting.pop(0).result()
-        for future in waiting:
-            yield from future.result()
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            waiting: list[Future[list[tuple[Raw, Encoded | RowError]]]] = []
+            for batch in batches(rows):
+                waiting.append(pool.submit(encode_batch, batch, encoder))
+                if len(waiting) > 2 * workers:
+                    yield from waiting.pop(0).result()
+            for future in waiting:
+                yield from future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"one of the {workers} processes that tokenize was ended (the kernel does that when the machine's memory is "
+            "full: look at `dmesg`): set data.workers to fewer"
+        ) from None
 
 
 def batches(rows: Iterable[Raw]) -> Iterator[list[Raw]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import multiprocessing
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +22,9 @@ from ithaca.data import tokenize
 from ithaca.data.feed import open_feed
 from ithaca.data.hashes import held_back
 from ithaca.data.prepare import prepare
+from ithaca.data.read import Raw
 from ithaca.data.store import open_store
+from ithaca.data.tokenize import encode_rows
 from ithaca.errors import DataError
 from ithaca.sequence.batch import count_targets
 from tests.data.corpus import TOKENIZER, documents, epoch_of, prepared, texts_of, whole, write_documents, write_lines
@@ -332,6 +337,34 @@ def test_several_sources_are_described_by_file_and_line(tmp_path: Path) -> None:
         for line in (1, 2, 3):
             assert f"{file}:{line} [0:" in told
     assert feed.state(0) == {}
+
+
+def test_a_cache_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else tokenized, and the disk is mounted for reading."""
+    file = write_documents(tmp_path / "docs.jsonl", 20)
+    first = prepared(tmp_path, file)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("ithaca.data.tokenize.locked", refuse)
+    assert prepared(tmp_path, file).fingerprint == first.fingerprint
+    with pytest.raises(DataError, match="cannot be written .*Read-only"):
+        prepared(tmp_path, write_documents(tmp_path / "more.jsonl", 20))
+
+
+class Ended:
+    """An encoder whose process is ended as the kernel does where memory is full."""
+
+    def __call__(self, *_: object) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+def test_a_tokenizing_process_that_is_killed_is_told_in_a_sentence() -> None:
+    rows = iter([Raw("docs.jsonl", row, b'{"text": "a"}', 13) for row in range(1, 500)])
+    with pytest.raises(DataError, match="one of the 2 processes that tokenize was ended"):
+        list(encode_rows(rows, Ended(), 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
