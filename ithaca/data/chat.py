@@ -25,13 +25,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ithaca.data.messages import Message, check_no_repr, read_messages, read_tools
+from ithaca.data.messages import (
+    Message,
+    Span,
+    check_no_repr,
+    is_learned,
+    left_out_spans,
+    read_messages,
+    read_tools,
+)
 from ithaca.data.read import RowError, encodable
 from ithaca.data.render import Job, Template
 from ithaca.data.spelled import BREAK, Broken, Spellings, plain_text, special_tokens
 from ithaca.errors import DataError
 
-Span = tuple[int, int]
 Encoding = tuple[NDArray[np.int64], NDArray[np.bool_] | None]
 # A tokenizer takes about a hundred bytes for each letter of a text that it is given whole.
 LONGEST = 1 << 25
@@ -88,7 +95,7 @@ class ChatEncoder:
         if not self.learn_all and not any(message["role"] == "assistant" for message in messages):
             raise RowError("no message of the assistant: nothing to learn")
         try:
-            broken = self._spellings.broken(messages, known)
+            broken = self._broken(messages, known)
             return *self._encode(messages, known, broken), broken is not None
         except RecursionError:
             raise RowError("its messages or tools are nested too deeply") from None
@@ -100,8 +107,12 @@ class ChatEncoder:
         those of the prompt with its generation prompt, as in TRL."""
         before, after, known = read_messages(prompt), read_messages(completion), read_tools(tools)
         messages = [*before, *after]
+        if not self.learn_all and not all(is_learned(message) for message in after):
+            raise RowError(
+                "a completion is learned whole, and a message of it has weight 0 or train false: use messages"
+            )
         try:
-            broken = self._spellings.broken(messages, known)
+            broken = self._broken(messages, known)
             return *self._completed(before, messages, known, broken), broken is not None
         except RecursionError:
             raise RowError("its messages or tools are nested too deeply") from None
@@ -135,6 +146,14 @@ class ChatEncoder:
         marks = "" if self.marks is None else self.marks.opening + self.marks.closing
         return Spellings.of(self.tokenizer, self.template, f"{marks}{self.tokenizer.eos_token}")
 
+    def _broken(self, messages: list[Message], tools: Any) -> Broken | None:
+        """The messages with spellings broken; None where the rendered text has no special token but the template's."""
+        broken = self._spellings.broken(messages, tools)
+        if broken is None:
+            return None
+        (plain, _), (text, _) = self._render([Job(messages, tools), Job(*broken)])
+        return None if self._spellings.are_alike(plain, text) else broken
+
     def _encode(self, messages: list[Message], tools: Any, broken: Broken | None) -> Encoding:
         if broken is None:
             text, spans = self._learned(messages, tools)
@@ -143,7 +162,9 @@ class ChatEncoder:
             ids = np.array(found["input_ids"], np.int64)
             if spans is None:
                 return ids, None
-            return ids, self._mask(messages, spans, text, found["offset_mapping"], found.char_to_token)
+            facts = text, found["offset_mapping"], found.char_to_token
+            learn = self._mask(messages, spans, *facts)
+            return ids, learn & ~self._mask(None, left_out_spans(messages, spans), *facts)
         (plain, _), (text, spans) = self._render([Job(messages, tools)])[0], self._learned(*broken)
         check_no_repr(plain, messages, tools)
         coded = self._plainly(plain, text)
@@ -151,7 +172,8 @@ class ChatEncoder:
             return coded.ids, None
         moved = [(coded.place(start), coded.place(end)) for start, end in spans]
         _check_contents(broken[0], [text[start:end] for start, end in spans])
-        return coded.ids, self._mask(None, moved, coded.text, coded.found.offsets, coded.found.char_to_token)
+        facts = coded.text, coded.found.offsets, coded.found.char_to_token
+        return coded.ids, self._mask(None, moved, *facts) & ~self._mask(None, left_out_spans(messages, moved), *facts)
 
     def _learned(self, messages: list[Message], tools: Any) -> tuple[str, list[Span] | None]:
         """The text and its learned letters; None where all are learned."""

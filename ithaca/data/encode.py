@@ -190,6 +190,8 @@ class Encoder:
         value = record.get(column)
         if isinstance(value, Unreadable):
             raise RowError(f"{column!r} {value.reason}")
+        if value is None and column in record:
+            raise RowError(f"{column!r} is null")
         if value is None:
             raise RowError(f"no {column!r}, only {_names(list(record))}")
         if not isinstance(value, bytes):

@@ -111,6 +111,8 @@ def why_not_written(file: str) -> str:
             head = opened.read(_HEAD)
     except OSError:
         return "cannot be read"
+    if not head.strip() and len(head) < _HEAD:
+        return "empty"
     if b"\0" in head:
         return "no text"
     try:

@@ -15,6 +15,7 @@ from typing import Any
 from ithaca.data.read import RowError, json_list
 
 Message = dict[str, Any]
+Span = tuple[int, int]
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
@@ -66,6 +67,28 @@ def _text_of(part: object, number: int, where: str) -> str:
     if not isinstance(text, str):
         raise RowError(f"part {number} of {where} has no text, but a {type(text).__name__}")
     return text
+
+
+def is_learned(message: Message) -> bool:
+    """False for an answer that its own `weight` (OpenAI's files) or `train` (axolotl's) leaves out of the loss."""
+    weight, train = message.get("weight", 1), message.get("train", True)
+    if isinstance(weight, str | list | Mapping) or weight not in (0, 1):
+        raise RowError(f"a message's weight is {weight!r}: 0 or 1 is needed")
+    if not isinstance(train, bool):
+        raise RowError(f"a message's train is {train!r}: true or false is needed")
+    return bool(weight) and train
+
+
+def left_out_spans(messages: Sequence[Message], spans: Sequence[Span]) -> list[Span]:
+    """Those of the assistant's turns, one a message, that are not to be learned."""
+    learned = [is_learned(message) for message in messages if message["role"] == "assistant"]
+    if all(learned):
+        return []
+    if not any(learned):
+        raise RowError("every message of the assistant has weight 0 or train false: nothing to learn")
+    if len(learned) != len(spans):
+        raise RowError("weight 0 or train false, and the template does not mark one turn for each of the assistant's")
+    return [span for span, told in zip(spans, learned, strict=True) if not told]
 
 
 def check_no_repr(text: str, messages: Sequence[Message], tools: Any) -> None:

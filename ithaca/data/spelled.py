@@ -82,6 +82,15 @@ class Spellings:
             return None
         return changed, other
 
+    def are_alike(self, plain: str, text: str) -> bool:
+        """True if a rendered text has its special tokens in the same places as the `text` with broken spellings has:
+        then none of them is a message's."""
+        if BREAK in plain or text.replace(BREAK, "") != plain:
+            return False
+        shift = [found.start() for found in re.finditer(BREAK, text)]
+        kept = [(at.start() - bisect_left(shift, at.start()), at[0]) for at in self.tokens.finditer(text)]
+        return kept == [(at.start(), at[0]) for at in self.tokens.finditer(plain)]
+
     def _message(self, message: Message) -> Message:
         if self.tokens.search(message["role"]):
             raise RowError(f"a message's role {message['role']!r} holds a special token")

@@ -30,11 +30,18 @@ def parquet_rows(
             schema = opened.schema_arrow
             wanted = [field.name for field in schema if _may_be(field.type) or field.name in (columns or ())]
             wanted = [name for name in wanted if columns is None or name in columns]
+            twice = next((name for name in wanted if columns is not None and wanted.count(name) > 1), None)
+            if twice is not None:
+                raise DataError(
+                    f"{file} has more than one column {twice!r}: rename all but the one that holds the documents"
+                )
             if not wanted:
                 yield from (dict.fromkeys(schema.names) for _ in range(opened.metadata.num_rows))
                 return
             for batch in opened.iter_batches(_batch_rows(opened.metadata), columns=wanted):
                 yield from _records(batch, schema.names, unreadable)
+    except DataError:
+        raise
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         why = " ".join(str(error).split())[:300]
         raise DataError(f"{file} cannot be read as parquet ({why}): is it whole, and parquet?") from None

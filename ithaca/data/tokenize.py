@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -33,6 +34,8 @@ from ithaca.data.store import VERSION, Store, StoreWriter, open_store
 from ithaca.errors import DataError
 
 NAMED = 5
+# The version of how messages become tokens.
+CHATS = 2
 # As many rows without one good among them are not worth going on.
 HOPELESS = 1000
 _PEEK, _PEEK_BYTES = 100, 1 << 26
@@ -148,6 +151,10 @@ def cache_key(located: Located, tokenizer: Any, data: Data, template: str | None
     )
     # Caches from before there was this setting are those of its default.
     facts += () if data.special_tokens == "parse" else (data.special_tokens,)
+    # Other tokens that the template sets by name, such as `bos_token`.
+    known = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "eos_token"}
+    facts += tuple(sorted((name, token) for name, token in known.items() if name in repr(template)))
+    facts += ("split",) if getattr(tokenizer, "split_special_tokens", False) else ()
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
@@ -162,8 +169,8 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
             store = open_store(target)
             if store is not None and _outdated(store):
                 logger.warning(
-                    f"{located.name} is tokenized again: its cache is from before spellings of special tokens in messages "
-                    "were taken as text"
+                    f"{located.name} is tokenized again: its cache is of an earlier version, which took spellings of special "
+                    "tokens and weights of messages in another way"
                 )
                 store = None
             if store is None:
@@ -171,10 +178,19 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
                 _write(located, encoder, data, target, progress)
                 store = open_store(target)
     except OSError as error:
+        # What somebody else tokenized needs no lock to be read.
+        store = open_store(target)
+        if store is not None and not _outdated(store):
+            return _checked(store, located, data)
         raise DataError(
             f"the cache {folder} cannot be written ({error}): make room there, or set data.cache to another folder"
         ) from error
     assert store is not None, f"{target} was written and is not whole"
+    return _checked(store, located, data)
+
+
+def _checked(store: Store, located: Located, data: Data) -> Store:
+    """The store itself; DataError where too many of its rows are no documents, or nothing is learned."""
     about = store.about
     count = Count(about["rows"], about["bad"], tuple(about["named"]), about["targets"])
     count.check(located.name, data.bad_share)
@@ -183,8 +199,9 @@ def tokenize_source(located: Located, tokenizer: Any, data: Data, folder: Path, 
 
 
 def _outdated(store: Store) -> bool:
-    """True for chats of an earlier version, whose messages could end their own turns."""
-    return store.about["kind"] == "chat" and "spelled" not in store.about
+    """True for chats of an earlier version, whose messages could end their own turns or were learned at weight 0."""
+    about = store.about
+    return about["kind"] == "chat" and ("spelled" not in about or about.get("chats", 0) < CHATS)
 
 
 def _write(located: Located, encoder: Encoder, data: Data, target: Path, progress: bool) -> None:
@@ -212,6 +229,7 @@ def _write(located: Located, encoder: Encoder, data: Data, target: Path, progres
                 "named": count.named,
                 "targets": count.targets,
                 "spelled": count.spelled,
+                "chats": CHATS,
             }
         )
     except BaseException:
@@ -244,14 +262,20 @@ def encode_rows(
         for batch in batches(rows):
             yield from encode_batch(batch, encoder, progress)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting: list[Future[list[tuple[Raw, Encoded | RowError]]]] = []
-        for batch in batches(rows):
-            waiting.append(pool.submit(encode_batch, batch, encoder))
-            if len(waiting) > 2 * workers:
-                yield from waiting.pop(0).result()
-        for future in waiting:
-            yield from future.result()
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            waiting: list[Future[list[tuple[Raw, Encoded | RowError]]]] = []
+            for batch in batches(rows):
+                waiting.append(pool.submit(encode_batch, batch, encoder))
+                if len(waiting) > 2 * workers:
+                    yield from waiting.pop(0).result()
+            for future in waiting:
+                yield from future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            f"one of the {workers} processes that tokenize was ended (the kernel does that when the machine's memory is "
+            "full: look at `dmesg`): set data.workers to fewer"
+        ) from None
 
 
 def batches(rows: Iterable[Raw]) -> Iterator[list[Raw]]:

@@ -25,6 +25,7 @@ from ithaca.state import manifest
 from ithaca.state.exported import description_of
 from ithaca.state.finite import check_finite
 from ithaca.state.load import Weights, base_of, plain_name
+from ithaca.state.origin import ORIGIN, check_base
 from ithaca.state.safetensors import modes_of_umask, write_model
 from ithaca.state.storage import Saved
 
@@ -106,6 +107,8 @@ def export_checkpoint(
     if description["adapter"] is None:
         _write_whole(description, saved, to, dtype, max_shard_size)
     else:
+        if Path(description["folder"]).is_dir():
+            check_base(manifest.read_facts(checkpoint).get(ORIGIN), Path(description["folder"]))
         _write_merged(description, saved, to, dtype, max_shard_size)
     copy_tokenizer(description["tokenizer"], to)
 

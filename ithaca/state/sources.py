@@ -85,7 +85,7 @@ def read_headers(folder: Path) -> Headers:
     from safetensors import SafetensorError, safe_open
 
     headers: Headers = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(str(file), framework="pt") as handle:
                 for key in handle.keys():  # noqa: SIM118
@@ -96,7 +96,8 @@ def read_headers(folder: Path) -> Headers:
     return headers
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors that the folder's weights are in."""
     if (folder / INDEX).is_file():
         try:
             named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()

@@ -31,6 +31,7 @@ from ithaca.models.tokenizer import load_tokenizer
 from ithaca.state.checkpoints import Checkpoints, bytes_of
 from ithaca.state.export import DESCRIPTION, describe_model, export_checkpoint
 from ithaca.state.exported import RUN, mark_of
+from ithaca.state.origin import ORIGIN, check_origin, read_origin
 from ithaca.state.tensors import check_fingerprint, fingerprint
 from ithaca.training.changes import settle_place
 from ithaca.training.collectives import check_collectives
@@ -93,12 +94,14 @@ class _Trainer:
         self.tokenizer: str | None = None
         self.saved: Place | None = None
         self.identity = ""
+        self.origin: dict[str, Any] = {}
 
     def go(self, *, restart: bool) -> Outcome:
         run = self.run
         self.display.note(f"reading the model {self.run.model.name}")
         self.source = self._source()
         self._look_ahead()
+        self.origin = read_origin(Path(self.source), weights=run.lora is not None)
         with self.watch.patient(3600.0, "reading checkpoints"):
             place, path = self._find_start(restart)
         self.display.note("reading the documents")
@@ -179,6 +182,7 @@ class _Trainer:
         found = Place() if path is None else _place_in(facts, path)
         place = settle_place(found, self.run, facts.get("counts"))
         _together(self.mesh, lambda: self.folder.refuse_another(self.run, place))
+        _together(self.mesh, lambda: check_origin(facts.get(ORIGIN), self.origin, self.source))
         (self.identity,) = _together(self.mesh, lambda: self._identify(facts, restart))
         if path is None or RUN in facts:
             _together(self.mesh, lambda: self.folder.refuse_strangers(self.run, place, self.identity))
@@ -285,6 +289,7 @@ class _Trainer:
         feed = session.feed.state((session.stage.count if ended else place.step) * session.stage.batch)
         facts = {
             RUN: self.identity,
+            ORIGIN: self.origin,
             "place": asdict(place),
             "counts": [stage.count for stage in self.run.stages[: place.stage]],
             "fingerprint": fingerprint(session.model),

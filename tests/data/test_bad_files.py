@@ -205,6 +205,15 @@ def test_columns_that_hold_no_documents_are_not_read(tmp_path: Path) -> None:
     assert whole(documents(3)[0]) in texts_of([feed.row(0)])
 
 
+def test_two_columns_of_one_name_are_refused_where_documents_are_in_them(tmp_path: Path) -> None:
+    texts = [pyarrow.array(documents(3)), pyarrow.array(["x", "y", "z"])]
+    file = tmp_path / "docs.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(texts, names=["text", "text"]), file)
+    assert "docs.parquet has more than one column 'text': rename" in attempt(tmp_path, file)
+    pyarrow.parquet.write_table(pyarrow.table([*texts, texts[1]], names=["text", "id", "id"]), file)
+    assert prepared(tmp_path, file).stores[0].about["documents"] == 3
+
+
 def test_cells_that_cannot_be_read_are_named_and_the_others_kept(tmp_path: Path) -> None:
     texts = pyarrow.Array.from_buffers(
         pyarrow.string(), 3, pyarrow.array([b"good", b"caf\xe9", b"more"], pyarrow.binary()).buffers()

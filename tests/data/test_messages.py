@@ -78,3 +78,51 @@ def test_missing_content_beside_calls_is_empty() -> None:
     call = {"function": {"name": "add", "arguments": "{}"}}
     (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [call], "name": None}])
     assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+ANSWERED = [*TEXTS, {"role": "user", "content": "More"}, {"role": "assistant", "content": "No."}]
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize("style", [*TEMPLATES, "marked", "spelled"])
+def test_an_answer_that_is_left_out_by_its_weight_is_not_learned(style: str, flag: dict[str, Any]) -> None:
+    tokenizer = TOKENIZERS["qwen" if style in ("marked", "spelled") else style]
+    encoder = ChatEncoder.make(tokenizer, MARKED if style == "marked" else None, "assistant")
+    first = {**ANSWERED[0], "content": "Hi <|im_end|>"} if style == "spelled" else ANSWERED[0]
+    messages = [first, *ANSWERED[1:]]
+    ids, learn = encoder([first, ANSWERED[1] | flag, ANSWERED[2], ANSWERED[3] | {"weight": 1, "train": True}])
+    whole, all_learned = encoder(messages)
+    assert ids.tolist() == whole.tolist()
+    last = int(all_learned.sum()) - int(learn.sum())
+    places = all_learned.nonzero()[0].tolist()
+    assert 0 < last < len(places)
+    assert learn.nonzero()[0].tolist() == places[last:]
+    assert "No." in tokenizer.decode(ids[learn])
+    assert "Yo" not in tokenizer.decode(ids[learn])
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (({"weight": 0}, {"train": False}), "every message of the assistant has weight 0 or train false"),
+        (({"weight": 0.5}, {}), "weight is 0.5: 0 or 1"),
+        (({"weight": "0"}, {}), "weight is '0': 0 or 1"),
+        (({}, {"train": "no"}), "train is 'no': true or false"),
+    ],
+)
+def test_weights_that_cannot_be_kept_are_refused(flags: tuple[dict[str, Any], ...], match: str) -> None:
+    encoder = ChatEncoder.make(TOKENIZERS["qwen"], None, "assistant")
+    with pytest.raises(RowError, match=match):
+        encoder([ANSWERED[0], ANSWERED[1] | flags[0], ANSWERED[2], ANSWERED[3] | flags[1]])
+
+
+def test_a_weight_within_a_completion_is_refused() -> None:
+    encoder = ChatEncoder.make(TOKENIZERS["qwen"], None, "assistant")
+    with pytest.raises(RowError, match="a completion is learned whole"):
+        encoder.completion([TEXTS[0]], [TEXTS[1] | {"weight": 0}])
+    ids, learn, _ = encoder.completion([TEXTS[0], TEXTS[1] | {"weight": 0}, TEXTS[0]], [TEXTS[1]])
+    assert 0 < learn.sum() < len(ids)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import json
 import multiprocessing
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +22,9 @@ from ithaca.data import tokenize
 from ithaca.data.feed import open_feed
 from ithaca.data.hashes import held_back
 from ithaca.data.prepare import prepare
+from ithaca.data.read import Raw
 from ithaca.data.store import open_store
+from ithaca.data.tokenize import encode_rows
 from ithaca.errors import DataError
 from ithaca.sequence.batch import count_targets
 from tests.data.corpus import TOKENIZER, documents, epoch_of, prepared, texts_of, whole, write_documents, write_lines
@@ -261,6 +267,23 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
         prepared(tmp_path, file, chat_template=str(tmp_path / "none.jinja"))
 
 
+def test_another_token_that_the_template_names_is_another_cache(tmp_path: Path) -> None:
+    """`bos_token` stands in the tokenizer's settings, not in its vocabulary."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    file = write_lines(tmp_path / "chat.jsonl", [{"messages": messages}])
+    template = "{{ bos_token }}" + TOKENIZER.chat_template
+
+    def first_token(tokenizer: Any) -> str:
+        data = Data(sources=[str(file)], chat_template=template, learn="all")
+        found = prepare(data, tokenizer, validation=Validation(), seed=0, folder=tmp_path / "cache")
+        return str(tokenizer.decode(found.stores[0].piece(0, 0, 1)[0]))
+
+    assert first_token(TOKENIZER) == TOKENIZER.bos_token
+    other = copy.deepcopy(TOKENIZER)
+    other.bos_token = TOKENIZER.eos_token
+    assert first_token(other) == TOKENIZER.eos_token
+
+
 def test_validation_share(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 200)
     both = prepared(tmp_path, file, validation=Validation(share=0.2), seed=3)
@@ -316,12 +339,40 @@ def test_several_sources_are_described_by_file_and_line(tmp_path: Path) -> None:
     assert feed.state(0) == {}
 
 
+def test_a_cache_that_can_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else tokenized, and the disk is mounted for reading."""
+    file = write_documents(tmp_path / "docs.jsonl", 20)
+    first = prepared(tmp_path, file)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("ithaca.data.tokenize.locked", refuse)
+    assert prepared(tmp_path, file).fingerprint == first.fingerprint
+    with pytest.raises(DataError, match=r"cannot be written .*Read-only"):
+        prepared(tmp_path, write_documents(tmp_path / "more.jsonl", 20))
+
+
+class Ended:
+    """An encoder whose process is ended as the kernel does where memory is full."""
+
+    def __call__(self, *_: object) -> list[Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+def test_a_tokenizing_process_that_is_killed_is_told_in_a_sentence() -> None:
+    rows = iter([Raw("docs.jsonl", row, b'{"text": "a"}', 13) for row in range(1, 500)])
+    with pytest.raises(DataError, match="one of the 2 processes that tokenize was ended"):
+        list(encode_rows(rows, Ended(), 2))  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_processes_of_their_own_give_the_same_tokens(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 400)
     one = prepared(tmp_path / "one", file).stores[0]
     two = prepared(tmp_path / "two", file, workers=2).stores[0]
-    assert (np.asarray(one.tokens) == np.asarray(two.tokens)).all()
+    assert (one.tokens.values == two.tokens.values).all()
     assert (one.origins == two.origins).all()
 
 

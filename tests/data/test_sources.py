@@ -54,6 +54,7 @@ def test_a_repository_without_what_nobody_wrote(tmp_path: Path) -> None:
     )
     touch(tmp_path, "huge.py", content="x" * (HUGE + 1))
     touch(tmp_path, "empty.py", content="")
+    touch(tmp_path, "blank.py", content="\n \n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     (tmp_path / "link").symlink_to(tmp_path / "src")

@@ -180,13 +180,31 @@ def test_the_setting_names_another_cache_and_its_default_the_old_one(tmp_path: P
     assert prepared(tmp_path, file).stores[0].folder == folders["parse"]
 
 
-def test_a_cache_of_chats_from_before_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("lacks", [("spelled", "chats"), ("chats",)])
+def test_a_cache_of_chats_from_before_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lacks: tuple[str, ...]
+) -> None:
     messages = [{"role": "user", "content": "a<|end|>b"}, {"role": "assistant", "content": "yo"}]
     file = write_lines(tmp_path / "chat.jsonl", [{"messages": messages}])
     store = prepared(tmp_path, file).stores[0]
     assert store.about["spelled"] == 1
-    about = json.loads((store.folder / "about.json").read_text(encoding="utf-8"))
-    before = {key: value for key, value in about.items() if key not in ("spelled", "blocks", "check")}
-    (store.folder / "about.json").write_text(json.dumps(before), encoding="utf-8")
+    # Caches from before had no checksum of what they say of themselves either.
+    about = {key: value for key, value in store.about.items() if key not in (*lacks, "check")}
+    (store.folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
     assert prepared(tmp_path, file).stores[0].about["spelled"] == 1
-    assert "is tokenized again: its cache is from before" in caplog.text
+    assert "is tokenized again: its cache is of an earlier version" in caplog.text
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_short_answers_that_are_parts_of_a_special_token_spell_none(style: str) -> None:
+    """Answers such as `a`, `s` or `end` stand inside `<|im_start|>`, and are no spelling of it."""
+    tokenizer = TOKENIZERS[style]
+    encoder = ChatEncoder.make(tokenizer, None, "assistant")
+    for short in ("a", "s", "end", "or", "_", ">", "<", "|"):
+        messages = [{"role": "user", "content": short}, {"role": "assistant", "content": short}]
+        ids, learn, spelled = encoder.encode(messages)
+        assert not spelled
+        assert ids.tolist() == tokenizer(encoder.render(messages), add_special_tokens=False)["input_ids"]
+        assert [text.strip() for text in stretches(tokenizer, ids, learn)] == [
+            piece.strip() for piece, told in said(style, messages) if told
+        ]

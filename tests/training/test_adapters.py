@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from transformers import AutoModelForCausalLM
 
 from ithaca.config import Lora
-from ithaca.errors import ConfigError, UnsupportedError
+from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.pretrained import add_adapters, check_adapters, empty_model
 from ithaca.proof.small import small_model
 from ithaca.state.export import export_checkpoint
@@ -100,3 +101,19 @@ def test_an_adapter_on_a_folder_named_from_elsewhere_is_exported_without_a_warni
         export_checkpoint(checkpoint, tmp_path / "again")
     settings = json.loads((tmp_path / "again" / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str((tmp_path / "model").resolve())
+
+
+def test_adapters_over_other_weights_are_neither_trained_on_nor_exported(tmp_path: Path) -> None:
+    """Somebody has put another model of the same sizes into the folder since."""
+    stages = [{"length": 64, "steps": 1, "batch": 2}]
+    assert run_train(1, small_run(tmp_path, "run", lora={"rank": 2}, stages=stages))["finished"]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    export_checkpoint(checkpoint, tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight)
+    model.save_pretrained(tmp_path / "model")
+    longer = small_run(tmp_path, "run", lora={"rank": 2}, stages=[stages[0] | {"steps": 2}])
+    with pytest.raises(RankError, match="other weights than those that the adapter was trained on"):
+        run_train(1, longer)
+    with pytest.raises(CheckpointError, match="other weights than those that the adapter was trained on"):
+        export_checkpoint(checkpoint, tmp_path / "again")
