@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ithaca.errors import UnsupportedError
 
@@ -28,20 +27,27 @@ def refuse_assigned(model: nn.Module) -> None:
         root.register_forward_pre_hook(watch, prepend=True)
 
 
+# The weight, its wrapper's storage, and where its part lies.
+Seen = tuple[int, int, int]
+
+
 @dataclass(eq=False)
 class _Watch:
-    """A hook, and the storage that each weight had when it was first seen."""
+    """A hook, and what each weight was when it was last seen. No weak references: torch swaps no tensor that has one."""
 
-    storages: Any = field(default_factory=WeakIdKeyDictionary)
+    seen: dict[str, Seen] = field(default_factory=dict)
 
     def __call__(self, root: nn.Module, _args: Any = ()) -> None:
         for name, weight in root.named_parameters():
             if not isinstance(weight, DTensor):
                 continue
-            now = weight.untyped_storage()._cdata
-            if self.storages.setdefault(weight, now) != now:
+            now = id(weight), weight.untyped_storage()._cdata, weight._local_tensor.data_ptr()
+            before = self.seen.get(name, now)
+            # A model that moves or is filled has other parts too.
+            if before[0] == now[0] and before[1] != now[1] and before[2] == now[2]:
                 raise UnsupportedError(
                     f"the data of {name} was assigned (weight.data = ...), which torch drops without a word where weights "
                     "are split over ranks: call weight.copy_(value) inside torch.no_grad(), with values that were made of "
                     "the split weights, on every rank"
                 )
+            self.seen[name] = now
