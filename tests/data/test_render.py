@@ -35,7 +35,7 @@ HOSTILE = {
     "format": "{{ '%100000000000d' % 1 }}",
     "replace": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s|replace('a', 'aa') %}{% endfor %}",
     "calls without end": "{% macro f(x) %}{% for i in range(99999) %}{{ f(x + 1) if x < 9 }}{% endfor %}{% endmacro %}{{ f(1) }}",
-    "powers": "{% for i in range(99999) %}{% set x = 7 ** (10 ** 6) %}{% endfor %}",
+    "powers": "{% for i in range(99999) %}{% set x = (7 + i) ** (10 ** 6) %}{% endfor %}",
 }
 SMALL = Limits(seconds=0.5, memory=300 << 20, letters=1 << 20)
 
