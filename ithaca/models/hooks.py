@@ -95,6 +95,14 @@ def drop_hooks(modules: Iterable[nn.Module]) -> None:
             module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not _asks(hook))
 
 
+def _is_followed(copy: Any) -> bool:
+    """True if a hook asked for the gradient of what it was shown: by `register_hook` or `retain_grad`."""
+    if not isinstance(copy, Tensor) or not copy.requires_grad:
+        return False
+    # One hook is the mark's own.
+    return len(copy._backward_hooks or ()) > 1 or copy.retains_grad
+
+
 @dataclass(frozen=True, slots=True)
 class _Shown:
     """In place of somebody's hook: it is shown copies, so that a loss made of them can be told from the model's own use."""
@@ -121,9 +129,10 @@ class _Shown:
         self._refuse_trained((goes_on, changed))
         if changed is None or changed is goes_on:
             left = tree_leaves(goes_on)
-            if len(left) == len(copies) and all(mine is theirs for mine, theirs in zip(copies, left, strict=True)):
+            same = len(left) == len(copies) and all(mine is theirs for mine, theirs in zip(copies, left, strict=True))
+            if same and not any(map(_is_followed, copies)):
                 return None
-            # A container was changed in place.
+            # A container was changed in place, or the hook asked for the gradient that the model's own use has.
             changed = goes_on
         for mark in marks:
             # The model goes on with what the hook made of them.

@@ -99,6 +99,18 @@ def hook(sp: int | None, *, reduced: bool | None) -> dict[str, Any]:
     return _step(model, loss + ithaca.reduce_mean(model, sizes.sum(), sizes.numel(), mesh))
 
 
+def halved(sp: int | None, *, within: str) -> dict[str, Any]:
+    """A hook that halves the gradient of a module's output."""
+    model, mesh = _made(sp)
+
+    def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient / 2)
+
+    model.model.get_submodule(within).register_forward_hook(hook)
+    return _step(model, loss_of(model, small_batch(2, LENGTH), mesh))
+
+
 def steered(sp: int | None, *, owned: bool, within: str = "layers.0.mlp", again: bool = False) -> dict[str, Any]:
     """A trained vector that a hook adds; `owned`: it is a parameter of the hooked module."""
     torch.manual_seed(0)
@@ -191,6 +203,8 @@ HABITS: list[Habit] = [
     refused(DOOR, "`torch.autograd.grad(loss, embeddings)`, layers run again", partial(gradient_of_embeddings, again=True),
             says="call loss.backward", note="`loss.backward()` and `embeddings.grad`, or `memory=None`"),
     exact(DOOR, "a hook that looks at activations", partial(hook, reduced=None), note="it is shown this rank's tokens"),
+    exact(DOOR, "a hook that changes the gradient of a layer's part", partial(halved, within="layers.0.self_attn.o_proj")),
+    exact(DOOR, "a hook that changes the gradient of the last norm", partial(halved, within="norm")),
     refused(DOOR, "an auxiliary loss from a hook, its mean taken there", partial(hook, reduced=False), says=REDUCE),
     exact(DOOR, "an auxiliary loss from a hook through `ithaca.reduce_mean`", partial(hook, reduced=True)),
     exact(DOOR, "a hook that adds a parameter of its module", partial(steered, owned=True),
