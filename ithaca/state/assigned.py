@@ -41,7 +41,9 @@ class _Watch:
         for name, weight in root.named_parameters():
             if not isinstance(weight, DTensor):
                 continue
-            now = id(weight), weight.untyped_storage()._cdata, weight._local_tensor.data_ptr()
+            part = weight._local_tensor
+            # An empty or fake part lies nowhere.
+            now = id(weight), weight.untyped_storage()._cdata, part.data_ptr() or id(part)
             before = self.seen.get(name, now)
             # A model that moves or is filled has other parts too.
             if before[0] == now[0] and before[1] != now[1] and before[2] == now[2]:

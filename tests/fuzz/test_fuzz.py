@@ -83,7 +83,7 @@ def _ignores_damage(root: Path, damaged: Path) -> Any:
 
 
 def _loses_a_file(root: Path, damaged: Path) -> Any:
-    (root / "model" / "config.json").unlink()
+    (root / "texts" / "001.txt").unlink()
     raise Refused("something")
 
 
