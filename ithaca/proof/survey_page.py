@@ -18,8 +18,9 @@ gives the loss, the logits and every gradient of one process with transformers' 
 with its sequence split over 2 and over 4 ranks: on a plain batch of odd length, on right-padded and left-padded batches,
 on a packed row (against its documents one by one), and with the router's auxiliary loss where there is one. Windows are
 shorter than the rows, caps and sinks are on; each type is measured as its config's own defaults have it, and again with
-what those leave off: biases, norms of queries and keys, multipliers that are not 1, tied or untied embeddings, keys and
-values that layers share, heads of another size in some layers. What is not exact is refused by name before anything runs.
+what those leave off, over 2 ranks: biases, norms of queries and keys, multipliers that are not 1, tied or untied
+embeddings, keys and values that layers share, heads of another size in some layers.
+What is not exact is refused by name before anything runs.
 
 *Run again* says whether the same holds with work in tiles and layers run again from what they saved, one in two with
 its attention: there `memory="auto"` saves memory; elsewhere autograd keeps everything.
