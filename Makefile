@@ -35,12 +35,16 @@ format: venv
 	@$(PY) -m ruff check -q --fix .
 	@$(PY) -m ruff format -q .
 
+# Files of tests run side by side, each whole in one process. Ranks are started by the tests: two keep two cores busy.
+JOBS ?= 2
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist loadfile
+
 test: lint
-	@$(PY) -m pytest -q -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 # All tests, or those named by TESTS, whose result is added to the record.
 test-all: lint
-	@$(PY) -m pytest -q --record tests/results/test-all.json $(TESTS)
+	@$(PYTEST) --record tests/results/test-all.json $(TESTS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -27,10 +27,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--record")
-    if file is not None:
+    # Processes that run a share of the tests report to the first one, which writes.
+    if file is not None and not hasattr(config, "workerinput"):
         chosen = [f"-{name} {value}" for name in "mk" if (value := config.getoption(f"-{name}"))]
         paths = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
         config.pluginmanager.register(Recorder(file, " ".join([*paths, *chosen])))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a test with `few(n)` but n, spread evenly over them."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in families.values():
+        (count,) = cases[0].get_closest_marker("few").args  # type: ignore[union-attr]
+        kept = {round(index * (len(cases) - 1) / max(1, count - 1)) for index in range(count)}
+        for index, case in enumerate(cases):
+            if index not in kept:
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Writes the outcome of a test session as JSON: versions, counts, seconds, date, commit.
+"""Writes the outcome of a test session as JSON: versions, counts, seconds in all and by file, date, commit.
 
 `pytest --record FILE` switches it on (see conftest.py); `make test-all` keeps its result in the repository. A session
 over part of the tests (`make test-all TESTS=...`) does not replace that of all of them: it is added under "later", and
@@ -33,12 +33,14 @@ class Recorder:
     def __init__(self, file: Path, part: str = "") -> None:
         self.file, self.part = file, part
         self.outcomes: dict[str, str] = {}
+        self.by_file: Counter[str] = Counter()
         self.started = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # Set-up and tear-down speak only when they do not pass, and then they decide.
         if report.when == "call" or not report.passed:
             self.outcomes[report.nodeid] = outcome(report)
+        self.by_file[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +67,7 @@ class Recorder:
             "tests": len(self.outcomes),
             "counts": dict(sorted(Counter(self.outcomes.values()).items())),
             "failed": sorted(failed),
+            "seconds_by_file": {file: round(seconds, 1) for file, seconds in self.by_file.most_common()},
             "platform": f"{platform.system()} {platform.machine()}",
             "versions": {"python": platform.python_version()} | versions(),
         }

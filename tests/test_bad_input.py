@@ -261,6 +261,7 @@ def refuse_model(what: str) -> str:
         return said(lambda: parallelize(model, mesh, **options))
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("what", MODELS)
 def test_models_that_would_not_be_exact_are_refused_by_name(what: str) -> None:
     for message in run_ranks(2, refuse_model, what):

@@ -142,6 +142,7 @@ def members(**arguments: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "arguments",
     [

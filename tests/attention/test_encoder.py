@@ -66,6 +66,7 @@ def encode() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_hand_written_encoder_matches_its_twin_in_one_process(world: int) -> None:
     for errors in run_ranks(world, encode):

@@ -88,6 +88,7 @@ def test_ranks_start_with_their_share_of_the_cores(tmp_path: Path) -> None:
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == [f"3 {threads} {r} 2 2" for r in range(2)]
 
 
+@pytest.mark.slow
 def test_the_first_cause_is_told_once(tmp_path: Path) -> None:
     with launcher("fault", tmp_path) as process:
         status, told = ended(process)

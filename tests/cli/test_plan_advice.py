@@ -45,6 +45,7 @@ REFUSED: list[Options] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", REFUSED, ids=[" ".join(words_of(options)) for options in REFUSED])
 def test_every_change_that_is_proposed_plans_when_it_is_typed(run: Any, options: Options) -> None:
     status, _, err = run(*words_of(options))

@@ -84,6 +84,7 @@ def test_a_job_of_many_gpus_without_one(run: Any, tmp_path: Path, words: tuple[s
     assert told["host"] == pytest.approx(planned, rel=1e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words",
     [

@@ -49,6 +49,7 @@ def long_text(seed: int, words: int) -> str:
     return "".join(rng.choice(WORDS) + rng.choice(["", " ", " ", " ", "\n"]) for _ in range(words))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize("kind", [*CUT, "embedded"])
 def test_pieces_have_the_tokens_of_the_whole(kind: str, as_text: bool) -> None:

@@ -73,6 +73,7 @@ def test_recursion_is_the_templates_own_refusal() -> None:
     assert "recursion" in answer.refused
 
 
+@pytest.mark.slow
 def test_a_hostile_template_of_a_run_is_one_sentence_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

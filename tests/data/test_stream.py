@@ -219,6 +219,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_stream_that_is_not_what_was_read_is_refused(tmp_path: Path, how: str, kind: str) -> None:

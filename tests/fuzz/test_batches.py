@@ -14,6 +14,7 @@ from tests.fuzz.batches import check, setting
 QUICK, SLOW = 12, 300
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_a_batch_is_what_transformers_makes_of_it_or_refused(seed: int) -> None:
     check(seed, *setting(seed))

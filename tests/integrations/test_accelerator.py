@@ -27,6 +27,7 @@ def _hold(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert got["seen"] == expected["seen"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("degrees", [(1, 2), *(pytest.param(d, marks=SLOW) for d in ((2, 2), (1, 4)))], ids=str)
 def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:

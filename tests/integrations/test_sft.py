@@ -29,6 +29,7 @@ def _hold(results: list[Any], expected: dict[str, Any]) -> None:
         assert abs(got["eval_accuracy"] - expected["eval_accuracy"]) < EVAL_LOSS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=SLOW) for k in KINDS])
 def test_every_kind_of_batch(kind: str, tmp_path: Path) -> None:
     _hold(run_ranks(2, fine_tune, str(tmp_path), 2, kind=kind), alone(fine_tune, kind=kind))

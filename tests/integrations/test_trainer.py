@@ -42,6 +42,7 @@ def _alone(dp: int, **options: Any) -> dict[str, Any]:
     return alone(train, per_device_train_batch_size=2 * dp, per_device_eval_batch_size=2 * dp, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("degrees", [DEGREES[0], *(pytest.param(d, marks=SLOW) for d in DEGREES[1:])], ids=str)
 def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
@@ -54,6 +55,7 @@ def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: 
     hold_weights(results[0]["weights"], expected["weights"])
 
 
+@pytest.mark.slow
 def test_two_groups_of_two(tmp_path: Path) -> None:
     """dp=2 x sp=2 with unequal tokens on the two groups, accumulated: one division by the global count."""
     expected = _alone(2, gradient_accumulation_steps=2)

@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("change", "mode"), CASES)
 def test_a_switched_adapter_is_seen(change: Callable[[Any], None], mode: LayerMode) -> None:
     [worst] = run_ranks(1, steps, change, {}, mode)

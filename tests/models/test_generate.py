@@ -94,6 +94,7 @@ QUICK = [(1, "gpt2", "save"), (1, "llama", "auto"), (2, "llama", "recompute"), (
 CASES = [(sp, kind, memory) for sp in (1, 2) for kind in ("llama", "gpt2") for memory in MEMORIES]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("sp", "kind", "memory"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
@@ -103,6 +104,7 @@ def test_generate_gives_the_tokens_of_the_plain_model(sp: int, kind: str, memory
         assert given == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("memory", [None, "auto"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_generate_gives_them_with_adapters_and_after_a_step(memory: Memory, trained: bool) -> None:

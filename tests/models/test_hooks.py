@@ -99,6 +99,7 @@ def test_an_adapter_put_on_the_head_later() -> None:
 NORM, MLP = "model.layers.1.post_attention_layernorm", "model.layers.1.mlp"
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("before", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("mode", [None, "save"])
 @pytest.mark.parametrize("what", ["mix", "enter", "weigh"])

@@ -26,6 +26,7 @@ MIXING = {
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", MIXING)
 def test_what_reads_other_tokens_is_named(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"{kind}.* was never measured, and .*{MIXING[kind]}\) reads tokens"):

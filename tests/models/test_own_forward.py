@@ -63,6 +63,7 @@ def patched_error(
     return error(patched(place, layers, forward), mode, tile, fuse_it)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("mode", "tile"), [(None, TILED), ("keep", TILED), ("keep", WHOLE), ("save", TILED), ("recompute", WHOLE)]
 )
@@ -84,6 +85,7 @@ COMPILED_CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "layers"), COMPILED_CASES)
 def test_compiled_code_does_not_hide_it(place: str, layers: tuple[int, ...]) -> None:
     assert run_ranks(1, patched_error, place, layers, "save", TILED, True)[0] < FP64

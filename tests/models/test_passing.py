@@ -136,11 +136,13 @@ def errors(way: str, sp: int, weights: str = "none") -> list[float]:
     return [compare(passing(way), [[small_batch(2, 24)]], mesh, memory=plan, weights=weights).worst for plan in plans]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["", "dict", "mapping", "nested", "list"])
 def test_containers_of_tensors_are_followed_in_every_mode(way: str) -> None:
     assert max(run_ranks(1, errors, way, 1)[0]) < FP64
 
 
+@pytest.mark.slow
 def test_a_mapping_of_tensors_is_followed_over_ranks_and_by_fsdp2() -> None:
     assert max(max(each) for each in run_ranks(2, errors, "mapping", 2, "shard")) < FP64
 

@@ -46,6 +46,7 @@ def _off(rope: dict[str, Any], sp: int) -> float:
     return worst
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("sp", [1, 2])
 def test_positions_of_three_axes_are_exact(rope: dict[str, Any], sp: int) -> None:

@@ -183,6 +183,7 @@ def compiled_error(before: Change, after: Change | None = None) -> float:
 QUICK = (activation, two_names)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "change",
     [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in (*QUICK, epsilon, function)],

@@ -119,6 +119,7 @@ def _said_and_seen(targets: Any, saves: Sequence[str], mode: LayerMode, width: i
     return sum(term.device_bytes for term in memory.allocated), trace.peak.total
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["keep", "save"])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 @pytest.mark.parametrize("saves", [(), ("embed_tokens", "lm_head")])
@@ -127,6 +128,7 @@ def test_the_plan_knows_what_is_frozen(targets: Any, saves: Sequence[str], mode:
     assert said == pytest.approx(seen, rel=TRACED_MEMORY)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["save", "recompute"])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj"], "all-linear"])
 def test_the_plan_knows_what_runs_again_where_most_is_frozen(targets: Any, mode: LayerMode) -> None:

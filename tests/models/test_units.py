@@ -73,6 +73,7 @@ TRAINED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("kind", ["llama", "phi3", "olmo"])  # A dropout after it, a norm without weights before it.
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("inward", [True, False])

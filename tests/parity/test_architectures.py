@@ -14,11 +14,13 @@ from tests.tolerances import FP64
 UNPACKED = [kind for kind in KINDS if kind not in ("packed", "bounded")]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", LISTED)
 def test_sp2(kind: str) -> None:
     assert worst(kind, (1, 2), 2, list(KINDS), experts=False) < FP64
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
 @pytest.mark.parametrize("mesh", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_router_logits(kind: str, mesh: tuple[int, int]) -> None:
@@ -39,6 +41,7 @@ def test_router_logits_on_other_meshes(kind: str, mesh: tuple[int, int]) -> None
     assert worst(kind, mesh, 1, UNPACKED) < FP64
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "rope"),
     [

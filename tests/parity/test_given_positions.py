@@ -103,6 +103,7 @@ MEMORY: dict[str, Any] = {"biogpt": None}
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "smollm3")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "biogpt", *SLOW])
 def test_a_call_with_positions_is_that_call_in_transformers(kind: str) -> None:
     for rank in run_ranks(2, _errors, kind, 2, MEMORY.get(kind, "auto")):

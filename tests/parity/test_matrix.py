@@ -35,6 +35,7 @@ def settings(heads: tuple[int, int]) -> dict[str, int]:
     return {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("mesh", "heads", "rows"), QUICK, ids=str)
 def test_all_kinds_at_once(mesh: tuple[int, int], heads: tuple[int, int], rows: int) -> None:
     assert worst("llama", mesh, rows, list(KINDS), **settings(heads)) < FP64

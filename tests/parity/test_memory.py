@@ -59,6 +59,7 @@ def _parity(kind: str, degrees: tuple[int, int], name: str, kinds: list[str], se
     return compare(model, batches, mesh, memory=plan(name, **settings)).worst
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
     "degrees", [(1, 2), *(pytest.param(d, marks=pytest.mark.slow) for d in ((1, 1), (2, 2)))], ids=str
@@ -305,6 +306,7 @@ def _ragged() -> tuple[list[str], float]:
     return plans, max(gradient_errors(parallel, expected.gradients).values())
 
 
+@pytest.mark.slow
 def test_ranks_with_rows_of_unequal_lengths_choose_one_plan() -> None:
     (plans, off), (others, also_off) = run_ranks(2, _ragged)
     assert len({*plans, *others}) == 1

@@ -53,6 +53,7 @@ def errors(kind: str, sp: int, plans: tuple[tuple[LayerMode, ...], ...], setting
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "settings", "plans"),
     [
@@ -96,6 +97,7 @@ def tight(kind: str, settings: dict[str, Any], share: float) -> tuple[float, str
     return worst, plan.summary()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "settings"), [("gemma4_unified_text", {}), ("gemma4_text", {"enable_moe_block": True}), ("hrm_text", {})]
 )

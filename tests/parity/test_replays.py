@@ -68,6 +68,7 @@ def _same_as_unplanned(kind: str, mode: LayerMode, training: bool) -> tuple[floa
     return max(gradient_errors(planned, gradients(whole)).values()), abs(loss - same)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "training", [pytest.param(True, marks=pytest.mark.slow), False], ids=["trained", "evaluated before"]
 )
@@ -256,6 +257,7 @@ def test_what_changes_before_backward_is_refused(
     expect_refusal(1, _between, memory, change, settings, error="UnsupportedError", match=match)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("memory", TILED, ids=str)
 @pytest.mark.parametrize(
     ("change", "settings"),
@@ -303,6 +305,7 @@ def _stepped(mode: LayerMode) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["save", "rebuild", "recompute"])
 def test_a_step_after_two_backwards_is_no_change_between(mode: LayerMode) -> None:
     """FSDP2's own work on the weights it gathers is none either."""

@@ -100,6 +100,7 @@ def _reduce(module: nn.Module, mesh: Mesh, *, averages: bool) -> None:
             parameter.grad /= mesh.world
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["shard", "replicate", "none"])
 def test_whoever_made_the_embeddings_has_the_gradient_of_one_process(weights: str) -> None:
     assert max(run_ranks(4, _error, 2, weights, "auto", False)) < FP64

@@ -78,6 +78,7 @@ def _together(degrees: tuple[int, int]) -> tuple[list[float], list[float]]:
     return _train(model, losses_of, _schedule(dp))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [(1, 2), *(pytest.param(degrees, marks=pytest.mark.slow) for degrees in ((2, 2), (1, 4)))],
@@ -109,6 +110,7 @@ def _lora(degrees: tuple[int, int], kind: str) -> float:
     return result.worst
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 2)], ids=str)
 def test_lora_with_frozen_embeddings(kind: str, degrees: tuple[int, int]) -> None:

@@ -177,6 +177,7 @@ def _unbound() -> tuple[bool, bool, float, list[str]]:
     return model.config is config, same_hooks, float((model(**batch).loss - before).abs().detach()), left
 
 
+@pytest.mark.slow
 def test_unbinding_restores_the_model() -> None:
     for same_config, same_hooks, change, left in run_ranks(2, _unbound):
         assert same_config
@@ -210,6 +211,7 @@ def _whole_logits(model: torch.nn.Module, batch: dict[str, Tensor], mesh: object
     return torch.cat(parts, dim=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_documents_are_bit_identical_whatever_their_neighbours(dtype: torch.dtype) -> None:
     for documents in run_ranks(4, _isolation, dtype):

@@ -97,6 +97,7 @@ def _error(way: Callable[[nn.Module, Batch, Mesh], None], **options: Any) -> flo
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("weights", ["shard", "replicate"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_gradients_are_the_plain_model_s(way: Callable[..., None], weights: str) -> None:

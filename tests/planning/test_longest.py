@@ -56,6 +56,7 @@ def tried_out(wanted: Wanted) -> int:
     return best
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("seed", range(24))
 def test_the_longest_is_the_longest_that_is_planned(seed: int) -> None:
     wanted = drawn(seed)
@@ -97,6 +98,7 @@ def test_more_host_memory_is_never_shorter(name: str) -> None:
     assert lengths == sorted(lengths)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("host", [100, 2000])
 def test_more_gpus_are_never_shorter(name: str, host: int) -> None:

@@ -48,6 +48,7 @@ def test_every_adapter_has_a_gradient_and_nothing_else_has() -> None:
     assert all(torch.equal(p, again[name]) for name, p in model.named_parameters()), "the same on every rank"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
@@ -67,6 +68,7 @@ def test_a_run_with_adapters_is_right(kind: str, targets: Any) -> None:
     assert {"resume", "layers run again", "attention is sharded"} <= lines.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "wanted"),
     [

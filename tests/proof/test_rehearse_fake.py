@@ -33,6 +33,7 @@ def figures(plan: MemoryPlan, kind: str = "llama", **changes: Any) -> Figures:
         return measure(replace(part(kind), **changes), range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [MIXED, *(pytest.param(each, marks=pytest.mark.slow) for each in (SAVE, GROUPS))],
@@ -92,6 +93,7 @@ def test_what_lives_on_the_host_counts_there(plan: MemoryPlan) -> None:
     assert away.pinned == here.pinned + own.weights + own.gradients
 
 
+@pytest.mark.slow
 def test_a_job_with_everything_on_the_host_is_the_plans() -> None:
     memory = {"on_host": "everything", "budget": "1GiB"}
     result = rehearse(asked(None, 12, fake=True, memory=memory))

@@ -84,6 +84,7 @@ def expect_right(kind: str, ranks: int, **settings: Any) -> dict[str, Line]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in LISTED])
 def test_listed_architectures_are_right(kind: str) -> None:
     lines = expect_right(kind, 2)
@@ -103,6 +104,7 @@ def test_length_dependent_rope() -> None:
     assert "dynamic, which looks at the length" in line.detail
 
 
+@pytest.mark.slow
 def test_a_router_loss_that_the_config_asks_for() -> None:
     expect_right("mixtral", 2, output_router_logits=True)
 
@@ -112,6 +114,7 @@ def on_rank_with_few_tokens(vocabulary: int) -> list[Line]:
     return verify(build, made_up(vocabulary, LENGTH), init_mesh(sp=2))
 
 
+@pytest.mark.slow
 def test_the_smallest_vocabulary_will_do() -> None:
     lines = run_ranks(2, on_rank_with_few_tokens, 2)[0]
     assert not [line for line in lines if not line.ok]
@@ -167,6 +170,7 @@ def test_every_fault_has_lines() -> None:
     assert SEEN_BY.keys() == faults.FAULTS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [f if f in QUICK_FAULTS else pytest.param(f, marks=pytest.mark.slow) for f in SEEN_BY]
 )
@@ -207,6 +211,7 @@ SWITCHES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_rope_at_the_shards_length_is_seen_at_every_switch(name: str) -> None:
     kind, settings = SWITCHES[name]

@@ -138,6 +138,7 @@ def _everywhere(key: Any, square: Tensor) -> Tensor:
     return square
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("sp", "world", "replicas"), [(2, 2, 1), (2, 4, 1), (2, 4, 2)])
 def test_shards_have_the_norm_of_the_whole(sp: int, world: int, replicas: int) -> None:
     model, optimizer, loss = made(fused=True)

@@ -90,6 +90,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[] if "llama" in kind or kind == "mixtral" else pytest.mark.slow) for kind in KINDS],

@@ -72,6 +72,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return ours.dtype == theirs.dtype and torch.equal(whole(ours), whole(theirs))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in LISTED])
 def test_every_architecture_loads_as_transformers_loads_it(kind: str, tmp_path: Path) -> None:
     write(tmp_path, kind)
@@ -86,6 +87,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("world", "settings"), SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_wherever_weights_live(kind: str, world: int, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_wrong_choices_are_refused(name: str, dtype: torch.dtype, betas: tuple[f
         ),
         ({"model": iter([])}, "build_optimizer was given a list_iterator: pass the model itself"),
     ],
-    ids=str,
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else given,
 )
 def test_settings_of_other_types_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
@@ -241,6 +241,7 @@ def test_random_rounding_moves_what_plain_rounding_cannot() -> None:
     assert not torch.equal(moved, other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"weights": "replicate"}, {"replicas": 2}], ids=str)
 def test_copies_stay_the_same_under_random_rounding(options: dict[str, Any]) -> None:
     """Each rank has another state of torch's own random numbers, as real ranks do."""

@@ -152,6 +152,7 @@ def voyages(folder: str, seeds: list[int]) -> list[str]:
     return [f"seed {seed}, {wrong}" for seed in seeds for wrong in voyage(folder, seed)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_random_damage_never_costs_a_whole_checkpoint(tmp_path: Path, world: int) -> None:
     assert run_ranks(world, voyages, str(tmp_path), list(range(8))) == [[]] * world
@@ -198,6 +199,7 @@ def start_again(folder: str, spoil: str, restart: bool) -> str | None:
     return None if found is None else found.name
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("spoil", [name for name in SPOILS if name not in ("of another step", "flipped anywhere")])
 def test_a_start_with_no_whole_one_stops_and_goes_on_where_asked(tmp_path: Path, spoil: str) -> None:
     expect_refusal(

@@ -126,6 +126,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("degrees", "replicas"), [((1, 1), 1), ((1, 2), 1), pytest.param((2, 2), 2, marks=pytest.mark.slow)], ids=str
 )
@@ -184,6 +185,7 @@ def _pretend(stack: ExitStack) -> None:
     stack.enter_context(patch.object(placement, "_to_host", lambda: CPUOffloadPolicy(pin_memory=False)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pretend", [False, True])
 @pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_on_the_host_every_bit_is_the_same(world: int, replicas: int, pretend: bool) -> None:

@@ -74,6 +74,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_different_batches_in_one_sequence_group_are_refused_on_all_ranks(what: str) -> None:
     batch, change, message = DIFFERENT[what]

@@ -249,6 +249,7 @@ def begun_anew(text: str) -> str | None:
     return export_sum(run)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_stop_that_cannot_be_saved_is_a_stop_and_says_so(tmp_path: Path, kept: bool) -> None:
     run = small_run(tmp_path, "run", checkpoints={"save_every": 5 if kept else 50, "background": False})

@@ -39,6 +39,7 @@ def _step(tiled: bool, smoothing: float, z: float) -> float:
     return max(abs(loss.item() - wanted.item()), *gradient_errors(model, grads).values())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("smoothing", "z"), [(0.1, 0.0), (0.0, 0.01), (0.2, 0.001)])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_options_of_the_loss(tiled: bool, smoothing: float, z: float) -> None:

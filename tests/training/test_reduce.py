@@ -91,6 +91,7 @@ def _over_logits(weights: str, memory: Any, add: str) -> float:
     return worst(model, mesh, weights, truth, shown, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("weights", ["shard", "replicate", "none"])
 def test_a_mean_over_logits_is_that_of_one_process(weights: str) -> None:
     for memory, add in (("auto", "count"), (None, "total_count"), (SAVE, "count")):
@@ -128,6 +129,7 @@ def _beside_causal_loss(weights: str, kind: str, place: str, memory: Any) -> flo
     return worst(model, mesh, weights, truth, float(loss.detach()), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["shard", "none"])
 def test_an_auxiliary_loss_from_a_hook_is_that_of_one_process(weights: str) -> None:
     for kind, place, memory in (
@@ -169,6 +171,7 @@ def _unreduced(case: str, weights: str = "shard", memory: Any = "auto") -> float
     return float(loss.detach())
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("weights", ["shard", "none"])
 @pytest.mark.parametrize("case", ["logits", "sum", "reduced to look at", "two passes", "hook", "output of a layer"])
 def test_a_backward_past_the_reduction_is_refused_on_all_ranks(case: str, weights: str) -> None:

@@ -82,6 +82,7 @@ SOMEWHERE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", SOMEWHERE)
 def test_a_stop_inside_a_step_loses_nothing(place: Path, at: str) -> None:
     whole = run_train(2, small_run(place, "whole"))
