@@ -25,10 +25,10 @@ from torch.nn import functional
 from benchmarks.floor import SHAPES, Shape
 from benchmarks.peers import about
 from benchmarks.step import ALLOCATOR, load, parse_cells, record, save, show_length
-from ithaca.attention.anchored import GroupPlan, grouped_attention
-from ithaca.attention.heads import split_heads
-from ithaca.attention.kernels import KERNELS
+from ithaca.attention.kernels import KERNELS, QKV
 from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.ulysses import UlyssesPlan, planned_attention
+from ithaca.heads import split_heads
 from ithaca.memory.loss import LossSpec, head_loss
 from ithaca.mesh import init_mesh
 from ithaca.sequence.layout import SequenceLayout
@@ -109,11 +109,11 @@ def attention_errors(
     spec = AttentionSpec(shape.head_size**-0.5)
     split = split_heads(shape.heads, shape.kv_heads, 1)
     group = init_mesh(sp=1, device=device.type).sp_group
-    plan = GroupPlan(
+    plan = UlyssesPlan(
         SequenceLayout.whole_rows(1, length, 1), spec, split, min(groups, split.most_groups), "auto", 0, group
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = grouped_attention(leaves[0], leaves[1], leaves[2], None, plan, None)
+    out = planned_attention(leaves[0], leaves[1], leaves[2], None, plan, None)
     grads = torch.autograd.grad(out, leaves, dout)
     own, last = slice(-(shape.heads // shape.kv_heads), None), slice(-1, None)
     cut = [x.detach()[:, :, heads].contiguous() for x, heads in ((q, own), (k, last), (v, last), (dout, own))]
@@ -124,8 +124,9 @@ def attention_errors(
     found = {"groups": plan.groups, "error": _errors(ours, wanted, sampled)}
     flash = KERNELS["flash"]
     if flash.refusal(cut[0], cut[2], spec) is None:
-        out, lse = flash.forward(*cut[:3], spec)
-        grads = flash.backward(cut[3], *cut[:3], out, lse, spec)
+        qkv = QKV(*cut[:3])
+        out, lse = flash.forward(qkv, spec)
+        grads = flash.backward(cut[3], qkv, out, lse, spec)
         found["flash_error"] = _errors([out, *grads], wanted, sampled)
     return found
 

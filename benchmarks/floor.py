@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ithaca.attention.kernels import AUTO, KERNELS, AttentionSpec
+from ithaca.attention.kernels import AUTO, KERNELS, QKV, AttentionSpec
 from ithaca.planning.flops import model_flops
 from ithaca.planning.sizes import ModelSizes
 
@@ -136,9 +136,10 @@ def attention_seconds(shape: Shape, length: int, device: torch.device, dtype: to
     for kernel in (KERNELS[name] for name in AUTO if name != "flex"):
         if kernel.refusal(q, v, spec) is not None:
             continue
-        out, lse = kernel.forward(q, k, v, spec)
-        forward = seconds(partial(kernel.forward, q, k, v, spec), device)
-        backward = seconds(partial(kernel.backward, dout, q, k, v, out, lse, spec), device)
+        qkv = QKV(q, k, v)
+        out, lse = kernel.forward(qkv, spec)
+        forward = seconds(partial(kernel.forward, qkv, spec), device)
+        backward = seconds(partial(kernel.backward, dout, qkv, out, lse, spec), device)
         found.append({"kernel": kernel.name, "forward_s": forward * parts, "backward_s": backward * parts})
         if parts > 1:
             break  # AUTO is fastest first, and a call now takes seconds

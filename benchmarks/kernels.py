@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaca.attention.kernels import KERNELS, AttentionSpec, Bounds, Kernel
+from ithaca.attention.kernels import KERNELS, QKV, AttentionSpec, Bounds, Kernel
 
 ALLOWED = 1.5
 NAMES = ("out", "dq", "dk", "dv")
@@ -179,12 +179,13 @@ def run_kernel(kernel: Kernel, case: Case, tensors: Tensors) -> tuple[Tensor, ..
     q, k, v, dout = tensors
     spec, sinks = case.spec(), sinks_of(case)
     if not case.documents:
-        out, lse = rescale(*kernel.forward(q, k, v, spec), sinks)
-        return (out, *kernel.backward(dout, q, k, v, out, lse, spec))
+        qkv = QKV(q, k, v)
+        out, lse = rescale(*kernel.forward(qkv, spec), sinks)
+        return (out, *kernel.backward(dout, qkv, out, lse, spec))
     offsets = torch.tensor([0, *case.documents], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    bounds = Bounds(offsets, max(case.documents))
-    out, lse = rescale(*kernel.forward_varlen(q[0], k[0], v[0], bounds, spec), sinks)
-    grads = kernel.backward_varlen(dout[0], q[0], k[0], v[0], out, lse, bounds, spec)
+    qkv = QKV(q[0], k[0], v[0], Bounds(offsets, max(case.documents)))
+    out, lse = rescale(*kernel.forward(qkv, spec), sinks)
+    grads = kernel.backward(dout[0], qkv, out, lse, spec)
     return tuple(x[None] for x in (out, *grads))
 
 
@@ -225,10 +226,11 @@ def speed(kernel: Kernel, length: int) -> dict[str, Any]:
     """TFLOP/s forward and backward at the shape of one rank: 8 query heads, 2 kv heads, D = 128, causal."""
     case = replace(BASE, name="speed", length=length, batch=1, softcap=5.0 if kernel.name == "flex" else None)
     q, k, v, dout = make_inputs(case)
-    out, lse = kernel.forward(q, k, v, case.spec())
+    qkv = QKV(q, k, v)
+    out, lse = kernel.forward(qkv, case.spec())
     calls = (
-        lambda: kernel.forward(q, k, v, case.spec()),
-        lambda: kernel.backward(dout, q, k, v, out, lse, case.spec()),
+        lambda: kernel.forward(qkv, case.spec()),
+        lambda: kernel.backward(dout, qkv, out, lse, case.spec()),
     )
     flops = 2 * length**2 * case.heads * case.size
     rates = [factor * flops / seconds(call) / 1e12 for call, factor in zip(calls, (1.0, 2.5), strict=True)]

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from benchmarks.kernels import machine
 from ithaca.attention import exchange
-from ithaca.attention.heads import split_heads
 from ithaca.attention.kernels import choose
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.attention.ulysses import ulysses_attention
+from ithaca.heads import split_heads
 from ithaca.mesh import init_mesh
 from ithaca.sequence.layout import SequenceLayout
 
@@ -119,8 +119,8 @@ def nccl() -> dict[str, Any]:
     mesh = init_mesh(sp=1)
     x = torch.randn(2, 512, 8, 64, device="cuda", dtype=torch.bfloat16)
     lane = exchange.Lane(split_heads(8, 8, 1).q, 8, 64)
-    there = exchange.to_heads([x], [lane], mesh.sp_group)
-    back = exchange.to_tokens(there, [lane], mesh.sp_group)[0]
+    there = exchange.start_to_heads([x], [lane], mesh.sp_group).wait()
+    back = exchange.start_to_tokens(there, [lane], mesh.sp_group, [torch.empty_like(x)], [False]).wait()[0]
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,

@@ -186,14 +186,15 @@ def gradients_times_world() -> Iterator[None]:
 @contextmanager
 def dropped_head() -> Iterator[None]:
     """One query head never arrives."""
-    original = ulysses.to_heads
+    original = ulysses.UlyssesPlan.gather
 
-    def lossy(tensors: list[Tensor], *args: Any) -> list[Tensor]:
-        out = original(tensors, *args)
-        out[0][:, :, -1].zero_()
-        return out
+    def lossy(plan: ulysses.UlyssesPlan, tensors: list[Tensor], ranges: list[Any]) -> list[Tensor]:
+        coming = original(plan, tensors, ranges)
+        arrived = coming.wait() if isinstance(coming, exchange.Pending) else coming
+        arrived[0][:, :, -1].zero_()
+        return arrived
 
-    with patch.object(ulysses, "to_heads", lossy):
+    with patch.object(ulysses.UlyssesPlan, "gather", lossy):
         yield
 
 
@@ -235,11 +236,11 @@ def not_causal() -> AbstractContextManager[None]:
 def sinks_not_sliced() -> Iterator[None]:
     """Every rank takes the first heads' sinks."""
 
-    def first(plan: Any, sinks: Tensor | None) -> Tensor | None:
-        start, end = plan.split.q[plan.rank]
+    def first(plan: Any, sinks: Tensor | None, part: Any) -> Tensor | None:
+        start, end = part.q[plan.rank]
         return None if sinks is None else sinks[: end - start]
 
-    with patch.object(ulysses._Plan, "own", first):
+    with patch.object(ulysses.UlyssesPlan, "own_sinks", first):
         yield
 
 

@@ -1,14 +1,18 @@
 """The two all-to-alls: "my tokens, all heads" <-> "all tokens, my heads".
 
-`to_heads` takes shards `[B, L, H, D]` and gives `[B, S, h, D]`; `to_tokens` is its reverse. Several tensors
-travel in one collective: on the wire a token's row is all its tensors' heads side by side, tokens in global
-order, `[S, B, row]`. The receiver of `to_heads` therefore unpacks nothing: its tensors are strided views of
-what arrived. Where a kv head went to several ranks, `to_tokens` sums what comes back in fp32.
+`start_to_heads` takes shards `[B, L, H, D]` and gives `[B, S, h, D]`; `start_to_tokens` is its reverse. Both leave the
+exchange on the wire and return a `Pending`. Several tensors travel in one collective: on the wire a token's row is all
+its tensors' heads side by side, tokens in global order:
+
+    wire [S, B, row]      row of token t:  | q heads | k heads | v heads |
+
+The receiver of `start_to_heads` therefore unpacks nothing: its tensors are strided views of what arrived. On the way
+back the heads are written into whole tensors, and where a kv head went to several ranks its parts are added there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.clock import CLOCK, EXCHANGE
-from ithaca.attention.heads import Range
+from ithaca.heads import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,9 @@ class Lane:
         return (end - start) * self.size
 
     def repeats(self, period: int) -> bool:
-        """Whether every range, `period` ranks on, is the same moved up by one and the same number of heads."""
+        """True if every range, `period` ranks on, is the same moved up by one and the same number of heads."""
         moves = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.ranges, self.ranges[period:], strict=False)}
         return len(moves) == 1 and all(start == end >= 0 for start, end in moves)
-
-    @property
-    def covers_once(self) -> bool:
-        return sum(end - start for start, end in self.ranges) == self.heads
 
 
 class Pending:
@@ -54,14 +54,9 @@ class Pending:
         return self._arrive()
 
 
-def to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> list[Tensor]:
-    """All ranks' tokens of this rank's heads, as strided `[B, S, h, D]` views of one buffer."""
-    return start_to_heads(tensors_BLHD, lanes, group).wait()
-
-
 @CLOCK.clocked(EXCHANGE)
 def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> Pending:
-    """`to_heads`, left on the wire."""
+    """All ranks' tokens of this rank's heads, as strided `[B, S, h, D]` views of one buffer."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, length = tensors_BLHD[0].shape[:2]
     rows = [sum(lane.width(rank) for lane in lanes) for rank in range(ranks)]
@@ -72,31 +67,19 @@ def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.Pr
     return Pending(work, lambda: _columns(received.view(ranks * length, batch, rows[me]), lanes, me))
 
 
-def to_tokens(tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> list[Tensor]:
-    """This rank's tokens of all heads, `[B, L, H, D]`; copies of a kv head are summed in fp32."""
-    return start_to_tokens(tensors_BShD, lanes, group).wait()
-
-
 @CLOCK.clocked(EXCHANGE)
 def start_to_tokens(
-    tensors_BShD: list[Tensor],
-    lanes: list[Lane],
-    group: dist.ProcessGroup,
-    into: list[Tensor] | None = None,
-    shared: Sequence[bool] = (),
+    tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup, into: list[Tensor], shared: list[bool]
 ) -> Pending:
-    """`to_tokens`, left on the wire. `into`: where a part of the heads goes; a `shared` one is added to, not written."""
+    """This rank's tokens of the lanes' heads, into `[B, L, H, D]`; into a `shared` tensor heads are added, not written."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, total = tensors_BShD[0].shape[:2]
-    length = total // ranks
+    tokens = total // ranks * batch
     rows = [sum(lane.width(rank) for lane in lanes) for rank in range(ranks)]
     send_SBR = _side_by_side(tensors_BShD, lanes, me)
-    received = send_SBR.new_empty(length * batch * sum(rows))
-    tokens = length * batch
+    received = send_SBR.new_empty(tokens * sum(rows))
     work = _send(received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group)
-    if into is None:
-        return Pending(work, lambda: _unpack(received, lanes, rows, batch, length))
-    return Pending(work, lambda: _unpack_into(received, lanes, rows, into, list(shared)))
+    return Pending(work, lambda: _unpack(received, lanes, rows, into, shared))
 
 
 def _send(
@@ -117,56 +100,26 @@ def _pack(send: Tensor, tensors_BLHD: list[Tensor], lanes: list[Lane], rows: lis
             column += lane.width(place)
 
 
-def _unpack(received: Tensor, lanes: list[Lane], rows: list[int], batch: int, length: int) -> list[Tensor]:
-    column = [0] * len(rows)
-    outputs: list[Tensor] = []
-    for lane in lanes:
-        out_BLHD = received.new_empty(batch, length, lane.heads, lane.size)
-        if lane.covers_once:
-            for wire_PLBR, place, count in _repeats(received, lanes, rows, batch, length):
-                _copy(_windows(out_BLHD, lane, place, count), _part(wire_PLBR, lane, place, column[place]))
-        else:
-            _sum_copies(out_BLHD, _blocks(received, rows, batch, length), lane, column)
-        outputs.append(out_BLHD)
-        column = [at + lane.width(rank) for rank, at in enumerate(column)]
-    return outputs
-
-
-def _unpack_into(
+def _unpack(
     received: Tensor, lanes: list[Lane], rows: list[int], into: list[Tensor], shared: list[bool]
 ) -> list[Tensor]:
     batch, length = into[0].shape[:2]
     column = [0] * len(rows)
     for target_BLHD, lane, add in zip(into, lanes, shared, strict=True):
-        for rank, block_LBR in enumerate(_blocks(received, rows, batch, length)):
-            start, end = lane.ranges[rank]
-            part_BLhD = _part(block_LBR, lane, rank, column[rank]).transpose(0, 1)
-            if add:
-                target_BLHD[:, :, start:end] += part_BLhD
-            else:
-                _copy(target_BLHD[:, :, start:end], part_BLhD)
+        if add:
+            _add(target_BLHD, _blocks(received, rows, batch, length), lane, column)
+        else:
+            for wire_PLBR, place, count in _repeats(received, lanes, rows, batch, length):
+                _copy(_windows(target_BLHD, lane, place, count), _part(wire_PLBR, lane, place, column[place]))
         column = [at + lane.width(rank) for rank, at in enumerate(column)]
     return into
 
 
-def _sum_copies(out_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list[int]) -> None:
-    """Where several ranks had a kv head, its parts are added in fp32 (fp64 stays fp64) and rounded once."""
-    exact = torch.promote_types(out_BLHD.dtype, torch.float32)
-    for head in range(lane.heads):
-        owners = [rank for rank, (start, end) in enumerate(lane.ranges) if start <= head < end]
-        parts = [
-            _part(blocks[rank], lane, rank, column[rank])[:, :, head - lane.ranges[rank][0]].transpose(0, 1)
-            for rank in owners
-        ]
-        target_BLD = out_BLHD[:, :, head]
-        if len(parts) == 1:
-            _copy(target_BLD, parts[0])
-            continue
-        # An addition of two is computed in fp32 and rounded by its store; more need an fp32 sum between.
-        total = parts[0] if len(parts) == 2 else parts[0].to(exact)
-        for part in parts[1:-1]:
-            total = total + part
-        torch.add(total, parts[-1], out=target_BLD)
+def _add(target_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list[int]) -> None:
+    """Every rank's part of a tensor whose heads several ranks had."""
+    for rank, block_LBR in enumerate(blocks):
+        start, end = lane.ranges[rank]
+        target_BLHD[:, :, start:end] += _part(block_LBR, lane, rank, column[rank]).transpose(0, 1)
 
 
 def _period(lanes: list[Lane], ranks: int) -> int:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.clock import ATTENTION, CLOCK
-from ithaca.attention.heads import HeadRun
 from ithaca.attention.kernels import choose
-from ithaca.attention.kernels.interface import AttentionSpec, Bounds, Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Gradients, Kernel
 from ithaca.attention.padding import PaddingAttention
+from ithaca.heads import HeadRun
 from ithaca.sequence.layout import SequenceLayout, Span
 
 # A length cuDNN has not seen costs it about 95 ms; at 32K tokens its lead over varlen repays that in one step.
@@ -78,55 +78,44 @@ class LocalAttention:
     kernel: str = "auto"
 
     @CLOCK.clocked(ATTENTION)
-    def attend(
-        self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, sinks_h: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        self._check(q_BShD, k_BSkD, v_BSkE)
-        parts = list(self._parts(q_BShD, v_BSkE))
-        if len(parts) == 1 and self._covers(parts[0][1], q_BShD):
-            out_BShE, lse_BhS = parts[0][0].forward(q_BShD, k_BSkD, v_BSkE, self.spec)
+    def attend(self, qkv: QKV, sinks_h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._check(qkv)
+        parts = list(self._parts(qkv))
+        if len(parts) == 1 and self._covers(parts[0][1], qkv.q):
+            out_BShE, lse_BhS = parts[0][0].forward(qkv, self.spec)
         else:
             # Laid out as the wire wants it, so that the way back needs no copy.
-            batch, total, heads = q_BShD.shape[:3]
-            out_BShE = v_BSkE.new_zeros(total, batch, heads, v_BSkE.shape[-1]).transpose(0, 1)
-            exact = torch.promote_types(q_BShD.dtype, torch.float32)
-            lse_BhS = q_BShD.new_zeros((batch, heads, total), dtype=exact)
+            batch, total, heads = qkv.q.shape[:3]
+            out_BShE = qkv.v.new_zeros(total, batch, heads, qkv.v.shape[-1]).transpose(0, 1)
+            exact = torch.promote_types(qkv.q.dtype, torch.float32)
+            lse_BhS = qkv.q.new_zeros((batch, heads, total), dtype=exact)
             for kernel, call, run in parts:
-                views = (_cut(q_BShD, call, run.q), _cut(k_BSkD, call, run.kv), _cut(v_BSkE, call, run.kv))
-                out, lse = _forward(kernel, *views, call, self.spec)
+                out, lse = _forward(kernel, _cut_qkv(qkv, call, run), call, self.spec)
                 _cut(out_BShE, call, run.q).copy_(out)
                 _cut_lse(lse_BhS, call, run.q).copy_(lse)
             if self.layout.padding != "zero":
                 padding = PaddingAttention(self.layout, self.spec, self.runs, sinks_h is not None)
-                padding.attend(q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS)
+                padding.attend(qkv, out_BShE, lse_BhS)
         return (out_BShE, lse_BhS) if sinks_h is None else self._rescale(out_BShE, lse_BhS, sinks_h)
 
     @CLOCK.clocked(ATTENTION)
     def attend_backward(
-        self,
-        dout_BShE: Tensor,
-        q_BShD: Tensor,
-        k_BSkD: Tensor,
-        v_BSkE: Tensor,
-        out_BShE: Tensor,
-        lse_BhS: Tensor,
-        *,
-        with_sinks: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = list(self._parts(q_BShD, v_BSkE))
-        if len(parts) == 1 and self._covers(parts[0][1], q_BShD):
-            return parts[0][0].backward(dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, self.spec)
-        grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BShD, k_BSkD, v_BSkE))
+        self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, *, with_sinks: bool = False
+    ) -> Gradients:
+        parts = list(self._parts(qkv))
+        if len(parts) == 1 and self._covers(parts[0][1], qkv.q):
+            return parts[0][0].backward(dout_BShE, qkv, out_BShE, lse_BhS, self.spec)
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in qkv.tensors)
         for kernel, call, run in parts:
-            dout, q, out = (_cut(x, call, run.q) for x in (dout_BShE, q_BShD, out_BShE))
-            k, v = (_cut(x, call, run.kv) for x in (k_BSkD, v_BSkE))
-            pieces = _backward(kernel, dout, q, k, v, out, _cut_lse(lse_BhS, call, run.q), call, self.spec)
-            for grad, piece, r in zip(grads, pieces, (run.q, run.kv, run.kv), strict=True):
+            dout, out = _cut(dout_BShE, call, run.q), _cut(out_BShE, call, run.q)
+            lse = _cut_lse(lse_BhS, call, run.q)
+            pieces = _backward(kernel, dout, _cut_qkv(qkv, call, run), out, lse, call, self.spec)
+            for grad, piece, r in zip((dq, dk, dv), pieces, (run.q, run.kv, run.kv), strict=True):
                 _cut(grad, call, r).copy_(piece)
         if self.layout.padding != "zero":
             padding = PaddingAttention(self.layout, self.spec, self.runs, with_sinks)
-            padding.attend_backward(dout_BShE, (q_BShD, k_BSkD, v_BSkE), out_BShE, lse_BhS, grads)
-        return grads[0], grads[1], grads[2]
+            padding.attend_backward(dout_BShE, qkv, out_BShE, lse_BhS, (dq, dk, dv))
+        return dq, dk, dv
 
     def sinks_backward(self, dout_BShE: Tensor, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> Tensor:
         """The gradient of this rank's sinks, `[h]`, in lse's precision."""
@@ -135,10 +124,10 @@ class LocalAttention:
         # Padding that attends to nothing has zero output, so its delta is zero whatever its weight.
         return -(weight_BhS * delta_BhS).sum((0, 2))
 
-    def _parts(self, q_BShD: Tensor, v_BSkE: Tensor) -> Iterator[tuple[Kernel, Call, HeadRun]]:
-        dense = choose(self.kernel, q_BShD, v_BSkE, self.spec)
+    def _parts(self, qkv: QKV) -> Iterator[tuple[Kernel, Call, HeadRun]]:
+        dense = choose(self.kernel, qkv.q, qkv.v, self.spec)
         several = any(len(row) > 1 for row in self.layout.documents)
-        packed = choose(self.kernel, q_BShD, v_BSkE, self.spec, varlen=True) if several else None
+        packed = choose(self.kernel, qkv.q, qkv.v, self.spec, varlen=True) if several else None
         for call in plan_calls(self.layout, varlen=packed is not None):
             for run in self.runs:
                 yield (packed if call.lengths and packed else dense), call, run
@@ -152,14 +141,18 @@ class LocalAttention:
         share_BShE = torch.exp(lse_BhS - with_sink).transpose(1, 2).unsqueeze(-1)
         return (out_BShE.to(lse_BhS.dtype) * share_BShE).to(out_BShE.dtype), with_sink
 
-    def _check(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor) -> None:
-        assert q_BShD.shape[:2] == (self.layout.batch, self.layout.padded), (q_BShD.shape, self.layout)
-        assert k_BSkD.shape[:3] == v_BSkE.shape[:3], (k_BSkD.shape, v_BSkE.shape)
-        assert (q_BShD.shape[2], k_BSkD.shape[2]) == (self.runs[-1].q[1], self.runs[-1].kv[1]), self.runs
+    def _check(self, qkv: QKV) -> None:
+        assert qkv.q.shape[:2] == (self.layout.batch, self.layout.padded), (qkv.q.shape, self.layout)
+        assert qkv.k.shape[:3] == qkv.v.shape[:3], (qkv.k.shape, qkv.v.shape)
+        assert (qkv.q.shape[2], qkv.k.shape[2]) == (self.runs[-1].q[1], self.runs[-1].kv[1]), self.runs
 
 
 def _cut(x_BShD: Tensor, call: Call, heads: tuple[int, int]) -> Tensor:
     return x_BShD[call.rows, call.span[0] : call.span[1], heads[0] : heads[1]]
+
+
+def _cut_qkv(qkv: QKV, call: Call, run: HeadRun) -> QKV:
+    return QKV(_cut(qkv.q, call, run.q), _cut(qkv.k, call, run.kv), _cut(qkv.v, call, run.kv))
 
 
 def _cut_lse(lse_BhS: Tensor, call: Call, heads: tuple[int, int]) -> Tensor:
@@ -171,26 +164,22 @@ def _bounds(call: Call, device: torch.device) -> Bounds:
     return Bounds(offsets.to(device, non_blocking=True), max(call.lengths))
 
 
-def _forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _end_to_end(qkv: QKV, call: Call) -> QKV:
+    """The varlen form of a call's one row."""
+    return QKV(qkv.q[0], qkv.k[0], qkv.v[0], _bounds(call, qkv.q.device))
+
+
+def _forward(kernel: Kernel, qkv: QKV, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     if not call.lengths:
-        return kernel.forward(q, k, v, spec)
-    out, lse = kernel.forward_varlen(q[0], k[0], v[0], _bounds(call, q.device), spec)
+        return kernel.forward(qkv, spec)
+    out, lse = kernel.forward(_end_to_end(qkv, call), spec)
     return out[None], lse[None]
 
 
 def _backward(
-    kernel: Kernel,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernel: Kernel, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, call: Call, spec: AttentionSpec
+) -> Gradients:
     if not call.lengths:
-        return kernel.backward(dout, q, k, v, out, lse, spec)
-    bounds = _bounds(call, q.device)
-    dq, dk, dv = kernel.backward_varlen(dout[0], q[0], k[0], v[0], out[0], lse[0], bounds, spec)
+        return kernel.backward(dout, qkv, out, lse, spec)
+    dq, dk, dv = kernel.backward(dout[0], _end_to_end(qkv, call), out[0], lse[0], spec)
     return dq[None], dk[None], dv[None]

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ithaca.attention.heads import HeadRun
-from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients
+from ithaca.heads import HeadRun
 from ithaca.sequence.layout import SequenceLayout, Span
 
 # Queries whose scores are in memory at once.
@@ -54,11 +54,11 @@ class PaddingAttention:
     runs: tuple[HeadRun, ...]
     with_sinks: bool
 
-    def attend(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, out_BShE: Tensor, lse_BhS: Tensor) -> None:
+    def attend(self, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor) -> None:
         """Write padding's rows of `out` and `lse`, which are zero."""
         for block, run in self._blocks():
             queries, heads = slice(*block.queries), slice(*run.q)
-            q_PkgD, k_NkD, v_NkE = self._read(block, run, q_BShD, k_BSkD, v_BSkE, lse_BhS.dtype)
+            q_PkgD, k_NkD, v_NkE = self._read(block, run, qkv, lse_BhS.dtype)
             scores_PkgN = self._hidden(block, self._scores(q_PkgD, k_NkD)[0])
             lse_Pkg = scores_PkgN.logsumexp(-1)
             weights_PkgN = torch.exp(scores_PkgN - lse_Pkg.unsqueeze(-1))
@@ -66,20 +66,13 @@ class PaddingAttention:
             out_BShE[block.row, queries, heads] = out_PhE.to(out_BShE.dtype)
             lse_BhS[block.row, heads, queries] = lse_Pkg.flatten(1, 2).T
 
-    def attend_backward(
-        self,
-        dout_BShE: Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        out_BShE: Tensor,
-        lse_BhS: Tensor,
-        grads: tuple[Tensor, ...],
-    ) -> None:
+    def attend_backward(self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, grads: Gradients) -> None:
         """Add padding's part to the gradients of q, k and v."""
         dq_BShD, dk_BSkD, dv_BSkE = grads
         for block, run in self._blocks():
             queries, keys = slice(*block.queries), slice(*block.keys)
             heads, kv, group = slice(*run.q), slice(*run.kv), _group(run)
-            q_PkgD, k_NkD, v_NkE = self._read(block, run, *qkv, lse_BhS.dtype)
+            q_PkgD, k_NkD, v_NkE = self._read(block, run, qkv, lse_BhS.dtype)
             dout_PkgE, out_PkgE = (
                 x[block.row, queries, heads].to(lse_BhS.dtype).unflatten(1, (-1, group)) for x in (dout_BShE, out_BShE)
             )
@@ -128,12 +121,10 @@ class PaddingAttention:
         outside_PN = (queries[:, None] - keys).abs() >= self.spec.window
         return scores_PkgN.masked_fill(outside_PN[:, None, None], -torch.inf)
 
-    def _read(
-        self, block: Block, run: HeadRun, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, exact: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, block: Block, run: HeadRun, qkv: QKV, exact: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """The block's queries, by kv head, and its keys and values, in lse's precision."""
-        q_PhD = q_BShD[block.row, slice(*block.queries), slice(*run.q)].to(exact)
-        k_NkD, v_NkE = (x[block.row, slice(*block.keys), slice(*run.kv)].to(exact) for x in (k_BSkD, v_BSkE))
+        q_PhD = qkv.q[block.row, slice(*block.queries), slice(*run.q)].to(exact)
+        k_NkD, v_NkE = (x[block.row, slice(*block.keys), slice(*run.kv)].to(exact) for x in (qkv.k, qkv.v))
         return q_PhD.unflatten(1, (-1, _group(run))), k_NkD, v_NkE
 
     def _scores(self, q_PkgD: Tensor, k_NkD: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -1,13 +1,28 @@
-"""Ulysses attention: exchange, attend with the local heads over the whole sequence, exchange back.
+"""Ulysses attention: exchange, attend with the rank's own heads over the whole sequence, exchange back.
 
-In: shards `q_BLHD, k_BLKD, v_BLKE`, tokens in layout order. Out: `out_BLHE`. Two collectives forward (q, k, v
-together; the output) and two backward (the output's gradient; dq, dk, dv together). All that backward needs
-lives on the autograd context, since CUDA runs backward on another thread.
+    before      rank 0: tokens 0-3, heads 0-7      rank 1: tokens 4-7, heads 0-7
+                              all-to-all of q, k, v, in one collective
+    attention   rank 0: tokens 0-7, heads 0-3      rank 1: tokens 0-7, heads 4-7
+                              all-to-all of the output
+    after       rank 0: tokens 0-3, heads 0-7      rank 1: tokens 4-7, heads 0-7
+
+In: shards `q_BLHD, k_BLKD, v_BLKE`, tokens in layout order. Out: `out_BLHE`. Two collectives forward, two backward, for
+each head group. Long shards go group by group: the next group is on the wire while one attends, and whole-sequence
+buffers exist for two groups at a time, not for all heads.
+
+What backward starts from:
+
+    one group, no tape   q, k, v and the output as they arrived, whole sequences of the rank's heads: the way out is not
+                         repeated, so backward sends the output's gradient alone
+    groups or a tape     the shards and an anchor (tape.py): q, k, v, the output and its gradient travel together
+
+All that backward needs lives on the autograd context, since CUDA runs backward on another thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.attention.anchored import GroupPlan, Tape, grouped_attention
-from ithaca.attention.exchange import Lane, to_heads, to_tokens
-from ithaca.attention.heads import HeadSplit, split_heads
+from ithaca.attention.exchange import Lane, Pending, start_to_heads, start_to_tokens
 from ithaca.attention.kernels import check_name
-from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.kernels.interface import QKV, AttentionSpec
 from ithaca.attention.local import LocalAttention
+from ithaca.attention.tape import Anchor, Tape
 from ithaca.errors import BatchError, MeshError, UnsupportedError
+from ithaca.heads import HeadSplit, Range, split_heads
 from ithaca.mesh import Mesh, check_mesh, largest_divisor
 from ithaca.sequence.layout import SequenceLayout
 
@@ -71,13 +86,8 @@ def attend_sharded(
     _check_shards(q_BLHD, k_BLKD, v_BLKE, layout)
     _check_settings(q_BLHD, spec, sinks_H)
     split = split_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh.sp)
-    if groups > 1 or tape is not None:
-        count = min(groups, split.most_groups)
-        plan = GroupPlan(layout, spec, split, count, kernel, mesh.sp_rank, mesh.sp_group)
-        return grouped_attention(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, tape)
-    local = LocalAttention(layout, spec, split.runs(mesh.sp_rank), kernel)
-    out: Tensor = _Ulysses.apply(q_BLHD, k_BLKD, v_BLKE, sinks_H, _Plan(local, split, mesh.sp_rank, mesh.sp_group))
-    return out
+    plan = UlyssesPlan(layout, spec, split, min(groups, split.most_groups), kernel, mesh.sp_rank, mesh.sp_group)
+    return planned_attention(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, tape)
 
 
 def _check_settings(q_BLHD: Tensor, spec: AttentionSpec, sinks_H: Tensor | None) -> None:
@@ -116,56 +126,208 @@ def _check_shards(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> No
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    local: LocalAttention
+class UlyssesPlan:
+    """One attention layer, cut into head groups over a sequence group's ranks."""
+
+    layout: SequenceLayout
+    spec: AttentionSpec
     split: HeadSplit
+    groups: int
+    kernel: str
     rank: int
     group: dist.ProcessGroup
 
     @property
     def alone(self) -> bool:
+        """True if one rank has the whole sequence, so that nothing travels."""
         return len(self.split.q) == 1
 
-    def lanes(self, *, key: int, value: int) -> tuple[Lane, Lane, Lane, Lane]:
-        """q, k, v and output, as they travel."""
-        query, kv = self.split.q, self.split.kv
-        return (
-            Lane(query, self.split.heads, key),
-            Lane(kv, self.split.kv_heads, key),
-            Lane(kv, self.split.kv_heads, value),
-            Lane(query, self.split.heads, value),
-        )
+    @property
+    def shares_kv(self) -> bool:
+        """True if some kv head is used by several ranks, so that its gradients meet."""
+        return self.split.kv_copies > self.split.kv_heads
 
-    def own(self, sinks_H: Tensor | None) -> Tensor | None:
-        start, end = self.split.q[self.rank]
-        return None if sinks_H is None else sinks_H[start:end]
+    def parts(self) -> list[HeadSplit]:
+        return [self.split.group(index, self.groups) for index in range(self.groups)]
+
+    def local(self, part: HeadSplit) -> LocalAttention:
+        return LocalAttention(self.layout, self.spec, part.runs(self.rank), self.kernel)
+
+    def own_sinks(self, sinks_H: Tensor | None, part: HeadSplit) -> Tensor | None:
+        return None if sinks_H is None else sinks_H[slice(*part.q[self.rank])]
+
+    def gather(self, tensors_BLHD: list[Tensor], ranges: list[tuple[Range, ...]]) -> Pending | list[Tensor]:
+        """Whole sequences of each tensor's heads in `ranges`: on the wire, or on one rank simply slices."""
+        if self.alone:
+            return [x[:, :, r[0][0] : r[0][1]] for x, r in zip(tensors_BLHD, ranges, strict=True)]
+        lanes = [Lane(r, x.shape[2], x.shape[3]) for x, r in zip(tensors_BLHD, ranges, strict=True)]
+        return start_to_heads(tensors_BLHD, lanes, self.group)
+
+    def scatter(
+        self, tensors_BShD: list[Tensor], ranges: list[tuple[Range, ...]], into: list[Tensor]
+    ) -> Pending | None:
+        """Back to the tokens' owners; `into` are whole `[B, L, H, D]` tensors, q's first."""
+        if self.alone:
+            for x, r, target in zip(tensors_BShD, ranges, into, strict=True):
+                target[:, :, r[0][0] : r[0][1]].copy_(x)
+            return None
+        lanes = [Lane(r, x.shape[2], x.shape[3]) for x, r in zip(into, ranges, strict=True)]
+        shared = [False] + [self.shares_kv] * (len(into) - 1)
+        return start_to_tokens(tensors_BShD, lanes, self.group, into, shared)
+
+
+def planned_attention(
+    q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, sinks_H: Tensor | None, plan: UlyssesPlan, tape: Tape | None
+) -> Tensor:
+    """Return `[B, L, H, E]`; write an anchor on the tape, or start from the one that is read there."""
+    anchor = tape.read() if tape is not None else None
+    if anchor is not None:
+        # As many groups as the anchor was made in: another pass may have come since, under another plan.
+        plan = replace(plan, groups=len(anchor.lse_BhS))
+    out, *lse = _Ulysses.apply(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, anchor, tape is None and plan.groups == 1)
+    if tape is not None and anchor is None:
+        tape.anchors.append(Anchor(out.detach(), tuple(lse)))
+    return out
 
 
 class _Ulysses(torch.autograd.Function):
+    """`keeps`: save what arrived (one group, no tape) and not the shards."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: _Plan) -> Tensor:
-        q_lane, k_lane, v_lane, out_lane = plan.lanes(key=q.shape[-1], value=v.shape[-1])
-        if not plan.alone:
-            q, k, v = to_heads([q, k, v], [q_lane, k_lane, v_lane], plan.group)
-        out_BShE, lse_BhS = plan.local.attend(q, k, v, plan.own(sinks_H))
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out_BShE, lse_BhS, sinks_H)
-        return out_BShE if plan.alone else to_tokens([out_BShE], [out_lane], plan.group)[0]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_H: Tensor | None,
+        plan: UlyssesPlan,
+        anchor: Anchor | None,
+        keeps: bool,
+    ) -> tuple[Tensor, ...]:
+        saved = [q, k, v]
+        if anchor is None:
+            anchor, arrived = _attend(q, k, v, sinks_H, plan)
+            saved = arrived if keeps else saved
+        ctx.plan, ctx.keeps = plan, keeps
+        ctx.save_for_backward(sinks_H, *saved, *(anchor.lse_BhS if keeps else anchor.tensors))
+        ctx.mark_non_differentiable(*anchor.lse_BhS)
+        # A fresh alias: the anchor's own tensor must not be drawn into this graph.
+        return (anchor.out_BLHE.detach(), *anchor.lse_BhS)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        plan: _Plan = ctx.plan
-        q, k, v, out, lse, sinks_H = ctx.saved_tensors
-        q_lane, k_lane, v_lane, out_lane = plan.lanes(key=q.shape[-1], value=v.shape[-1])
-        if not plan.alone:
-            (dout,) = to_heads([dout], [out_lane], plan.group)
-        dsinks = None
-        if sinks_H is not None:
-            dsinks = torch.zeros_like(sinks_H)
-            start, end = plan.split.q[plan.rank]
-            dsinks[start:end] = plan.local.sinks_backward(dout, out, lse, sinks_H[start:end])
-        grads = list(plan.local.attend_backward(dout, q, k, v, out, lse, with_sinks=sinks_H is not None))
-        if not plan.alone:
-            grads = to_tokens(grads, [q_lane, k_lane, v_lane], plan.group)
-        return (*grads, dsinks, None)
+    def backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        plan: UlyssesPlan = ctx.plan
+        sinks_H, *saved = ctx.saved_tensors
+        needed = _kept(dout, saved, plan) if ctx.keeps else _gathered(dout, saved, plan)
+        return (*_attend_backward(needed, dout.shape[1], sinks_H, plan), None, None, None)
+
+
+def _overlapped(
+    plan: UlyssesPlan, tensors: list[Tensor], ranges: list[list[tuple[Range, ...]]]
+) -> Iterator[list[Tensor]]:
+    """Every group's gathered tensors, the next group's exchange under way."""
+    coming = plan.gather(tensors, ranges[0])
+    for index in range(len(ranges)):
+        arrived = coming.wait() if isinstance(coming, Pending) else coming
+        if index + 1 < len(ranges):
+            coming = plan.gather(tensors, ranges[index + 1])
+        yield arrived
+
+
+def _qkv(arrived: list[Tensor]) -> QKV:
+    return QKV(arrived[0], arrived[1], arrived[2])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: UlyssesPlan) -> tuple[Anchor, list[Tensor]]:
+    """Return the anchor, and of the last group q, k, v and the output as the kernel had them."""
+    parts = plan.parts()
+    lse: list[Tensor] = []
+    arrived: list[Tensor] = []
+    out_BLHE: Tensor | None = None
+    returning: Pending | None = None
+    for part, arrived in zip(parts, _overlapped(plan, [q, k, v], [[p.q, p.kv, p.kv] for p in parts]), strict=True):
+        out_BShE, lse_BhS = plan.local(part).attend(_qkv(arrived), plan.own_sinks(sinks_H, part))
+        lse.append(lse_BhS)
+        arrived = [*arrived, out_BShE]
+        if returning is not None:
+            returning.wait()
+        if plan.alone and plan.groups == 1:
+            return Anchor(out_BShE, (lse_BhS,)), arrived
+        if out_BLHE is None:
+            out_BLHE = q.new_empty(*q.shape[:3], v.shape[-1])
+        returning = plan.scatter([out_BShE], [part.q], [out_BLHE])
+    if returning is not None:
+        returning.wait()
+    assert out_BLHE is not None
+    return Anchor(out_BLHE, tuple(lse)), arrived
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """What one head group's backward takes, over whole sequences."""
+
+    part: HeadSplit
+    qkv: QKV
+    dout_BShE: Tensor
+    out_BShE: Tensor
+    lse_BhS: Tensor
+
+
+def _kept(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_Needed]:
+    q, k, v, out, lse = saved
+    (part,) = plan.parts()
+    for (dout_BShE,) in _overlapped(plan, [dout], [[part.q]]):
+        yield _Needed(part, QKV(q, k, v), dout_BShE, out, lse)
+
+
+def _gathered(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_Needed]:
+    q, k, v, out, *lse = saved
+    parts = plan.parts()
+    ranges = [[part.q, part.kv, part.kv, part.q, part.q] for part in parts]
+    for part, arrived, lse_BhS in zip(parts, _overlapped(plan, [q, k, v, dout, out], ranges), lse, strict=True):
+        yield _Needed(part, _qkv(arrived), arrived[3], arrived[4], lse_BhS)
+
+
+def _attend_backward(
+    groups: Iterator[_Needed], length: int, sinks_H: Tensor | None, plan: UlyssesPlan
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv of the shard, and this rank's part of the sinks' gradient."""
+    dsinks = None if sinks_H is None else torch.zeros_like(sinks_H)
+    grads: list[Tensor] = []
+    returning: Pending | None = None
+    dtype = None
+    for needed in groups:
+        part, local = needed.part, plan.local(needed.part)
+        sinks_h = plan.own_sinks(sinks_H, part)
+        if dsinks is not None and sinks_h is not None:
+            dsinks[slice(*part.q[plan.rank])] = local.sinks_backward(
+                needed.dout_BShE, needed.out_BShE, needed.lse_BhS, sinks_h
+            )
+        pieces = list(
+            local.attend_backward(
+                needed.dout_BShE, needed.qkv, needed.out_BShE, needed.lse_BhS, with_sinks=sinks_h is not None
+            )
+        )
+        if plan.alone and plan.groups == 1:
+            return (*pieces, dsinks)
+        if not grads:
+            grads, dtype = _blank_gradients(pieces, length, plan), pieces[1].dtype
+        if returning is not None:
+            returning.wait()
+        returning = plan.scatter(pieces, [part.q, part.kv, part.kv], grads)
+    if returning is not None:
+        returning.wait()
+    return (grads[0], grads[1].to(dtype), grads[2].to(dtype), dsinks)
+
+
+def _blank_gradients(pieces_BShD: list[Tensor], length: int, plan: UlyssesPlan) -> list[Tensor]:
+    """Where several ranks had a kv head their gradients meet in fp32; elsewhere each is written once."""
+    dq, dk, dv = pieces_BShD
+    wide = torch.promote_types(dk.dtype, torch.float32) if plan.shares_kv else dk.dtype
+    blank = torch.zeros if plan.shares_kv else torch.empty
+    shape = (dq.shape[0], length)
+    return [
+        dq.new_empty(*shape, plan.split.heads, dq.shape[-1]),
+        *(blank((*shape, plan.split.kv_heads, x.shape[-1]), dtype=wide, device=x.device) for x in (dk, dv)),
+    ]

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ithaca.attention.anchored import AttentionCall
 from ithaca.attention.kernels import AttentionSpec
+from ithaca.attention.tape import AttentionCall
 from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh

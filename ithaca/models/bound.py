@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from torch import OutOfMemoryError, Tensor, nn
 from transformers import PreTrainedModel
 
-from ithaca.attention.anchored import AttentionCall
-from ithaca.attention.heads import split_heads
 from ithaca.attention.kernels import AttentionSpec, choose
+from ithaca.attention.tape import AttentionCall
 from ithaca.errors import NOT_PICKLED, MeshError, UnsupportedError
+from ithaca.heads import split_heads
 from ithaca.memory.rng import ShardRng
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.experts import has_experts

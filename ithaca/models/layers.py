@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.attention.anchored import Anchor, AttentionCall, Tape
+from ithaca.attention.tape import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
 from ithaca.memory.anchors import Chain, Layer, Outcome
 from ithaca.memory.loss import LossSpec

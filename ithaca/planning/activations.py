@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ithaca.errors import MeshError
 from ithaca.planning.layers import LayerSizes
 from ithaca.planning.plan import Job, LayerMode
 from ithaca.planning.sizes import ModelSizes
@@ -56,9 +55,10 @@ class Flow:
 
     @classmethod
     def of(cls, sizes: ModelSizes, job: Job, groups: int) -> Flow:
-        heads, kv_heads = rank_heads(sizes, job.sp)
+        split = sizes.split(job.sp)
+        heads, kv_heads = split.most
         key, value, c = sizes.key_size, sizes.value_size, job.compute_bytes
-        groups = min(groups, most_groups(sizes, job.sp))
+        groups = min(groups, split.most_groups)
         kv_g = -(-kv_heads // groups)
         h_g = min(heads, kv_g * (sizes.heads // sizes.kv_heads))
         # cuDNN's backward adds dq up in fp32 and, where kv heads are shared, has dk and dv of every query head.
@@ -80,7 +80,7 @@ class Flow:
             groups=groups,
             rows=job.batch,
             alone=job.sp == 1,
-            shares_kv=kv_heads * job.sp > sizes.kv_heads,
+            shares_kv=split.kv_copies > sizes.kv_heads,
             fused=job.fused,
             loss_in_place=job.loss_in_place,
             whole_logits=job.whole_logits,
@@ -98,19 +98,6 @@ class Flow:
     def arrives(self) -> bool:
         """Whether heads travel between ranks, all in one group."""
         return not self.alone and self.groups == 1
-
-
-def rank_heads(sizes: ModelSizes, sp: int) -> tuple[int, int]:
-    """The most query and key-value heads that a rank gets."""
-    if sp > sizes.heads:
-        raise MeshError(f"{sizes.heads} heads over sp={sp}: every rank needs a head, use sp={sizes.heads} or less")
-    heads = -(-sizes.heads // sp)
-    return heads, -(-heads * sizes.kv_heads // sizes.heads)
-
-
-def most_groups(sizes: ModelSizes, sp: int) -> int:
-    """A head group is whole kv heads with their query heads, so a rank has at most as many as kv heads."""
-    return max(1, sizes.kv_heads // sp)
 
 
 def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from ithaca.planning.activations import Flow, group_bytes, most_groups, rank_heads
+from ithaca.planning.activations import Flow, group_bytes
 from ithaca.planning.advice import LIBRARY, Words, refusal
 from ithaca.planning.candidates import (
     CHAINS,
@@ -146,8 +146,8 @@ def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
 def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
     """The fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
     # Of numbers of groups that are as large, the first: the others only add calls.
-    kv_heads = rank_heads(sizes, job.sp)[1]
-    numbers = {-(-kv_heads // groups): groups for groups in range(most_groups(sizes, job.sp), 0, -1)}
+    split = sizes.split(job.sp)
+    numbers = {-(-split.most[1] // groups): groups for groups in range(split.most_groups, 0, -1)}
     flows = [Flow.of(sizes, job, groups) for groups in sorted(numbers.values())]
     small = [flow for flow in flows if flow.largest_g < INDEX_LIMIT] or flows[-1:]
     modest = (flow for flow in small if group_bytes(flow) <= GROUP_SHARE * device)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ithaca.planning.activations import Flow, attention_work, most_groups
+from ithaca.planning.activations import Flow, attention_work
 from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.wanted import Degrees, Wanted
@@ -101,7 +101,7 @@ def _needs(place: Place, work: dict[int, int]) -> tuple[float, ...]:
 
 
 def _attention_bytes(sizes: ModelSizes, sp: int) -> int:
-    flow = Flow.of(sizes, Job(_ROW, sp=sp), most_groups(sizes, sp))
+    flow = Flow.of(sizes, Job(_ROW, sp=sp), sizes.split(sp).most_groups)
     return sum(piece.bytes for piece in attention_work(flow, sizes.layers[0], "save"))
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ithaca.planning.activations import rank_heads
 from ithaca.planning.layers import LayerSizes
 from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
@@ -33,7 +32,7 @@ def token_flops(layer: LayerSizes, job: Job) -> int:
 
 def attention_flops(sizes: ModelSizes, layer: LayerSizes, job: Job) -> int:
     """One forward of a layer's attention on the rank with most heads, every row being one document."""
-    heads, _ = rank_heads(sizes, job.sp)
+    heads, _ = sizes.split(job.sp).most
     # Keys of a token, twice their mean: the length itself but for a window.
     reach = job.length if layer.window is None else 2 * pairs(job.length, layer.window) / job.length
     return int(job.whole * reach * heads * (sizes.key_size + sizes.value_size))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaca.errors import UnsupportedError
+from ithaca.heads import HeadSplit, split_heads
 from ithaca.planning.config_names import LEARNED_POSITIONS, UNLINKED, of_layer, text_of, widest
 from ithaca.planning.layers import PLAIN, LayerSizes, layer_sizes
 
@@ -129,6 +130,10 @@ class ModelSizes:
     def head_trainable(self) -> int:
         """Parameters whose gradients the loss makes."""
         return self.trained_head if self.adapters else self.head or self.embedding
+
+    def split(self, sp: int) -> HeadSplit:
+        """The heads of every rank, as attention has them."""
+        return split_heads(self.heads, self.kv_heads, sp)
 
     @property
     def _layer_adapters(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ithaca.planning.activations import FP32, rank_heads
+from ithaca.planning.activations import FP32
 from ithaca.planning.hardware import Device, Link
 from ithaca.planning.plan import Job, LayerMode
 from ithaca.planning.sizes import ModelSizes
@@ -70,19 +70,13 @@ class Wire:
         return self.forward_in + self.forward_out + self.backward_in + self.backward_out
 
 
-def kv_copies(sizes: ModelSizes, sp: int) -> int:
-    """Key-value heads sent in all: one to each rank where there are more ranks, one more for each group cut in two."""
-    cuts_groups = sp < sizes.kv_heads and sizes.kv_heads % sp != 0
-    return sizes.kv_heads + sp - 1 if cuts_groups else max(sizes.kv_heads, sp)
-
-
 def exchanged(sizes: ModelSizes, job: Job, mode: LayerMode, groups: int) -> Wire:
     """One layer's exchanges under `mode`. Backward brings q, k, v again unless they were kept as they arrived."""
     if job.sp == 1:
         return Wire(0, 0, 0, 0)
     key, value, c = sizes.key_size, sizes.value_size, job.compute_bytes
     elsewhere = job.tokens * c * (job.sp - 1) // job.sp
-    qkv = elsewhere * (sizes.heads * key + kv_copies(sizes, job.sp) * (key + value))
+    qkv = elsewhere * (sizes.heads * key + sizes.split(job.sp).kv_copies * (key + value))
     out = elsewhere * sizes.heads * value
     again = (0, 0) if mode != "recompute" else (qkv, out)
     back = out if mode == "keep" and groups == 1 else qkv + 2 * out
@@ -101,7 +95,7 @@ def ring_s(sizes: ModelSizes, job: Job, machine: Machine) -> tuple[float, float]
     """Seconds on the wire of one layer's turns, forward (k, v) and backward (k, v and their gradients in fp32)."""
     if job.ring == 1:
         return 0.0, 0.0
-    _, kv_heads = rank_heads(sizes, job.sp)
+    _, kv_heads = sizes.split(job.sp).most
     block = job.whole * kv_heads * (sizes.key_size + sizes.value_size)
     inside = job.sp * job.ring <= machine.gpus
     speed = _speed(machine.link if inside else machine.network)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ithaca.attention.heads import split_heads
 from ithaca.errors import CheckpointError, UnsupportedError
+from ithaca.heads import split_heads
 from ithaca.models.support import check_model
 from ithaca.parallelize import head_counts
 from ithaca.proof.subject import Subject, empty_of

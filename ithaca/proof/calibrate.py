@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ithaca.attention.kernels import AttentionSpec, choose
+from ithaca.attention.kernels import QKV, AttentionSpec, choose
 from ithaca.errors import UnsupportedError
 from ithaca.planning.calibrated import Measured
 from ithaca.planning.flops import ATTENTION_BACKWARD
@@ -59,10 +59,11 @@ def _attention(device: torch.device, sizes: Sizes, size: int, length: int) -> At
     q, k, v, dout = (_random(device, 1, length, n, size) for n in (heads, kv_heads, kv_heads, heads))
     spec = AttentionSpec(size**-0.5)
     kernel = choose("auto", q, v, spec)
-    out, lse = kernel.forward(q, k, v, spec)
+    qkv = QKV(q, k, v)
+    out, lse = kernel.forward(qkv, spec)
     flops = 2.0 * length**2 * heads * size
-    forward = _seconds(partial(kernel.forward, q, k, v, spec), device, sizes.window)
-    backward = _seconds(partial(kernel.backward, dout, q, k, v, out, lse, spec), device, sizes.window)
+    forward = _seconds(partial(kernel.forward, qkv, spec), device, sizes.window)
+    backward = _seconds(partial(kernel.backward, dout, qkv, out, lse, spec), device, sizes.window)
     return AttentionSpeed(size, length, flops / forward / 1e12, ATTENTION_BACKWARD * flops / backward / 1e12)
 
 

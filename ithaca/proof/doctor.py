@@ -24,7 +24,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ithaca.attention.kernels import AUTO, KERNELS, AttentionSpec, Kernel
+from ithaca.attention.kernels import AUTO, KERNELS, QKV, AttentionSpec, Kernel
 
 State = Literal["good", "missing", "tight", "broken"]
 GIB = 2**30
@@ -177,8 +177,9 @@ def try_kernel(kernel: Kernel, device: torch.device) -> str | None:
     if refused is not None:
         return refused
     try:
-        out, lse = kernel.forward(q, k, v, spec)
-        results = (out, lse, *kernel.backward(dout, q, k, v, out, lse, spec))
+        qkv = QKV(q, k, v)
+        out, lse = kernel.forward(qkv, spec)
+        results = (out, lse, *kernel.backward(dout, qkv, out, lse, spec))
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return None if all(bool(x.isfinite().all()) for x in results) else "its numbers are not finite"

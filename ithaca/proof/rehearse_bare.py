@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ithaca.attention import local
-from ithaca.attention.kernels.base import DenseOnly
-from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients, Kernel
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def _choose(*asked: Any, **more: Any) -> Any:
     return None if more.get("varlen") else _Bare()
 
 
-class _Bare(DenseOnly):
+class _Bare(Kernel):
     """A kernel that computes nothing; a rehearsed row is one document."""
 
     name = "bare"
@@ -41,23 +40,14 @@ class _Bare(DenseOnly):
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         return None
 
-    def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        batch, length, heads = q_BShD.shape[:3]
-        exact = torch.promote_types(q_BShD.dtype, torch.float32)
-        lse_BhS = q_BShD.new_zeros((batch, heads, length), dtype=exact)
-        return v_BSkE.new_zeros(batch, length, heads, v_BSkE.shape[-1]), lse_BhS
+    def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        batch, length, heads = qkv.q.shape[:3]
+        exact = torch.promote_types(qkv.q.dtype, torch.float32)
+        lse_BhS = qkv.q.new_zeros((batch, heads, length), dtype=exact)
+        return qkv.v.new_zeros(batch, length, heads, qkv.v.shape[-1]), lse_BhS
 
-    def backward(
-        self,
-        dout_BShE: Tensor,
-        q_BShD: Tensor,
-        k_BSkD: Tensor,
-        v_BSkE: Tensor,
-        out_BShE: Tensor,
-        lse_BhS: Tensor,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _zeros(q_BShD), _zeros(k_BSkD), _zeros(v_BSkE)
+    def backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
+        return _zeros(qkv.q), _zeros(qkv.k), _zeros(qkv.v)
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ithaca.attention.kernels import QKV
 from ithaca.attention.local import LocalAttention
 from ithaca.models import binding
 
@@ -46,9 +47,9 @@ def watched() -> Iterator[Seen]:
         seen.learned += out.requires_grad
         return out
 
-    def take(self: LocalAttention, q_BShD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.attended.append((q_BShD.shape[1], q_BShD.shape[2]))
-        return attend(self, q_BShD, *args, **kwargs)
+    def take(self: LocalAttention, qkv: QKV, *args: Any, **kwargs: Any) -> Any:
+        seen.attended.append((qkv.q.shape[1], qkv.q.shape[2]))
+        return attend(self, qkv, *args, **kwargs)
 
     def count(*args: Any, **kwargs: Any) -> Any:
         seen.exchanges += 1

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.attention.exchange import Lane, to_heads, to_tokens
-from ithaca.attention.heads import HeadSplit, split_heads
+from ithaca.attention.exchange import Lane, start_to_heads, start_to_tokens
 from ithaca.attention.ulysses import ulysses_attention
+from ithaca.heads import HeadSplit, split_heads
 from ithaca.mesh import init_mesh
 from ithaca.sequence.layout import SequenceLayout
 from tests.ranks import RankError, run_ranks
@@ -78,20 +78,36 @@ def shard(x_BSHD: Tensor, rank: int, *, strided: bool) -> Tensor:
     return piece.transpose(1, 2).contiguous().transpose(1, 2) if strided else piece.contiguous()
 
 
+def to_heads(tensors: list[Tensor], lanes: list[Lane]) -> list[Tensor]:
+    return start_to_heads(tensors, lanes, dist.group.WORLD).wait()
+
+
+def to_tokens(tensors: list[Tensor], lanes: list[Lane], wide: torch.dtype | None = None) -> list[Tensor]:
+    """Into new tensors: heads that several ranks bring are added up in fp32, or in `wide`."""
+    (batch, total), dtype = tensors[0].shape[:2], tensors[0].dtype
+    wide = wide or torch.promote_types(dtype, torch.float32)
+    shared = [sum(end - start for start, end in lane.ranges) > lane.heads for lane in lanes]
+    into = [
+        torch.zeros(batch, total // dist.get_world_size(), lane.heads, lane.size, dtype=wide if add else dtype)
+        for lane, add in zip(lanes, shared, strict=True)
+    ]
+    return [x.to(dtype) for x in start_to_tokens(tensors, lanes, dist.group.WORLD, into, shared).wait()]
+
+
 def check_to_heads(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, strided: bool) -> None:
     ranks, me = dist.get_world_size(), dist.get_rank()
     lanes = lanes_of(split_heads(heads, kv_heads, ranks), 4, 6)
     wholes = [whole(lane, ranks * LENGTH, batch, dtype, seed) for seed, lane in enumerate(lanes)]
     shards = [shard(x, me, strided=strided) for x in wholes]
     with watched() as wire:
-        received = to_heads(shards, lanes, dist.group.WORLD)
+        received = to_heads(shards, lanes)
     assert wire.collectives == 1
     for x_BSHD, lane, got in zip(wholes, lanes, received, strict=True):
         start, end = lane.ranges[me]
         assert torch.equal(got, x_BSHD[:, :, start:end])
     # And back: what covers every head once is the shard again; copies of kv heads count as often as they were sent.
     with watched() as wire:
-        back = to_tokens(received, lanes, dist.group.WORLD)
+        back = to_tokens(received, lanes)
     assert wire.collectives == 1
     for x, lane, got in zip(shards, lanes, back, strict=True):
         times = torch.zeros(lane.heads)
@@ -116,11 +132,11 @@ def check_to_tokens(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, s
             if rank == me:
                 mine.append(x.transpose(1, 2).contiguous().transpose(1, 2) if strided else x.contiguous())
         expected.append(shard(total, me, strided=False).to(dtype))
-    for got, wanted in zip(to_tokens(mine, lanes, dist.group.WORLD), expected, strict=True):
+    for got, wanted in zip(to_tokens(mine, lanes), expected, strict=True):
         assert torch.equal(got, wanted)
     # The output's way back: one tensor, also as the kernel lays it out, token by token.
     lone = mine[0].transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(to_tokens([lone], lanes[:1], dist.group.WORLD)[0], expected[0])
+    assert torch.equal(to_tokens([lone], lanes[:1])[0], expected[0])
 
 
 def check_all(cases: list[tuple[int, int]]) -> int:
@@ -144,14 +160,12 @@ def test_against_gathering_and_slicing(world: int) -> None:
 
 def sum_in_bf16() -> None:
     """The fault: copies meet in the tensor's own dtype."""
-    narrow = patch.object(torch, "promote_types", lambda a, b: a)
     lane = Lane(((0, 1),) * dist.get_world_size(), 1, 64)
     parts = [whole(lane, dist.get_world_size() * LENGTH, 1, torch.bfloat16, r) for r in range(dist.get_world_size())]
     mine = parts[dist.get_rank()]
-    with narrow:
-        (got,) = to_tokens([mine], [lane], dist.group.WORLD)
+    (got,) = to_tokens([mine], [lane], wide=torch.bfloat16)
     total = shard(sum(part.float() for part in parts), dist.get_rank(), strided=False)  # type: ignore[arg-type]
-    (right,) = to_tokens([mine], [lane], dist.group.WORLD)
+    (right,) = to_tokens([mine], [lane])
     assert torch.equal(right, total.to(torch.bfloat16)), "summed in fp32"
     assert not torch.equal(got, total.to(torch.bfloat16)), "the fault went unseen"
 
@@ -166,7 +180,7 @@ def swapped_ranges() -> None:
     lane = Lane(((0, 2), (2, 4)), 4, 4)
     wrong = Lane(((2, 4), (0, 2)), 4, 4)
     x = whole(lane, 2 * LENGTH, 1, torch.float64, 0)
-    (got,) = to_heads([shard(x, dist.get_rank(), strided=False)], [wrong], dist.group.WORLD)
+    (got,) = to_heads([shard(x, dist.get_rank(), strided=False)], [wrong])
     start, end = lane.ranges[dist.get_rank()]
     assert torch.equal(got, x[:, :, start:end])
 

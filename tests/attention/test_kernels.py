@@ -22,7 +22,7 @@ from ithaca.attention.kernels.cpu import CpuKernel
 from ithaca.attention.kernels.cudnn import CudnnKernel
 from ithaca.attention.kernels.flash import FlashKernel
 from ithaca.attention.kernels.flash_packages import FlashAttn2Kernel, FlashAttn3Kernel
-from ithaca.attention.kernels.interface import AttentionSpec, Bounds, Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Gradients, Kernel
 from ithaca.errors import UnsupportedError
 from tests.attention.reference import naive, naive_grads, visible
 
@@ -85,8 +85,8 @@ def differences(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[flo
 def run(kernel: Kernel, tensors: tuple[Tensor, Tensor, Tensor, Tensor], spec: AttentionSpec) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv of a kernel."""
     q, k, v, dout = tensors
-    out, lse = kernel.forward(q, k, v, spec)
-    return (out, lse, *kernel.backward(dout, q, k, v, out, lse, spec))
+    out, lse = kernel.forward(QKV(q, k, v), spec)
+    return (out, lse, *kernel.backward(dout, QKV(q, k, v), out, lse, spec))
 
 
 def reference(tensors: tuple[Tensor, Tensor, Tensor, Tensor], spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ def test_backward_is_that_of_the_given_output(kernel: Kernel, spec: AttentionSpe
     q, k, v, dout = inputs(65, (6, 2))
     sinks = torch.linspace(-1, 2, 6, dtype=torch.float64)
     out, lse = naive(q, k, v, spec, sinks)
-    found = differences(kernel.backward(dout, q, k, v, out, lse, spec), naive_grads(dout, q, k, v, spec, sinks))
+    found = differences(kernel.backward(dout, QKV(q, k, v), out, lse, spec), naive_grads(dout, q, k, v, spec, sinks))
     assert max(found) < TOLERANCES[torch.float64], found
 
 
@@ -129,11 +129,11 @@ def test_narrow_types_round_no_more_than_they_must(kernel: Kernel, dtype: torch.
 def test_the_lse_may_have_any_strides() -> None:
     """torch's kernel gives it by token; what comes back from elsewhere is by head."""
     q, k, v, dout = inputs(65)
-    out, lse = CpuKernel().forward(q, k, v, SPECS[0])
+    out, lse = CpuKernel().forward(QKV(q, k, v), SPECS[0])
     by_token = lse.transpose(1, 2).contiguous().transpose(1, 2)
     by_head = lse.contiguous()
     assert by_token.stride() != by_head.stride()
-    grads = [CpuKernel().backward(dout, q, k, v, out, x, SPECS[0]) for x in (by_token, by_head)]
+    grads = [CpuKernel().backward(dout, QKV(q, k, v), out, x, SPECS[0]) for x in (by_token, by_head)]
     assert max(differences(*grads)) == 0
 
 
@@ -173,17 +173,15 @@ def test_the_comparison_sees_heads_in_the_wrong_order() -> None:
 def test_unequal_groups_are_stopped(kernel: Kernel) -> None:
     q, k, v, _ = inputs(7, (5, 2))
     with pytest.raises(AssertionError, match="5 query heads over 2"):
-        kernel.forward(q, k, v, SPECS[0])
+        kernel.forward(QKV(q, k, v), SPECS[0])
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS.values() if not k.varlen], ids=label)
 def test_a_kernel_without_varlen_says_so(kernel: Kernel) -> None:
-    q, k, v, dout = (x[0] for x in inputs(7))
+    q, k, v, _ = (x[0] for x in inputs(7))
     bounds = Bounds(torch.tensor([0, 3, 7], dtype=torch.int32), 4)
-    with pytest.raises(NotImplementedError, match="document by document"):
-        kernel.forward_varlen(q, k, v, bounds, SPECS[0])
-    with pytest.raises(NotImplementedError, match=kernel.name):
-        kernel.backward_varlen(dout, q, k, v, dout, dout, bounds, SPECS[0])
+    with pytest.raises(NotImplementedError, match=f"{kernel.name}.*document by document"):
+        kernel.forward(QKV(q, k, v, bounds), SPECS[0])
 
 
 class PaddedOnCpu(flash_family.FlashFamily):
@@ -194,26 +192,14 @@ class PaddedOnCpu(flash_family.FlashFamily):
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         return None
 
-    def run_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        assert q.shape[-1] == v.shape[-1]
-        assert q.shape[-1] % 8 == 0
-        return BlockwiseKernel().forward(q, k, v, spec)
+    def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        assert qkv.q.shape[-1] == qkv.v.shape[-1]
+        assert qkv.q.shape[-1] % 8 == 0
+        return BlockwiseKernel().forward(qkv, spec)
 
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds | None,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
         assert lse.is_contiguous()
-        return BlockwiseKernel().backward(dout, q, k, v, out, lse, spec)
+        return BlockwiseKernel().backward(dout, qkv, out, lse, spec)
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (16, 24), (20, 12), (3, 5)], ids=label)
@@ -240,8 +226,9 @@ def test_calls_fit_torch_operators(kernel: Kernel) -> None:
 def test_varlen_calls_fit_torch_operators() -> None:
     q, k, v, dout = (x[0].to("meta") for x in inputs(64, (6, 2), (24, 16), torch.bfloat16))
     bounds = Bounds(torch.tensor([0, 40, 64], dtype=torch.int32, device="meta"), 40)
-    out, lse = FlashKernel().forward_varlen(q, k, v, bounds, SPECS[3])
-    grads = FlashKernel().backward_varlen(dout, q, k, v, out, lse, bounds, SPECS[3])
+    qkv = QKV(q, k, v, bounds)
+    out, lse = FlashKernel().forward(qkv, SPECS[3])
+    grads = FlashKernel().backward(dout, qkv, out, lse, SPECS[3])
     assert [x.shape for x in (out, lse, *grads)] == [dout.shape, (6, 64), q.shape, k.shape, v.shape]
 
 
@@ -286,7 +273,7 @@ def test_flex_backward_is_that_of_the_given_output(sinks: Tensor | None, monkeyp
     q, k, v, dout = inputs(65, (6, 2), dtype=torch.float32)
     for spec in SPECS:
         out, lse = naive(q, k, v, spec, sinks)
-        got = flex.FlexKernel().backward(dout, q, k, v, out, lse, spec)
+        got = flex.FlexKernel().backward(dout, QKV(q, k, v), out, lse, spec)
         found = differences(got, naive_grads(dout, q, k, v, spec, sinks))
         assert max(found) < TOLERANCES[torch.float32], (spec, found)
 
@@ -307,7 +294,7 @@ def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_nothing_untested_and_nothing_slow() -> None:
     assert list(KERNELS) == ["cudnn", "flash_attn_3", "flash_attn_2", "flash", "flex", "cpu", "blockwise"]
     assert {name for name in KERNELS if name not in AUTO} == {"flash_attn_3", "flash_attn_2", "blockwise"}
-    assert all(getattr(KERNELS[name], "tested", True) for name in AUTO)
+    assert all(KERNELS[name].tested for name in AUTO)
 
 
 def test_the_choice_on_a_cpu() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ithaca.attention import padding
-from ithaca.attention.heads import HeadRun
-from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.kernels.interface import QKV, AttentionSpec
 from ithaca.attention.local import LocalAttention
+from ithaca.heads import HeadRun
 from ithaca.sequence.layout import Padding, SequenceLayout
 from tests.tolerances import FAULT, FP64
 
@@ -61,8 +61,8 @@ def _local(kind: Padding, spec: AttentionSpec) -> list[Tensor]:
     # What stands after the batch's own length is nobody's, and no gradient comes from there.
     dout[:, S:] = 0
     local = LocalAttention(_layout(kind), spec, (HeadRun((0, 4), (0, 2)),), "cpu")
-    out, lse = local.attend(q, k, v)
-    return [x[:, :S] for x in (out, *local.attend_backward(dout, q, k, v, out, lse))]
+    out, lse = local.attend(QKV(q, k, v))
+    return [x[:, :S] for x in (out, *local.attend_backward(dout, QKV(q, k, v), out, lse))]
 
 
 def _off(kind: Padding, spec: AttentionSpec) -> float:
@@ -87,6 +87,6 @@ def test_padding_left_at_zero_is_seen() -> None:
 def test_padding_of_rows_of_several_documents_stays_zero() -> None:
     q, k, v, _ = _inputs()
     layout = SequenceLayout(S, PADDED, 2, (((0, 4), (4, 9)),) * len(ROWS), S - 1, "masked")
-    out, _ = LocalAttention(layout, SPECS["causal"], (HeadRun((0, 4), (0, 2)),), "cpu").attend(q, k, v)
+    out, _ = LocalAttention(layout, SPECS["causal"], (HeadRun((0, 4), (0, 2)),), "cpu").attend(QKV(q, k, v))
     assert not out[:, 9:].any()
     assert out[:, :9].any()

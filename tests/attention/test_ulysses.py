@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention import ulysses
-from ithaca.attention.exchange import Lane, to_tokens
+from ithaca.attention.exchange import Lane, Pending
 from ithaca.attention.kernels.interface import AttentionSpec
-from ithaca.attention.ulysses import ulysses_attention
+from ithaca.attention.tape import Tape
+from ithaca.attention.ulysses import UlyssesPlan, attend_sharded, ulysses_attention
 from ithaca.errors import IthacaError
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.sequence.layout import SequenceLayout
@@ -50,6 +51,8 @@ class Case:
     sinks: bool = False
     scale: float | None = None
     dtype: torch.dtype = torch.float64
+    # How the call is made: see `FORMS`.
+    form: str = "kept"
 
     def layout(self, shards: int) -> SequenceLayout:
         if self.rows is None:
@@ -61,6 +64,10 @@ class Case:
         scale = self.sizes[0] ** -0.5 if self.scale is None else self.scale
         return AttentionSpec(scale=scale, causal=self.causal, window=self.window, softcap=self.softcap)
 
+
+# One group whose whole sequences are kept for backward, several groups, an anchor that is left on a tape, and a call
+# that starts from such an anchor: each with its head groups.
+FORMS = {"kept": 1, "grouped": 4, "anchored": 1, "replayed": 4}
 
 PACKED = ((0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 3), (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1))
 LEFT = ((-1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
@@ -116,14 +123,33 @@ def parallel(case: Case, layout: SequenceLayout, mesh: Mesh, backward: Callable[
     mine = layout.shard(mesh.sequence_rank)
     q, k, v = (x[:, mine].clone().requires_grad_() for x in leaves[:3])
     sinks = leaves[3].requires_grad_()
-    out = ulysses_attention(
-        q, k, v, mesh, layout, case.causal, scale=case.scale, window=case.window, softcap=case.softcap,
-        sinks_H=sinks if case.sinks else None,
-    )  # fmt: skip
+    out = attend(case, layout, mesh, q, k, v, sinks if case.sinks else None)
     backward(out, dout[:, mine])
     dsinks = torch.zeros_like(sinks) if sinks.grad is None else sinks.grad
     dist.all_reduce(dsinks, group=mesh.sp_group)
     return [out.detach(), q.grad, k.grad, v.grad, dsinks]  # type: ignore[list-item]
+
+
+def attend(
+    case: Case, layout: SequenceLayout, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Tensor:
+    if case.form == "kept":
+        return ulysses_attention(
+            q, k, v, mesh, layout, case.causal, scale=case.scale, window=case.window, softcap=case.softcap, sinks_H=sinks
+        )  # fmt: skip
+    # Through the module, where a fault may be planted.
+    spec = ulysses.AttentionSpec(scale=case.spec.scale, causal=case.causal, window=case.window, softcap=case.softcap)
+    groups, tape = FORMS[case.form], None if case.form == "grouped" else Tape()
+    if case.form == "replayed":
+        assert tape is not None
+        with torch.no_grad():
+            attend_sharded(q, k, v, mesh, layout, spec, sinks, "auto", groups=groups, tape=tape)
+        tape = tape.replay()
+        with watched() as wire:
+            out = attend_sharded(q, k, v, mesh, layout, spec, sinks, "auto", groups=groups, tape=tape)
+        assert not wire.collectives, "a replay attends again"
+        return out
+    return attend_sharded(q, k, v, mesh, layout, spec, sinks, "auto", groups=groups, tape=tape)
 
 
 def plain_backward(out: Tensor, dout: Tensor) -> None:
@@ -168,8 +194,11 @@ HEADS = [(8, 8), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2)]
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_feature_on_every_split(world: int, heads: tuple[int, int]) -> None:
-    errors = over_ranks(world, {name: replace(case, heads=heads) for name, case in VARIANTS.items()})
+def test_every_feature_on_every_split_and_form(world: int, heads: tuple[int, int]) -> None:
+    cases = {
+        f"{name} {form}": replace(case, heads=heads, form=form) for name, case in VARIANTS.items() for form in FORMS
+    }
+    errors = over_ranks(world, cases)
     assert max(errors.values()) < EXACT, errors
 
 
@@ -192,18 +221,23 @@ def test_the_larger_matrix(world: int) -> None:
     assert max(errors.values()) < EXACT, errors
 
 
+EVERY_FORM = {f"{name} {form}": replace(case, form=form) for name, case in VARIANTS.items() for form in FORMS}
+
+
 def test_one_rank_alone() -> None:
-    errors = over_ranks(1, VARIANTS)
+    errors = over_ranks(1, EVERY_FORM)
     assert max(errors.values()) < EXACT, errors
 
 
 def test_backward_from_a_fresh_thread() -> None:
-    errors = over_ranks(2, VARIANTS, threaded=True)
+    errors = over_ranks(2, EVERY_FORM, threaded=True)
     assert max(errors.values()) < EXACT, errors
 
 
 def test_fp32() -> None:
-    errors = over_ranks(3, {name: replace(case, dtype=torch.float32, heads=(9, 3)) for name, case in VARIANTS.items()})
+    errors = over_ranks(
+        3, {name: replace(case, dtype=torch.float32, heads=(9, 3)) for name, case in EVERY_FORM.items()}
+    )
     assert max(errors.values()) < 1e-4, errors
 
 
@@ -214,25 +248,33 @@ def planted(fault: str | None) -> Iterator[None]:
 
 
 def _head_dropped() -> AbstractContextManager[Any]:
-    def without_the_last(tensors: list[Tensor], lanes: list[Lane], group: Any) -> list[Tensor]:
-        arrived = to_tokens(tensors, lanes, group)
-        arrived[0][:, :, -1] = 0.0
-        return arrived
+    scatter = UlyssesPlan.scatter
 
-    return patch.object(ulysses, "to_tokens", without_the_last)
+    def without_the_last(
+        plan: UlyssesPlan, tensors: list[Tensor], ranges: list[Any], into: list[Tensor]
+    ) -> Pending | None:
+        pending = scatter(plan, tensors, ranges, into)
+        if pending is not None:
+            pending.wait()
+        into[0][:, :, -1] = 0.0
+        return None
+
+    return patch.object(UlyssesPlan, "scatter", without_the_last)
 
 
 def _kv_not_summed() -> AbstractContextManager[Any]:
-    def first_copy_only(tensors: list[Tensor], lanes: list[Lane], group: Any) -> list[Tensor]:
+    start = ulysses.start_to_tokens
+
+    def first_copy_only(tensors: list[Tensor], lanes: list[Lane], group: Any, *rest: Any) -> Pending:
         me = dist.get_rank(group)
         for x_BShD, lane in zip(tensors, lanes, strict=True):
-            start, end = lane.ranges[me]
-            for head in range(start, end):
-                if any(first <= head < last for first, last in lane.ranges[:me]):
-                    x_BShD[:, :, head - start] = 0.0
-        return to_tokens(tensors, lanes, group)
+            first, last = lane.ranges[me]
+            for head in range(first, last):
+                if any(begin <= head < end for begin, end in lane.ranges[:me]):
+                    x_BShD[:, :, head - first] = 0.0
+        return start(tensors, lanes, group, *rest)
 
-    return patch.object(ulysses, "to_tokens", first_copy_only)
+    return patch.object(ulysses, "start_to_tokens", first_copy_only)
 
 
 def _documents(change: Callable[[SequenceLayout], tuple[Any, ...]]) -> AbstractContextManager[Any]:
@@ -257,9 +299,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "documents are merged": lambda: _documents(lambda old: tuple(((r[0][0], r[-1][1]),) for r in old.documents)),
     "padding is attended": lambda: _documents(lambda old: (((0, old.padded),),) * old.batch),
     "sinks are not sliced": lambda: patch.object(
-        ulysses._Plan,
-        "own",
-        lambda plan, sinks: None if sinks is None else sinks[: len(range(*plan.split.q[plan.rank]))],
+        UlyssesPlan,
+        "own_sinks",
+        lambda plan, sinks, part: None if sinks is None else sinks[: len(range(*part.q[plan.rank]))],
     ),
     "the window is off by one": _window_off_by_one,
 }
@@ -277,9 +319,10 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_planted_fault_is_seen(fault: str, case: Case) -> None:
-    assert over_ranks(4, {"right": case})["right"] < EXACT
-    assert over_ranks(4, {"wrong": case}, fault)["wrong"] > SEEN
+def test_a_planted_fault_is_seen_in_every_form(fault: str, case: Case) -> None:
+    forms = {form: replace(case, form=form) for form in FORMS}
+    assert max(over_ranks(4, forms).values()) < EXACT
+    assert min(over_ranks(4, forms, fault).values()) > SEEN
 
 
 def frozen_inputs() -> float:

@@ -16,7 +16,6 @@ from ithaca.planning.activations import (
     gone_before_attention,
     loss_work,
     mlp_work,
-    rank_heads,
     saved,
 )
 from ithaca.planning.advice import explain
@@ -131,7 +130,6 @@ def test_8b_at_128k_over_eight_ranks() -> None:
 
 
 def test_kv_heads_that_ranks_share_are_counted_on_each() -> None:
-    assert rank_heads(B8, 16) == (2, 1)
     flow = Flow.of(B8, replace(BARE, sp=16), 1)
     assert flow.kv_g == 131072 * 2 * 128 * 2
     assert flow.shares_kv

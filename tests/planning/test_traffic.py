@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ithaca.attention.heads import split_heads
-from ithaca.planning.known_models import find_model, known_names
+from ithaca.heads import split_heads
 from ithaca.planning.plan import Job
 from ithaca.planning.sizes import ModelSizes
-from ithaca.planning.traffic import LINK_SHARE, copies_s, exchange_s, exchanged, gather_s, kv_copies, ring_s
+from ithaca.planning.traffic import LINK_SHARE, copies_s, exchange_s, exchanged, gather_s, ring_s
 from tests.planning.machines import machine
 from tests.planning.models import B8, LLAMA_8B, K
 
@@ -39,17 +38,6 @@ def test_an_uneven_split_is_counted_by_its_mean() -> None:
     job = Job(32 * K, sp=8)
     wire, sent = exchanged(sizes, job, "save", 1), on_the_wire(sizes, job)
     assert min(sent) <= wire.forward_in + wire.forward_out <= max(sent)
-
-
-@pytest.mark.parametrize("name", known_names())
-def test_copies_of_kv_heads(name: str) -> None:
-    known = find_model(name)
-    assert known is not None
-    sizes = known.sizes
-    whole = [sp for sp in (1, 2, 4, 8, 16) if sp <= sizes.heads and not (sizes.kv_heads % sp and sp % sizes.kv_heads)]
-    assert whole
-    for sp in whole:
-        assert kv_copies(sizes, sp) == split_heads(sizes.heads, sizes.kv_heads, sp).kv_copies
 
 
 def test_modes_send_more_or_less() -> None:

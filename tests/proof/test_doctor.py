@@ -14,7 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from ithaca.attention.kernels import KERNELS
+from ithaca.attention.kernels import KERNELS, QKV
 from ithaca.cli import main
 from ithaca.proof import doctor
 
@@ -47,8 +47,8 @@ def test_a_kernel_that_fails_is_found_out() -> None:
         def refusal(self, *_: Any) -> None:
             return None
 
-        def forward(self, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            return q, torch.full(q.shape[:3], torch.nan)
+        def forward(self, qkv: QKV, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return qkv.q, torch.full(qkv.q.shape[:3], torch.nan)
 
         def backward(self, dout: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
             return dout, dout, dout

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ithaca.attention.kernels.base import DenseOnly, check_groups
-from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients, Kernel
 
 # Scores of one block, at most: 256 MiB in fp32, of which backward holds about four.
 BLOCK_SCORES = 2**26
 
 
-class BlockwiseKernel(DenseOnly):
+class BlockwiseKernel(Kernel):
     """Refuses nothing. Inside, heads are grouped: [B, k, g, n, D] with g query heads to a kv head."""
 
     name = "blockwise"
@@ -28,8 +27,9 @@ class BlockwiseKernel(DenseOnly):
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         return None
 
-    def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        check_groups(q_BShD, k_BSkD)
+    def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        self.check(qkv)
+        q_BShD, k_BSkD, v_BSkE = qkv.tensors
         batch, length, heads, _ = q_BShD.shape
         out_BShE = q_BShD.new_empty(batch, length, heads, v_BSkE.shape[-1])
         lse_BhS = q_BShD.new_empty((batch, heads, length), dtype=_exact(q_BShD.dtype))
@@ -47,15 +47,9 @@ class BlockwiseKernel(DenseOnly):
         return out_BShE, lse_BhS
 
     def backward(
-        self,
-        dout_BShE: Tensor,
-        q_BShD: Tensor,
-        k_BSkD: Tensor,
-        v_BSkE: Tensor,
-        out_BShE: Tensor,
-        lse_BhS: Tensor,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, spec: AttentionSpec
+    ) -> Gradients:
+        q_BShD, k_BSkD, v_BSkE = qkv.tensors
         exact = _exact(q_BShD.dtype)
         dq_BShD = torch.empty(q_BShD.shape, dtype=q_BShD.dtype, device=q_BShD.device)
         dk_BkSD, dv_BkSE = (

@@ -13,20 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ithaca.attention.kernels.base import (
+from ithaca.attention.kernels.flash import FlashKernel
+from ithaca.attention.kernels.interface import (
     HALF_DTYPES,
-    DenseOnly,
-    check_groups,
+    QKV,
+    AttentionSpec,
+    Gradients,
+    Kernel,
     cuda_refusal,
     must_be_deterministic,
-    windowed,
 )
-from ithaca.attention.kernels.flash import FlashKernel
-from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.errors import UnsupportedError
 
 
-class CudnnKernel(DenseOnly):
+class CudnnKernel(Kernel):
     """Full attention, causal or not, fp16 or bf16, head sizes up to 128 (or 192 with values of 128)."""
 
     name = "cudnn"
@@ -36,13 +36,14 @@ class CudnnKernel(DenseOnly):
         refused = cuda_refusal(q_BShD, HALF_DTYPES) or _spec_refusal(spec, q_BShD.shape[1])
         return refused or _shape_refusal(q_BShD, v_BSkE.shape[-1])
 
-    def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        length = qkv.q.shape[1]
         assert spec.softcap is None, spec
-        assert not windowed(spec, q_BShD.shape[1]), spec
-        check_groups(q_BShD, k_BSkD)
-        if q_BShD.shape[1] == 1:
-            return self._single.forward(q_BShD, k_BSkD, v_BSkE, spec)
-        q, k, v = (_normal(x).transpose(1, 2) for x in (q_BShD, k_BSkD, v_BSkE))
+        assert not spec.hides(length), spec
+        self.check(qkv)
+        if length == 1:
+            return self._single.forward(qkv, spec)
+        q, k, v = (_normal(x).transpose(1, 2) for x in qkv.tensors)
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale
         )
@@ -53,21 +54,14 @@ class CudnnKernel(DenseOnly):
         return out_BhSE.transpose(1, 2), lse_BhS1.squeeze(-1)
 
     def backward(
-        self,
-        dout_BShE: Tensor,
-        q_BShD: Tensor,
-        k_BSkD: Tensor,
-        v_BSkE: Tensor,
-        out_BShE: Tensor,
-        lse_BhS: Tensor,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        length = q_BShD.shape[1]
+        self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, spec: AttentionSpec
+    ) -> Gradients:
+        length = qkv.q.shape[1]
         if length == 1:
-            return self._single.backward(dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, spec)
+            return self._single.backward(dout_BShE, qkv, out_BShE, lse_BhS, spec)
         # q, k, v are dense here too: gradients are allocated dense, and some versions of torch require
         # that their strides equal those of q, k, v. A strided view costs one copy.
-        dout, q, k, v, out = (_dense(x).transpose(1, 2) for x in (dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE))
+        dout, q, k, v, out = (_dense(x).transpose(1, 2) for x in (dout_BShE, *qkv.tensors, out_BShE))
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox seed and offset: no dropout
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout,
@@ -103,7 +97,7 @@ def _normal(x: Tensor) -> Tensor:
 
 
 def _spec_refusal(spec: AttentionSpec, length: int) -> str | None:
-    if windowed(spec, length):
+    if spec.hides(length):
         return f"it has no sliding window, got window={spec.window} over {length} tokens"
     if spec.softcap is not None:
         return f"it has no softcap, got softcap={spec.softcap}"

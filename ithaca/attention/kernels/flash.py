@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ithaca.attention.kernels.base import HALF_DTYPES, cuda_refusal
 from ithaca.attention.kernels.flash_family import FlashFamily, window_sides
-from ithaca.attention.kernels.interface import AttentionSpec, Bounds
+from ithaca.attention.kernels.interface import HALF_DTYPES, QKV, AttentionSpec, Gradients, cuda_refusal
 
 
 class FlashKernel(FlashFamily):
@@ -37,15 +36,11 @@ class FlashKernel(FlashFamily):
             return f"head size {size} has no backward on compute capability {capability[0]}.{capability[1]}"
         return None
 
-    def run_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        offsets, longest = _extent(q, bounds)
+    def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        offsets, longest = _extent(qkv)
         left, right = window_sides(spec)
         results = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
+            *qkv.tensors,
             offsets,
             offsets,
             longest,
@@ -59,26 +54,14 @@ class FlashKernel(FlashFamily):
         )
         return results[0], results[1]
 
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds | None,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets, longest = _extent(q, bounds)
+    def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
+        offsets, longest = _extent(qkv)
         left, right = window_sides(spec)
         # The state of the dropout generator, of the type the operator reads; without dropout never used.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=dout.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout,
-            q,
-            k,
-            v,
+            *qkv.tensors,
             out,
             lse,
             offsets,
@@ -88,7 +71,7 @@ class FlashKernel(FlashFamily):
             0.0,
             spec.causal,
             rng_state,
-            torch.empty(0, device=q.device),
+            torch.empty(0, device=dout.device),
             scale=spec.scale,
             window_size_left=left,
             window_size_right=right,
@@ -96,6 +79,6 @@ class FlashKernel(FlashFamily):
         return dq, dk, dv
 
 
-def _extent(q: Tensor, bounds: Bounds | None) -> tuple[Tensor | None, int]:
-    """Document offsets (None: dense) and the longest row."""
-    return (None, q.shape[1]) if bounds is None else (bounds.offsets, bounds.longest)
+def _extent(qkv: QKV) -> tuple[Tensor | None, int]:
+    """Document offsets (None if dense) and the longest row."""
+    return (None, qkv.q.shape[1]) if qkv.bounds is None else (qkv.bounds.offsets, qkv.bounds.longest)

@@ -1,44 +1,31 @@
 """The frame around the FlashAttention kernels: head sizes padded, outputs cut, dense and varlen alike.
 
 A kernel of this family fills in `run_forward` and `run_backward`, which see padded tensors of the dense
-shape [B, S, h, D] (`bounds` is None) or the varlen shape [T, h, D]. Zero columns are exact: they add
+shape [B, S, h, D] or, with bounds, the varlen shape [T, h, D]. Zero columns are exact: they add
 nothing to the scores (the scale is explicit) and only zero columns to the output and the gradients.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ithaca.attention.kernels.base import check_groups
-from ithaca.attention.kernels.interface import AttentionSpec, Bounds
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients, Kernel
 
 
-class FlashFamily(ABC):
+class FlashFamily(Kernel):
     """Dense and varlen calls reduced to two functions."""
 
     varlen = True
 
     @abstractmethod
-    def run_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """`(out, lse)` with lse [B, h, S] or [h, T], fp32."""
 
     @abstractmethod
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds | None,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
         """`(dq, dk, dv)`; `lse` is contiguous."""
 
     def padded_sizes(self, size: int, value_size: int) -> tuple[int, int]:
@@ -46,63 +33,21 @@ class FlashFamily(ABC):
         common = multiple_of_8(max(size, value_size))
         return common, common
 
-    def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        return self._forward(q_BShD, k_BSkD, v_BSkE, None, spec)
+    def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        self.check(qkv)
+        out, lse = self.run_forward(self._widened(qkv), spec)
+        return out[..., : qkv.v.shape[-1]], lse
 
-    def backward(
-        self,
-        dout_BShE: Tensor,
-        q_BShD: Tensor,
-        k_BSkD: Tensor,
-        v_BSkE: Tensor,
-        out_BShE: Tensor,
-        lse_BhS: Tensor,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(dout_BShE, q_BShD, k_BSkD, v_BSkE, out_BShE, lse_BhS, None, spec)
+    def backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
+        wide = self._widened(qkv)
+        wide_dout, wide_out = (widen(x, wide.v.shape[-1]) for x in (dout, out))
+        dq, dk, dv = self.run_backward(wide_dout, wide, wide_out, lse.contiguous(), spec)
+        size = qkv.q.shape[-1]
+        return dq[..., :size], dk[..., :size], dv[..., : qkv.v.shape[-1]]
 
-    def forward_varlen(
-        self, q_ThD: Tensor, k_TkD: Tensor, v_TkE: Tensor, bounds: Bounds, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        return self._forward(q_ThD, k_TkD, v_TkE, bounds, spec)
-
-    def backward_varlen(
-        self,
-        dout_ThE: Tensor,
-        q_ThD: Tensor,
-        k_TkD: Tensor,
-        v_TkE: Tensor,
-        out_ThE: Tensor,
-        lse_hT: Tensor,
-        bounds: Bounds,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(dout_ThE, q_ThD, k_TkD, v_TkE, out_ThE, lse_hT, bounds, spec)
-
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        check_groups(q, k)
-        size, value_size = self.padded_sizes(q.shape[-1], v.shape[-1])
-        out, lse = self.run_forward(widen(q, size), widen(k, size), widen(v, value_size), bounds, spec)
-        return out[..., : v.shape[-1]], lse
-
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds | None,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        size, value_size = self.padded_sizes(q.shape[-1], v.shape[-1])
-        wide_q, wide_k = widen(q, size), widen(k, size)
-        wide_dout, wide_v, wide_out = (widen(x, value_size) for x in (dout, v, out))
-        dq, dk, dv = self.run_backward(wide_dout, wide_q, wide_k, wide_v, wide_out, lse.contiguous(), bounds, spec)
-        return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
+    def _widened(self, qkv: QKV) -> QKV:
+        size, value_size = self.padded_sizes(qkv.q.shape[-1], qkv.v.shape[-1])
+        return QKV(widen(qkv.q, size), widen(qkv.k, size), widen(qkv.v, value_size), qkv.bounds)
 
 
 def widen(x: Tensor, size: int) -> Tensor:

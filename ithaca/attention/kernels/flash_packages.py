@@ -14,16 +14,23 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ithaca.attention.kernels.base import HALF_DTYPES, cuda_refusal, must_be_deterministic
 from ithaca.attention.kernels.flash_family import FlashFamily, multiple_of_8, window_sides
-from ithaca.attention.kernels.interface import AttentionSpec, Bounds
+from ithaca.attention.kernels.interface import (
+    HALF_DTYPES,
+    QKV,
+    AttentionSpec,
+    Bounds,
+    Gradients,
+    cuda_refusal,
+    must_be_deterministic,
+)
 
 
 class FlashAttn2Kernel(FlashFamily):
     """flash-attn 2.7 or newer. Untested until someone ran it."""
 
     name = "flash_attn_2"
-    tested: bool = False
+    tested = False
 
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         if find_spec("flash_attn_2_cuda") is None:
@@ -33,37 +40,26 @@ class FlashAttn2Kernel(FlashFamily):
             return f"head sizes go up to 256, got {q_BShD.shape[-1]} and {v_BSkE.shape[-1]}"
         return cuda_refusal(q_BShD, HALF_DTYPES)
 
-    def run_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
+    def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         package = import_module("flash_attn.flash_attn_interface")
         settings = {**_settings(spec), "causal": spec.causal, "dropout_p": 0.0}
         settings |= {"alibi_slopes": None, "return_softmax": False}
-        if bounds is None:
-            results = package._flash_attn_forward(q, k, v, **settings)
+        if qkv.bounds is None:
+            results = package._flash_attn_forward(*qkv.tensors, **settings)
         else:
-            results = package._flash_attn_varlen_forward(q, k, v, **_extents(bounds), **settings)
+            results = package._flash_attn_varlen_forward(*qkv.tensors, **_extents(qkv.bounds), **settings)
         return results[0], results[1]
 
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds | None,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
         package = import_module("flash_attn.flash_attn_interface")
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv.tensors)
         settings = {**_settings(spec), "causal": spec.causal, "dropout_p": 0.0}
         settings |= {"alibi_slopes": None, "deterministic": must_be_deterministic()}
-        if bounds is None:
-            package._flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, **settings)
+        tensors = (dout, *qkv.tensors, out, lse, dq, dk, dv)
+        if qkv.bounds is None:
+            package._flash_attn_backward(*tensors, **settings)
         else:
-            package._flash_attn_varlen_backward(dout, q, k, v, out, lse, dq, dk, dv, **_extents(bounds), **settings)
+            package._flash_attn_varlen_backward(*tensors, **_extents(qkv.bounds), **settings)
         return dq, dk, dv
 
 
@@ -71,7 +67,7 @@ class FlashAttn3Kernel(FlashFamily):
     """flash_attn_3 (the `hopper` folder of flash-attention). Untested until someone ran it."""
 
     name = "flash_attn_3"
-    tested: bool = False
+    tested = False
 
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         if find_spec("flash_attn_3") is None:
@@ -96,28 +92,16 @@ class FlashAttn3Kernel(FlashFamily):
             return wide, wide_value
         return super().padded_sizes(size, value_size)
 
-    def run_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        extents = {} if bounds is None else _extents(bounds)
-        results = _flash_attn_3()._flash_attn_forward(q, k, v, **extents, **_settings(spec), causal=spec.causal)
+    def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        extents = {} if qkv.bounds is None else _extents(qkv.bounds)
+        results = _flash_attn_3()._flash_attn_forward(*qkv.tensors, **extents, **_settings(spec), causal=spec.causal)
         return results[0], results[1]
 
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Bounds | None,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv.tensors)
         settings = {**_settings(spec), "is_causal": spec.causal, "deterministic": must_be_deterministic()}
-        extents = {} if bounds is None else _extents(bounds)
-        _flash_attn_3()._flash_attn_backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **extents, **settings)
+        extents = {} if qkv.bounds is None else _extents(qkv.bounds)
+        _flash_attn_3()._flash_attn_backward(dout, *qkv.tensors, out, lse, dq=dq, dk=dk, dv=dv, **extents, **settings)
         return dq, dk, dv
 
 

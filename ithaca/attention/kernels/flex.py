@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaca.attention.kernels.base import HALF_DTYPES, DenseOnly, check_groups, cuda_refusal
-from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.kernels.interface import HALF_DTYPES, QKV, AttentionSpec, Gradients, Kernel, cuda_refusal
 
 # Masks over longer rows use larger blocks: the tables of a mask hold (S / block)^2 entries, four times.
 SMALL_BLOCK, LARGE_BLOCK, LONG_ROW = 128, 1024, 131_072
@@ -27,7 +26,7 @@ COMPILED_FORMS = 64
 Mod = Callable[..., Tensor]
 
 
-class FlexKernel(DenseOnly):
+class FlexKernel(Kernel):
     """Windows and softcap, head sizes from 16 to 256, fp16, bf16 or fp32."""
 
     name = "flex"
@@ -38,23 +37,16 @@ class FlexKernel(DenseOnly):
             return f"head sizes go from 16 to 256, got {sizes[0]} and {sizes[1]}"
         return cuda_refusal(q_BShD, (*HALF_DTYPES, torch.float32))
 
-    def forward(self, q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        check_groups(q_BShD, k_BSkD)
-        out_BhSE, lse_BhS, _ = _run(q_BShD, k_BSkD, v_BSkE, spec)
+    def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        self.check(qkv)
+        out_BhSE, lse_BhS, _ = _run(qkv, spec)
         return out_BhSE.detach().transpose(1, 2), lse_BhS.detach()
 
     def backward(
-        self,
-        dout_BShE: Tensor,
-        q_BShD: Tensor,
-        k_BSkD: Tensor,
-        v_BSkE: Tensor,
-        out_BShE: Tensor,
-        lse_BhS: Tensor,
-        spec: AttentionSpec,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, spec: AttentionSpec
+    ) -> Gradients:
         dout, out = dout_BShE.transpose(1, 2), out_BShE.transpose(1, 2)
-        out0, lse0, leaves = _run(q_BShD, k_BSkD, v_BSkE, spec)
+        out0, lse0, leaves = _run(qkv, spec)
         # Wanted, with P = exp(S - lse) at the given (out, lse): dv = P^T dout, dS = P (dP - dout.out).
         # Autograd gives, at its own (out0, lse0) for inputs (g, w): dv = P0^T g, dS = P0 (g v^T - g.out0 + w).
         # P = P0 s with s = exp(lse0 - lse). So g = s dout makes dv right and turns g v^T into s dP, and
@@ -71,11 +63,9 @@ def _rowsum(x: Tensor, y: Tensor) -> Tensor:
     return (x.float() * y.float()).sum(-1)
 
 
-def _run(
-    q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+def _run(qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """out [B, h, S, E] and lse with their graph, and its leaves; always with one, so that one form is compiled."""
-    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q_BShD, k_BSkD, v_BSkE))
+    q, k, v = (x.detach().requires_grad_() for x in qkv.by_head())
     with torch.enable_grad():
         out_BhSE, lse_BhS = _attention(q, k, v, spec)
     return out_BhSE, lse_BhS, (q, k, v)

@@ -41,8 +41,13 @@ class HeadSplit:
 
     @property
     def most_groups(self) -> int:
-        """Into how many groups every rank's heads can be cut without cutting a kv head's."""
+        """The number of groups into which every rank's heads can be cut with no kv head cut."""
         return min(end - start for start, end in self.kv)
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """The most query heads, and the most key-value heads, of any rank."""
+        return max(end - start for start, end in self.q), max(end - start for start, end in self.kv)
 
     def group(self, index: int, groups: int) -> HeadSplit:
         """The `index`-th of `groups` parts: of every rank some of its kv heads, with their query heads."""

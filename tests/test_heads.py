@@ -10,8 +10,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from ithaca.attention.heads import HeadRun, HeadSplit, split_heads
 from ithaca.errors import MeshError
+from ithaca.heads import HeadRun, HeadSplit, split_heads
 
 NAMED = [(8, 8), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2), (28, 4)]
 SMALL = [(h, k) for h in range(1, 17) for k in range(1, h + 1) if h % k == 0]

@@ -1,0 +1,61 @@
+"""The record of a layer's attention calls, from which backward starts and a recomputed layer reads.
+
+An anchor is the saved result of one attention call (the "attention output and lse" of selective checkpointing): the
+output, kept token-sharded, and its lse. A layer that runs again in backward takes the anchor instead of attending
+again, so its replay costs no collective and no attention forward:
+
+    forward            q, k, v -> attention -> out        tape.anchors = [Anchor(out, lse)]
+    replay in backward q, k, v -> (nothing)  -> out        read from the tape, in order of the calls
+    backward           q, k, v, dout, out, lse -> dq, dk, dv
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ithaca.sequence.layout import SequenceLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """`out_BLHE` of all heads for this rank's tokens; `lse_BhS[g]` of group g's heads on this rank for all tokens."""
+
+    out_BLHE: Tensor
+    lse_BhS: tuple[Tensor, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.out_BLHE, *self.lse_BhS]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Anchor:
+        return cls(tensors[0], tuple(tensors[1:]))
+
+
+@dataclass(slots=True)
+class Tape:
+    """The anchors of one run of a layer, in the order its attention is called: written, or read again."""
+
+    anchors: list[Anchor] = field(default_factory=list)
+    replaying: bool = False
+    position: int = 0
+
+    def read(self) -> Anchor | None:
+        """Return the next anchor when replaying, None when recording."""
+        if not self.replaying:
+            return None
+        self.position += 1
+        return self.anchors[self.position - 1]
+
+    def replay(self) -> Tape:
+        return Tape(self.anchors, replaying=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What travels down a model to its attention: the layout, and the layer's tape where there is one."""
+
+    layout: SequenceLayout
+    tape: Tape | None = None
