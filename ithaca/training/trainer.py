@@ -23,7 +23,7 @@ from ithaca.config import Run
 from ithaca.data.prepare import Prepared, prepare
 from ithaca.errors import CheckpointError, ConfigError, IthacaError, UntrainedError
 from ithaca.memory.release import release
-from ithaca.mesh import Mesh, fit_degrees, init_mesh
+from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.embedded import EMBEDDED, build_embedded, embedded_tokenizer
 from ithaca.models.pretrained import check_adapters, find_folder, read_config
 from ithaca.models.support import base_model, decoder_layers
@@ -35,13 +35,14 @@ from ithaca.state.origin import ORIGIN, check_origin, read_origin
 from ithaca.state.tensors import check_fingerprint, fingerprint
 from ithaca.training.changes import settle_place
 from ithaca.training.collectives import check_collectives
+from ithaca.training.degrees import another_launcher, check_degrees
 from ithaca.training.display import Display
 from ithaca.training.folder import RunFolder
 from ithaca.training.loop import StageLoop
 from ithaca.training.metrics import Journal
 from ithaca.training.place import Place
 from ithaca.training.room import Room, model_bytes
-from ithaca.training.session import Session, build_session, choose_sp, stage_config
+from ithaca.training.session import Session, build_session, stage_config
 from ithaca.training.stages import advise_between
 from ithaca.training.unusual import advise_settings
 from ithaca.training.watch import Preempted, Watch
@@ -161,9 +162,9 @@ class _Trainer:
     def _look_ahead(self) -> None:
         """Refuse stages that the model or the mesh cannot do, and warn of jumps, before anything is read or built."""
         for number in range(len(self.run.stages)):
-            config = stage_config(self.run, self.source, number)
-            sp = choose_sp(self.run, number, self.mesh.world, config.get_text_config())
-            fit_degrees(self.mesh.world, sp=sp, ring=self.run.mesh.ring)
+            stage_config(self.run, self.source, number)
+        heads = int(read_config(self.source).get_text_config().num_attention_heads)
+        check_degrees(self.run, self.mesh.world, heads, another_launcher)
         if self.run.lora is not None:
             check_adapters(read_config(self.source), self.run.lora)
         known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
