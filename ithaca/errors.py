@@ -26,6 +26,10 @@ class CheckpointError(IthacaError, RuntimeError):
     """A checkpoint that is not whole, or is another run's."""
 
 
+class UnwrittenError(CheckpointError):
+    """A file of a run that its disk did not take."""
+
+
 class UntrainedError(IthacaError, ArithmeticError):
     """A stage whose every step was skipped: there is no trained model to export."""
 
