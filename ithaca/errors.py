@@ -18,6 +18,10 @@ class ConfigError(IthacaError, ValueError):
     """A run's file or override that says what cannot be."""
 
 
+class ArgumentError(IthacaError, TypeError):
+    """A call with an argument that the function does not take, or without one that it needs."""
+
+
 class DataError(IthacaError, ValueError):
     """Documents that are not there, not readable, or not what the run says they are."""
 

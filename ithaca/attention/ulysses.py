@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.arguments import named_arguments
 from ithaca.attention.anchored import GroupPlan, Tape, grouped_attention
 from ithaca.attention.exchange import Lane, to_heads, to_tokens
 from ithaca.attention.heads import HeadSplit, split_heads
@@ -26,6 +27,7 @@ from ithaca.mesh import Mesh, check_mesh, largest_divisor
 from ithaca.sequence.layout import SequenceLayout
 
 
+@named_arguments
 def ulysses_attention(
     q_BLHD: Tensor,
     k_BLKD: Tensor,

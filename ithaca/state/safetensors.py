@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import IthacaError, UnsupportedError
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -31,6 +32,7 @@ _PART = ".part"
 _ADAPTER = "adapter_config.json"
 
 
+@named_arguments
 def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_size: str | int = "50GB") -> None:
     """Write config and weights in the standard format; every rank calls it. A PEFT model writes its adapter.
 
