@@ -374,6 +374,6 @@ def _read(file: str | Path | None) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        kind = {list: "a list", str: "a text"}.get(type(content), "one value")
+        kind = "a list" if isinstance(content, list) else "a text" if isinstance(content, str) else "one value"
         raise ConfigError(f"{file} holds {kind}: sections such as `model:` and `stages:` are needed")
     return content

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -149,10 +150,12 @@ def _on_rank_0(target: Path, action: Callable[[], object], alone: bool = False) 
         except Exception as error:
             problem = error
     said = [None if problem is None else str(problem) or type(problem).__name__]
+    if isinstance(problem, OSError | SafetensorError):
+        said = [f"{said[0]}: make room there, or name another folder"]
     if dist.is_initialized() and not alone:
         dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
-        raise IthacaError(f"save_pretrained could not write to {target}: {said[0]}") from problem
+        raise IthacaError(f"could not write to {target}: {said[0]}") from problem
 
 
 def _layers(base: Any) -> list[dict[str, Tensor]]:
