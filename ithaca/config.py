@@ -17,9 +17,22 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ithaca.errors import ConfigError
-from ithaca.mistakes import check_keys, not_yaml, sentences
-from ithaca.overrides import lay_over
-from ithaca.values import Bytes, Decay, Length, Number, Positive, Share, Tokens, Where, no_truth, one_or_more, run_name
+from ithaca.mistakes import check_keys, sentences
+from ithaca.overrides import Plain, lay_over, read_yaml
+from ithaca.values import (
+    Bytes,
+    Decay,
+    Length,
+    Number,
+    Positive,
+    Share,
+    Tokens,
+    Where,
+    WhereIfAny,
+    no_truth,
+    one_or_more,
+    run_name,
+)
 
 
 class Section(BaseModel):
@@ -258,7 +271,7 @@ class Run(Section):
     `output`: the run's folder; left out, it is named after the model and the data, so each pair has a folder of its own.
     """
 
-    output: Where = ""
+    output: WhereIfAny = ""
     seed: Annotated[int, BeforeValidator(no_truth), Field(ge=0, lt=2**63)] = 0
     precision: Literal["auto", "mixed", "bf16", "fp32"] = "auto"
     model: Model = Model()
@@ -328,7 +341,7 @@ def load_run(file: str | Path | None, overrides: Iterable[str] = ()) -> Run:
 
 def read_run(given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Run:
     """The same of what a file would have held."""
-    merged = lay_over(given, overrides, lambda model: Run(model=Model(**model)).model_dump(mode="json"))
+    merged = lay_over(given, overrides, lambda model: Run(model=Model.model_construct(**model)).model_dump(mode="json"))
     check_keys(Run, merged)
     try:
         return Run.model_validate(merged)
@@ -338,26 +351,15 @@ def read_run(given: Mapping[str, Any], overrides: Iterable[str] = ()) -> Run:
 
 def dump_run(run: Run) -> str:
     """The whole of it as YAML, defaults written out, in the order of the file's sections."""
-    return yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-class _Strict(yaml.SafeLoader):
-    """Plain data only, and no key twice: YAML's own readers keep the last one without a word."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for at, key in enumerate(keys):
-            if key in keys[:at]:
-                line = node.value[at][0].start_mark.line + 1
-                raise ConfigError(f"line {line}: the key {key!r} is there twice: leave one of them")
-        return super().construct_mapping(node, deep=deep)
+    text: str = yaml.dump(run.model_dump(mode="json"), Dumper=Plain, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _read(file: str | Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Strict)
+        text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist: name a run.yaml, or nothing for the embedded run") from None
     except IsADirectoryError:
@@ -365,14 +367,13 @@ def _read(file: str | Path | None) -> dict[str, Any]:
         raise ConfigError(f"{file} is a folder: name a run.yaml{model}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): name a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}{not_yaml(error)}") from None
+    try:
+        content = read_yaml(text)
     except ConfigError as error:
-        raise ConfigError(f"{file}, {error}") from None
+        raise ConfigError(f"{file}{error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"{file} holds a {type(content).__name__}: sections such as `model:` and `stages:` are needed"
-        )
+        kind = "a list" if isinstance(content, list) else "a text" if isinstance(content, str) else "one value"
+        raise ConfigError(f"{file} holds {kind}: sections such as `model:` and `stages:` are needed")
     return content

@@ -18,12 +18,20 @@ class ConfigError(IthacaError, ValueError):
     """A run's file or override that says what cannot be."""
 
 
+class ArgumentError(IthacaError, TypeError):
+    """A call with an argument that the function does not take, or without one that it needs."""
+
+
 class DataError(IthacaError, ValueError):
     """Documents that are not there, not readable, or not what the run says they are."""
 
 
 class CheckpointError(IthacaError, RuntimeError):
     """A checkpoint that is not whole, or is another run's."""
+
+
+class UnwrittenError(CheckpointError):
+    """A file of a run that its disk did not take."""
 
 
 class UntrainedError(IthacaError, ArithmeticError):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import MeshError
 
 AXES = ("dp", "ring", "sp")
@@ -106,6 +107,7 @@ class Mesh:
         return f"dp={self.dp} x ring={self.ring} x sp={self.sp} on {self.device.type}"
 
 
+@named_arguments
 def init_mesh(
     sp: int | None = None,
     *,

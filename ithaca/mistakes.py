@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from ithaca.errors import ConfigError
+from ithaca.values import at_home
 
 # Pydantic's kinds of problems, in words that need no knowledge of it.
 _NEEDED = {
@@ -76,7 +77,8 @@ def _sentence(problem: Any, whole: type[BaseModel]) -> str:
     if problem["type"] == "model_type":
         section = next(one for one in _all_below(whole) if one.__name__ == problem["ctx"]["class_name"])
         key, field = next(iter(section.model_fields.items()))
-        example = got if isinstance(got, str) else "..." if field.is_required() else field.default
+        plain = isinstance(field.default, str | int | float) and not field.is_required()
+        example = got if isinstance(got, str) else field.default if plain else "..."
         return f"{where}: got {got!r}: it is a section, write its keys, such as {where}.{key}={example}"
     if problem["type"] == "list_type":
         return f"{where}: got {got!r}: a list is needed, such as {where}=[...]"
@@ -87,7 +89,7 @@ def _sentence(problem: Any, whole: type[BaseModel]) -> str:
 
 def check_folder(name: str, typed: str) -> None:
     """Refuse the name of a model that only a folder can have, where there is none."""
-    folder = Path(name).expanduser()
+    folder = Path(at_home(name))
     if folder.is_dir() or not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return
     near = near_paths(folder, "config.json")

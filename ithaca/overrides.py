@@ -2,10 +2,14 @@
 
 A key below one that the file leaves out starts from that key's default: `lora.rank=8` of a run without `lora` is a
 section of its own, and `stages.0.steps=5` changes one number of the default stages, which are those of the run's model.
+
+Files and overrides are read by one reader of YAML, whose numbers are those of YAML 1.2: `1e3` is one, `010` is ten and no
+octal, `1:30` and dates are texts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +19,54 @@ from ithaca.errors import ConfigError
 from ithaca.mistakes import not_yaml
 
 Settings = dict[str, Any]
+
+_TAG = "tag:yaml.org,2002:"
+_OTHERWISE = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp")}
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_RESOLVERS = {
+    first: [pair for pair in pairs if pair[0] not in _OTHERWISE]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for first in "-+.0123456789":
+    _RESOLVERS.setdefault(first, []).extend([(f"{_TAG}int", _INT), (f"{_TAG}float", _FLOAT)])
+
+
+class Strict(yaml.SafeLoader):
+    """Plain data only, and no key twice: YAML's own readers keep the last one without a word."""
+
+    yaml_implicit_resolvers = _RESOLVERS
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for at, key in enumerate(keys):
+            if key in keys[:at]:
+                line = node.value[at][0].start_mark.line + 1
+                raise ConfigError(f", line {line}: the key {key!r} is there twice: leave one of them")
+        return super().construct_mapping(node, deep=deep)
+
+
+class Plain(yaml.SafeDumper):
+    """Writes what `Strict` reads back the same: a text that would be a number there is quoted."""
+
+    yaml_implicit_resolvers = _RESOLVERS
+
+
+def read_yaml(text: str) -> Any:
+    """The content of a file or of a value; ConfigError, to stand after its name, says where it is no YAML."""
+    try:
+        return yaml.load(text, Loader=Strict)
+    except yaml.YAMLError as error:
+        raise ConfigError(not_yaml(error)) from None
+    except RecursionError:
+        raise ConfigError(": not YAML (nested too deep)") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f": not YAML ({error})") from None
 
 
 def lay_over(given: Mapping[str, Any], overrides: Iterable[str], defaults: Callable[[Settings], Settings]) -> Settings:
@@ -33,9 +85,11 @@ def _apply(given: Settings, overrides: Iterable[str], defaults: Settings) -> Set
         if not found or not path:
             raise ConfigError(f"{text!r} is no override: write key.sub=value, such as stages.0.length=64k")
         try:
-            given = _put(given, path.split("."), yaml.safe_load(value), path, defaults)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{text!r}{not_yaml(error)}; quote what has brackets or colons") from None
+            content = read_yaml(value)
+        except ConfigError as error:
+            hint = "; quote what has brackets or colons" if "not YAML" in str(error) else ""
+            raise ConfigError(f"{text!r}{error}{hint}") from None
+        given = _put(given, path.split("."), content, path, defaults)
     return given
 
 

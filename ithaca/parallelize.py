@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
+from ithaca.arguments import named_arguments
 from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
@@ -53,6 +54,7 @@ M = TypeVar("M", bound=nn.Module)
 _COMPUTE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@named_arguments
 def parallelize(
     model: M,
     mesh: Mesh,

@@ -7,10 +7,13 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
+
+from ithaca.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
 
@@ -19,20 +22,30 @@ def parse_number(value: object, base: int) -> object:
     """`128k` as a whole number, `k` being `base`; what is no such text is left for the checks that follow."""
     if not isinstance(value, str):
         return no_truth(value)
-    found = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", value, re.IGNORECASE)
-    if found is None:
+    number = _exact(value, base)
+    if number is None:
         raise ValueError(f"{value!r} is no number such as 4096, 128k or 1M")
-    return int(float(found[1].replace("_", "")) * base ** _POWERS[found[2].lower()])
+    if number != int(number):
+        raise ValueError(f"{value!r} is {number:f}, which is no whole number: use {int(number)}")
+    return int(number)
+
+
+def _exact(text: str, base: int) -> Decimal | None:
+    """What a text such as `128k`, `1_000` or `1e6` says; None where it is no number."""
+    # Unicode's other digits are left out; so are exponents that no amount has.
+    found = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)\s*([kmbgt]?)\s*", text, re.IGNORECASE)
+    return None if found is None else Decimal(found[1].replace("_", "")) * base ** _POWERS[found[2].lower()]
 
 
 def parse_bytes(value: object) -> object:
     """`60GiB` or `80GB` as bytes."""
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\s*([0-9.]+\s*[kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
-    if found is None:
+    found = re.fullmatch(r"\s*([0-9._e+]+\s*[kmgt]?)(i?)b?\s*", value, re.IGNORECASE)
+    size = None if found is None else _exact(found[1], 1024 if found[2] else 1000)
+    if size is None:
         raise ValueError(f"{value!r} is no amount of memory such as 60GiB or 80GB")
-    return parse_number(found[1], 1024 if found[2] else 1000)
+    return int(size)
 
 
 def with_unit(value: int) -> int:
@@ -90,8 +103,15 @@ def one_or_more(value: object) -> object:
 
 
 def at_home(value: str) -> str:
-    """A path with `~` written out."""
-    return str(Path(value).expanduser()) if value.startswith("~") else value
+    """A path with `~` written out; ConfigError where it is none: nothing, or the home of nobody."""
+    if not value.strip() or "\0" in value:
+        raise ConfigError(f"{value!r} is no path: name a file or a folder")
+    try:
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+    except RuntimeError:
+        raise ConfigError(
+            f"{value!r} begins with the home of a user that is not known here: write the whole path"
+        ) from None
 
 
 Length = Annotated[int, BeforeValidator(lambda value: parse_number(value, 1024)), Field(ge=1)]
@@ -102,6 +122,7 @@ Share = Annotated[Number, Field(ge=0.0, le=1.0)]
 Decay = Annotated[Number, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
 Where = Annotated[str, AfterValidator(at_home)]
+WhereIfAny = Annotated[str, AfterValidator(lambda value: at_home(value) if value else value)]
 
 
 def run_name(model: str, sources: Sequence[str], rest: object) -> str:

@@ -28,7 +28,17 @@ def test_what_is_written_out_reads_back_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("128k", 131_072), ("1M", 1_048_576), ("1.5k", 1536), ("4096", 4096), ("1_000", 1000), (7, 7)]
+    ("text", "number"),
+    [
+        ("128k", 131_072),
+        ("1M", 1_048_576),
+        ("1.5k", 1536),
+        ("4096", 4096),
+        ("1_000", 1000),
+        (7, 7),
+        ("1e3", 1000),
+        ("1.5e3", 1500),
+    ],
 )
 def test_lengths_are_of_1024(text: str | int, number: int) -> None:
     assert Stage(length=text, steps=1).length == number  # type: ignore[arg-type]
@@ -103,7 +113,15 @@ WRONG = [
     (["data.kind=chat"], "unknown key 'kind' in data: did you mean data.sources.0.kind?"),
     (["epochs=3"], "unknown key 'epochs': it takes output, seed"),
     (["stages.0.length=long"], "'long' is no number such as 4096, 128k or 1M"),
+    (["stages.0.length=1.0003k"], "'1.0003k' is 1024.3072, which is no whole number: use 1024"),
+    (["stages.0.length=1:30"], "'1:30' is no number such as 4096, 128k or 1M"),
     (["stages.0.steps=0"], "stages.0.steps: got 0"),
+    (["model.name=''"], "model.name: '' is no path: name a file or a folder"),
+    (["data.sources=['']"], "data.sources.0.path: '' is no path"),
+    (['output="a\\0b"'], "is no path"),
+    (["output=~nobody-here/x"], "'~nobody-here/x' begins with the home of a user that is not known here"),
+    (["data={}", "data="], "such as data.sources=..."),
+    (["stages=[{length: 4k, length: 8k}]"], "line 1: the key 'length' is there twice: leave one of them"),
     (["memory.budget=40"], "memory.budget: 40 is taken as bytes: write a unit, such as 40GB"),
     (["memory.budget=lots"], "60GiB or 80GB"),
     (["memory.layers=kept"], "memory.layers.0: got 'kept': choose 'keep', 'save', 'rebuild' or 'recompute'"),
@@ -142,6 +160,47 @@ def test_a_mistake_is_one_sentence_that_helps(overrides: list[str], said: str) -
         load_run(None, overrides)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1e3", 1000), ("1_000", 1000), ("010", 10), ("100.0", 100), ("0x10", 16), ("+5", 5)]
+)
+def test_numbers_are_those_that_are_written(text: str, number: int, tmp_path: Path) -> None:
+    """No octal and no base of sixty, in an override or in a file."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"stages: [{{length: {text}, steps: {text}}}]\n")
+    for stage in (
+        load_run(None, [f"stages.0.length={text}", f"stages.0.steps={text}"]).stages[0],
+        load_run(file).stages[0],
+    ):
+        assert (stage.length, stage.steps) == (number, number)
+
+
+@pytest.mark.parametrize("name", ["1e3", "2024-01-01", "010", "1:30", "0x10", "~", "null", "a: b", "ü b"])
+def test_texts_that_look_like_numbers_are_written_as_texts(name: str, tmp_path: Path) -> None:
+    run = read_run({"output": f"{name}" if name != "~" else "x", "model": {"revision": name}})
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_run(run), encoding="utf-8")
+    assert load_run(file) == run
+
+
+@pytest.mark.parametrize(
+    "content", ["\ufeffseed: 3\n", "seed: 3\r\n", "# first\r\n\r\nseed: 0003\r\n", "seed: 3"], ids=repr
+)
+def test_files_of_other_editors_are_read(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content.encode())
+    assert load_run(file).seed == 3
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 3000, "seed: " + "1" * 6000, "? [a]\n: 1\n", "seed: 1\n---\nseed: 2\n"], ids=len
+)
+def test_what_no_reader_of_yaml_takes_is_a_sentence(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.yaml.*(not YAML \(|no number)|seed: got"):
+        load_run(file)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

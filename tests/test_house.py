@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = (
-    ("errors", "values", "mistakes", "overrides", "config", "mesh", "heads"),
+    ("errors", "arguments", "values", "mistakes", "overrides", "config", "mesh", "heads"),
     ("sequence", "planning"),
     ("attention", "memory"),
     ("models", "state", "data"),
@@ -29,11 +29,11 @@ HOUSE = (
 )
 NUMBERS = {name: number for number, names in enumerate(HOUSE) for name in names}
 # Importable from everywhere, from the files beside them too.
-SHARED = ("errors", "values", "mistakes", "overrides", "mesh", "heads")
+SHARED = ("errors", "arguments", "values", "mistakes", "overrides", "mesh", "heads")
 # `ithaca/__init__.py` re-exports from all over, lazily.
 EXEMPT = "ithaca/__init__.py"
 CORE = 4
-WITHOUT_TORCH = ("values", "mistakes", "overrides", "config", "heads", "planning")
+WITHOUT_TORCH = ("arguments", "values", "mistakes", "overrides", "config", "heads", "planning")
 READS_ENVIRONMENT = ("mesh", "cli")
 LONGEST = 400
 

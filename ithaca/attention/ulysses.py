@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ithaca.arguments import named_arguments
 from ithaca.attention.exchange import Lane, Pending, start_to_heads, start_to_tokens
 from ithaca.attention.kernels import check_name
 from ithaca.attention.kernels.interface import QKV, AttentionSpec
@@ -41,6 +42,7 @@ from ithaca.mesh import Mesh, check_mesh, largest_divisor
 from ithaca.sequence.layout import SequenceLayout
 
 
+@named_arguments
 def ulysses_attention(
     q_BLHD: Tensor,
     k_BLKD: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import typer
@@ -20,14 +21,18 @@ from ithaca.cli.train import train
 from ithaca.cli.verify import verify
 from ithaca.errors import IthacaError
 
+# In narrower terminals typer's panels cut the names of options; click's plain pages break lines between words.
+_WIDE = 80
+
 app = typer.Typer(
     help="Train Hugging Face language models, exactly, on sequences of a million tokens and more.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _WIDE else None,
 )
 for verb in (models, plan, rehearse, verify, prepare, train, export, doctor):
-    app.command(epilog=EPILOGS[verb.__name__])(verb)
+    app.command(epilog=EPILOGS[verb.__name__], short_help=verb.__doc__)(verb)
 
 
 def _version(asked: bool) -> None:

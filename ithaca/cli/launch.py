@@ -14,7 +14,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from ithaca.cli.nodes import Nodes
@@ -24,6 +25,7 @@ from ithaca.cli.worker import Entry, Report, run_entry
 from ithaca.errors import ConfigError, IthacaError
 
 PORT = 29_400
+Check = Callable[[int, Callable[[int], str | None]], None]
 
 
 def launch(
@@ -38,6 +40,8 @@ def launch(
     node_rank: int | None = None,
     rendezvous: str | None = None,
     hosts: Sequence[str] = (),
+    check: Check | None = None,
+    setting: str = "launch.processes={}",
 ) -> int:
     """Run `entry(*args)` on every rank; gives the status to end with.
 
@@ -45,6 +49,8 @@ def launch(
     on the CPU, if "auto". `grace`: seconds the ranks have to save when told to stop; `saves`: that they do, and
     are said to. `nodes`, `node_rank` and `rendezvous` (`host:port` on node 0): this machine as one of several. `hosts`:
     the nodes to take; under Slurm the others stay idle, elsewhere the same command is typed on each of them.
+    `check`: is given the number of ranks before they are started, and how another number is typed, to refuse it. `setting`: where
+    `processes` was typed.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_here(entry, args)
@@ -57,18 +63,24 @@ def launch(
         os.environ.update(task.variables())
         return _run_here(entry, args)
     say_loading("loading torch")
-    count = count_processes(processes, device)
+    count = count_processes(processes, device, setting)
     place = _place(task, nodes, node_rank, rendezvous, hosts)
+    if check is not None:
+        check(count * place.count, partial(_typed, setting, place.count, _gpus(device)))
     if count == 1 and place.count == 1:
         return run_entry(entry, args)
     from ithaca.cli.agent import start_ranks
 
     say_loading(f"starting {count} ranks, each of which loads torch and transformers")
-    variables = _variables(count, place.count == 1 and not _has_gpus(device))
+    variables = _variables(count, place.count == 1 and not _gpus(device))
     return start_ranks(entry, args, count, place, grace, variables, saves)
 
 
-def count_processes(processes: int | Literal["auto"], device: Literal["auto", "cpu", "cuda"]) -> int:
+def count_processes(
+    processes: int | Literal["auto"],
+    device: Literal["auto", "cpu", "cuda"],
+    setting: str = "launch.processes={}",
+) -> int:
     """How many ranks this machine gets."""
     import torch
 
@@ -79,16 +91,22 @@ def count_processes(processes: int | Literal["auto"], device: Literal["auto", "c
         return gpus or 2
     if gpus and processes > gpus:
         raise ConfigError(
-            f"launch.processes={processes}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}: "
-            f"use launch.processes={gpus}, or launch.device=cpu"
+            f"{setting.format(processes)}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}: "
+            f"use {setting.format(gpus)}, or launch.device=cpu"
         )
     return processes
 
 
-def _has_gpus(device: str) -> bool:
+def _gpus(device: str) -> int:
     import torch
 
-    return device != "cpu" and torch.cuda.device_count() > 0
+    return torch.cuda.device_count() if device != "cpu" else 0
+
+
+def _typed(setting: str, nodes: int, gpus: int, ranks: int) -> str | None:
+    """Return how `ranks` ranks on so many machines are typed; None where a machine cannot have as many."""
+    each = ranks // nodes
+    return None if ranks % nodes or (gpus and each > gpus) else setting.format(each)
 
 
 def _variables(processes: int, loopback: bool) -> dict[str, str]:

@@ -22,7 +22,7 @@ from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
 from ithaca.planning.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
 from ithaca.planning.sizes import ModelSizes
 from ithaca.planning.traffic import Machine
-from ithaca.values import parse_bytes, parse_number
+from ithaca.values import at_home, parse_bytes, parse_number
 
 HUB_TIMEOUT_S = 3.0
 NODE = 8
@@ -94,7 +94,7 @@ def _usual_network(device: Device) -> str:
 
 def read_model(name: str) -> KnownModel:
     """A folder or a config.json, a name of the built-in table, or a name on the hub."""
-    path = Path(name).expanduser()
+    path = Path(at_home(name))
     if path.is_dir() or path.suffix == ".json" or path.is_file():
         return _from_file(path / "config.json" if path.is_dir() else path, name)
     if name.startswith((".", "/", "~")):

@@ -5,15 +5,16 @@ It makes the cache that `ithaca train` opens, so what it shows is what will be t
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from ithaca.cli.terminal import say_loading
+from ithaca.cli.terminal import print_page, say_loading
 from ithaca.cli.train import split_words
 
 if TYPE_CHECKING:
@@ -41,20 +42,22 @@ def prepare(
     file, overrides = split_words(words or [])
     run = load_run(file, overrides)
     tokenizer = load_tokenizer(run.model.tokenizer or run.model.name, run.model.revision)
-    console = Console()
     prepared = prepare_data(
         run.data,
         tokenizer,
         validation=run.validation,
         seed=run.seed,
         folder=Path(run.data.cache or Path(run.output) / "data"),
-        progress=console.is_terminal,
+        progress=sys.stdout.isatty(),
     )
     if prepared.stores or prepared.others:
-        console.print(_sources(prepared))
+        print_page(_sources(prepared), whole=True)
     for line in (*_bad_rows(prepared), *prepared.left_out):
-        console.print(Text(line))
-    console.print(_stages(run, prepared))
+        # Whole, so that a path in it can be copied.
+        typer.echo(line)
+    print_page(_stages(run, prepared), whole=True)
+    _check_validation(run, prepared)
+    console = Console()
     for index in range(show):
         console.print(_sample(run, prepared, tokenizer, index))
 
@@ -80,10 +83,16 @@ def _sources(prepared: Prepared) -> Table:
     return table
 
 
-def _right(*names: str) -> list[Any]:
-    from rich.table import Column
-
+def _right(*names: str) -> list[Column]:
     return [Column(name, justify="right") for name in names]
+
+
+def _check_validation(run: Run, prepared: Prepared) -> None:
+    """Refuse, as the run will, a validation for which no document is held back; a stream's is not known yet."""
+    from ithaca.data.feed import open_feed
+
+    if prepared.stores and prepared.has_validation:
+        open_feed(prepared, length=run.stages[0].length, rows=run.data.rows, seed=run.seed, split="validation")
 
 
 def _bad_rows(prepared: Prepared) -> list[str]:

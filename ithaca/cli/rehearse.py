@@ -153,7 +153,7 @@ def one_length(run: Run, length: str, world: int, config: Any) -> Run:
     """The run with one stage of this length; one row for each sequence group."""
     from ithaca.cli.plan_inputs import read_length
     from ithaca.config import Stage
-    from ithaca.training.session import choose_sp
+    from ithaca.training.degrees import choose_sp
 
     stage = Stage(length=read_length(length), steps=1, batch=world, sp=run.stages[-1].sp)
     one = run.model_copy(update={"stages": [stage]})

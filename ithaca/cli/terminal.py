@@ -26,13 +26,20 @@ def say_loading(text: str) -> None:
         os.write(2, f"{_CLEAR}{text} ...\n".encode())
 
 
-def print_page(*parts: RenderableType) -> None:
-    """Print tables as wide as the terminal, and whole where they go to a file or a pipe, no line filled with blanks."""
+def print_page(*parts: RenderableType, whole: bool = False) -> None:
+    """Print tables as wide as the terminal, and whole where they go to a file or a pipe, no line filled with blanks.
+
+    `whole`: lines are as long as they take in a narrow terminal too, for tables of paths and numbers alone.
+    """
     from rich.console import Console
+    from rich.measure import Measurement
 
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=_WHOLE)
+    if whole:
+        free = console.options.update(width=_WHOLE)
+        console.width = max([console.width, *(Measurement.get(console, free, part).maximum for part in parts)])
     with console.capture() as page:
         for part in parts:
             console.print(part)

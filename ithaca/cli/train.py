@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,8 @@ def train(
         node_rank=node_rank,
         rendezvous=rendezvous,
         hosts=[host for host in hosts.split(",") if host],
+        check=partial(_check_ranks, run),
+        setting="launch.processes={}" if processes is None else "--processes {}",
     )
     if status:
         raise typer.Exit(status)
@@ -70,6 +74,26 @@ def _check_places(run: Run) -> None:
     for source in [*run.data.sources, *run.validation.sources]:
         if not Path(source.path).expanduser().exists():
             locate(source)
+
+
+def _check_ranks(run: Run, world: int, typed: Callable[[int], str | None]) -> None:
+    """Refuse degrees that so many ranks, or the model's heads, cannot have; `typed`: how another number is typed."""
+    from ithaca.training.degrees import check_degrees
+
+    check_degrees(run, world, _heads(Path(run.model.name).expanduser() / "config.json"), typed)
+
+
+def _heads(config: Path) -> int | None:
+    """Return the attention heads that a config.json names; None where it is not here, or for the ranks to judge."""
+    from ithaca.errors import IthacaError
+    from ithaca.planning.config_check import read_content
+    from ithaca.planning.config_names import text_of
+
+    try:
+        heads = text_of(read_content(config)).get("num_attention_heads")
+    except (IthacaError, TypeError, ValueError):
+        return None
+    return heads if isinstance(heads, int) and heads > 0 else None
 
 
 def split_words(words: list[str]) -> tuple[str | None, list[str]]:

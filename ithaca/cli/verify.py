@@ -23,6 +23,7 @@ from ithaca.cli.stopped import INTERRUPTED, say_stopped, told_when_stopped
 from ithaca.cli.terminal import say_loading
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
+from ithaca.values import at_home
 
 if TYPE_CHECKING:
     from ithaca.config import Run
@@ -46,6 +47,7 @@ def verify(
     from ithaca.config import load_run
 
     file, overrides = split_words(words or [])
+    model = at_home(model) if model else model
     named = bool(model) and file is None and not overrides
     run = None if named else load_run(file, overrides)
     if run is not None and model:

@@ -106,7 +106,7 @@ def read_template(data: Data) -> str | None:
         return given
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError, ValueError) as error:
         raise DataError(
             f"data.chat_template {given!r} is no Jinja template and no file that can be read ({error})"
         ) from None

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from accelerate.utils import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import UnsupportedError
 from ithaca.integrations.accelerator import adopt
 from ithaca.integrations.names import kernel_for
@@ -28,6 +29,7 @@ _WEIGHTS = Literal["shard", "replicate"]
 _HANDLER = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
 
 
+@named_arguments
 @dataclass(init=False, repr=False, eq=False)
 class UlyssesConfig(ParallelismConfig):
     """`TrainingArguments(..., parallelism_config=ithaca.UlyssesConfig(sp_size=4))`, or SFTConfig, or Accelerator.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import MemoryPlanError
 
 LayerMode = Literal["keep", "save", "rebuild", "recompute"]
@@ -106,6 +107,7 @@ def behind_root(modes: Sequence[LayerMode], index: int) -> int:
     return place
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What is saved where, layer by layer, and how large the pieces are that are worked on at once."""

@@ -42,7 +42,8 @@ from ithaca.proof.rehearse_phases import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from ithaca.proof.rehearse_step import Figures, Part, measure
 from ithaca.proof.rehearse_trace import Kinds
 from ithaca.state.weights import leaves_device
-from ithaca.training.session import choose_sp, precision_of
+from ithaca.training.degrees import choose_sp
+from ithaca.training.session import precision_of
 from ithaca.training.stages import apply_stages
 
 # A step longer than this is cut to few layers, unless told: seconds as predicted, layers where there is no clock.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.sequence.documents import DOCUMENTS, IGNORE, read_documents, read_positions
@@ -49,6 +50,7 @@ class Shard:
     unlearned: int = 0
 
 
+@named_arguments
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None = None) -> Shard:
     """Lay out, pad and cut a whole batch; every rank of a sequence group passes the same one."""
     check_mesh(mesh)

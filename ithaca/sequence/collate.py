@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import BatchError
 from ithaca.sequence.batch import IGNORE
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class SequenceCollator:
     """`pack=True` lays examples end to end in rows of at most `length` tokens (first row with room).

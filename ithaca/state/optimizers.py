@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import UnsupportedError
 from ithaca.planning.plan import Optimizer as Name
 from ithaca.state.earlier import FOLLOWER
@@ -47,6 +48,7 @@ _DTYPES = {
 _LEAST_DECAY = 2**-8
 
 
+@named_arguments
 def build_optimizer(
     model: nn.Module,
     name: Name = "adamw",

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import IthacaError, UnsupportedError
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -31,6 +33,7 @@ _PART = ".part"
 _ADAPTER = "adapter_config.json"
 
 
+@named_arguments
 def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_size: str | int = "50GB") -> None:
     """Write config and weights in the standard format; every rank calls it. A PEFT model writes its adapter.
 
@@ -147,10 +150,12 @@ def _on_rank_0(target: Path, action: Callable[[], object], alone: bool = False) 
         except Exception as error:
             problem = error
     said = [None if problem is None else str(problem) or type(problem).__name__]
+    if isinstance(problem, OSError | SafetensorError):
+        said = [f"{said[0]}: make room there, or name another folder"]
     if dist.is_initialized() and not alone:
         dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
-        raise IthacaError(f"save_pretrained could not write to {target}: {said[0]}") from problem
+        raise IthacaError(f"could not write to {target}: {said[0]}") from problem
 
 
 def _layers(base: Any) -> list[dict[str, Tensor]]:

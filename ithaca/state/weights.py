@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.state.alike import make_alike
@@ -213,6 +214,7 @@ def reduction_of(model: nn.Module) -> Reduction | None:
     return Reduction(modules) if modules else None
 
 
+@named_arguments
 def recover(model: nn.Module) -> None:
     """Make a model usable again after an exception ended a step in its middle, on all ranks; gradients are dropped."""
     # The root comes before the layers.

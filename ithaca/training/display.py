@@ -57,16 +57,20 @@ class Display:
             self.bar.update(self.task, completed=place.step, text=text)
         elif time.monotonic() - self.said > EVERY:
             self.said = time.monotonic()
-            self.console.print(f"step {place.total}  {text}", highlight=False)
+            self._print(f"step {place.total}  {text}")
 
     def say(self, text: str) -> None:
         if self.shows:
-            self.console.print(text, highlight=False)
+            self._print(text)
 
     def note(self, text: str) -> None:
         """What is about to take a while, for somebody who watches: a log is better without."""
         if self.live:
-            self.console.print(f"{text} ...", highlight=False, markup=False)
+            self._print(f"{text} ...")
+
+    def _print(self, text: str) -> None:
+        # A path may hold brackets, which are no markup; a log's lines are whole, so that a path can be copied from one.
+        self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
         if self.bar is not None:

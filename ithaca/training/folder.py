@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import yaml
-
 from ithaca.config import Run, dump_run, read_run
 from ithaca.errors import ConfigError
+from ithaca.overrides import read_yaml
 from ithaca.state.exported import Mark, read_mark, write_mark
 from ithaca.state.manifest import listed
 from ithaca.training.changes import Change, advise_changes, begun_stages, refused
@@ -151,11 +150,11 @@ class RunFolder:
 
     def _settled(self) -> Run:
         try:
-            content = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+            content = read_yaml(self.settings.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ConfigError("it holds no settings")
             return read_run(content)
-        except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        except (OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise ConfigError(
                 f"{self.settings}, by which a run is known again, cannot be read ({' '.join(str(error).split())}): "
                 "remove it to go on, or set output=... to a new folder"

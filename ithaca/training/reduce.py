@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
@@ -24,6 +25,7 @@ from ithaca.models.handed_out import reduced
 from ithaca.values import as_number
 
 
+@named_arguments
 def reduce_mean(
     model: nn.Module, total: Tensor, count: Tensor | float, mesh: Mesh, *, total_count: float | None = None
 ) -> Tensor:

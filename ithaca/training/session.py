@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ithaca.config import Run, Stage
 from ithaca.data.feed import Feed, open_feed
 from ithaca.data.prepare import Prepared
-from ithaca.errors import MeshError
-from ithaca.mesh import Mesh, init_mesh, largest_divisor
+from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.auto import AutoMemory, planner_of
 from ithaca.models.pretrained import add_adapters, empty_model, read_config
 from ithaca.models.sizes import sizes_of
@@ -29,6 +28,7 @@ from ithaca.planning.sizes import ModelSizes
 from ithaca.state.load import init_weights, load_weights
 from ithaca.state.optimizers import build_optimizer
 from ithaca.state.tensors import state_tensors
+from ithaca.training.degrees import choose_sp
 from ithaca.training.stages import apply_stages
 
 
@@ -56,24 +56,6 @@ class Session:
         """The rows that this rank's sequence group takes in step `step` of the stage."""
         first = step * self.stage.batch
         return [row for row in range(first, first + self.stage.batch) if row % self.mesh.dp == self.mesh.dp_rank]
-
-
-def choose_sp(run: Run, number: int, world: int, config: Any) -> int:
-    """The stage's own degree, the run's, or as many ranks as divide the world and have a head each."""
-    stage = run.stages[number]
-    run.mesh.refuse_ring()
-    asked = stage.sp or run.mesh.sp
-    sp = largest_divisor(world // run.mesh.ring, int(config.num_attention_heads)) if asked == "auto" else asked
-    dp = world // (sp * run.mesh.ring)
-    if dp and stage.batch % dp:
-        # Fewer, larger sequence groups: the smallest degree above this one by which the batch goes round.
-        larger = [n for n in range(sp + 1, world + 1) if world % n == 0 and stage.batch % (world // n) == 0]
-        degree = f"stages.{number}.sp" if stage.sp else "mesh.sp"
-        raise MeshError(
-            f"stage {number + 1} has batch {stage.batch} over dp={dp} sequence groups: a multiple is needed; use "
-            f"stages.{number}.batch={-(-stage.batch // dp) * dp}, or {degree}={larger[0]}"
-        )
-    return sp
 
 
 def precision_of(run: Run, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:

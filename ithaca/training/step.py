@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ithaca.arguments import named_arguments
 from ithaca.errors import BatchError, PeerError, UnsupportedError
 from ithaca.memory.anchors import WHOLE_BACKWARD
 from ithaca.mesh import Mesh, check_mesh
@@ -33,6 +34,7 @@ from ithaca.training.positions import LossByPosition
 from ithaca.values import as_number
 
 
+@named_arguments
 def causal_loss(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -163,6 +165,7 @@ def _accounted(loss: Tensor, binding: Binding) -> Tensor:
     return found
 
 
+@named_arguments
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
     """How many targets the micro-batches of all ranks have together; all ranks raise if one cannot count its own."""
     check_mesh(mesh)

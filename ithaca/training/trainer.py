@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ithaca.config import Run
 from ithaca.data.prepare import Prepared, prepare
-from ithaca.errors import CheckpointError, ConfigError, IthacaError, UntrainedError
+from ithaca.errors import CheckpointError, UntrainedError, UnwrittenError
 from ithaca.memory.release import release
-from ithaca.mesh import Mesh, fit_degrees, init_mesh
+from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.embedded import EMBEDDED, build_embedded, embedded_tokenizer
 from ithaca.models.pretrained import check_adapters, find_folder, read_config
 from ithaca.models.support import base_model, decoder_layers
@@ -35,14 +35,16 @@ from ithaca.state.origin import ORIGIN, check_origin, read_origin
 from ithaca.state.tensors import check_fingerprint, fingerprint
 from ithaca.training.changes import settle_place
 from ithaca.training.collectives import check_collectives
+from ithaca.training.degrees import another_launcher, check_degrees
 from ithaca.training.display import Display
 from ithaca.training.folder import RunFolder
 from ithaca.training.loop import StageLoop
 from ithaca.training.metrics import Journal
 from ithaca.training.place import Place
 from ithaca.training.room import Room, model_bytes
-from ithaca.training.session import Session, build_session, choose_sp, stage_config
+from ithaca.training.session import Session, build_session, stage_config
 from ithaca.training.stages import advise_between
+from ithaca.training.together import together
 from ithaca.training.unusual import advise_settings
 from ithaca.training.watch import Preempted, Watch
 
@@ -68,7 +70,7 @@ def train(run: Run, *, restart: bool = False) -> Outcome:
         mesh = init_mesh(device=None if run.launch.device == "auto" else run.launch.device)
         folder = RunFolder(Path(run.output))
         held = (lambda: stack.enter_context(folder.lock()), folder.clear_left, lambda: folder.refuse_another(run))
-        _together(mesh, *held)
+        together(mesh, *held)
         watch = stack.enter_context(Watch.of(mesh, hang=run.limits.hang))
         display = Display(shows=mesh.rank == 0, stages=len(run.stages))
         stack.callback(display.close)
@@ -110,16 +112,20 @@ class _Trainer:
             self.documents = prepared.fingerprint
         for note in prepared.left_out:
             self.display.say(f"warning: {note}")
-        self._take_over(place, path)
-        if path is not None and place.stage and not place.step:
-            self._export(path, place)
         try:
+            self._take_over(place, path)
+            if path is not None and place.stage and not place.step:
+                self._export(path, place)
             while place.stage < len(run.stages):
                 place = self._stage(place, path, prepared)
                 path = self.checkpoints.at(place.total)
+            together(self.mesh, lambda: self.folder.name_last(len(run.stages) - 1, run.stages[-1].length))
         except Preempted:
             return self._stop(place)
-        _together(self.mesh, lambda: self.folder.name_last(len(run.stages) - 1, run.stages[-1].length))
+        except UnwrittenError as error:
+            if not self._asked_to_stop():
+                raise
+            return self._stop(place, error)
         return Outcome(self.folder.root, place, finished=True)
 
     def _source(self) -> str:
@@ -161,9 +167,9 @@ class _Trainer:
     def _look_ahead(self) -> None:
         """Refuse stages that the model or the mesh cannot do, and warn of jumps, before anything is read or built."""
         for number in range(len(self.run.stages)):
-            config = stage_config(self.run, self.source, number)
-            sp = choose_sp(self.run, number, self.mesh.world, config.get_text_config())
-            fit_degrees(self.mesh.world, sp=sp, ring=self.run.mesh.ring)
+            stage_config(self.run, self.source, number)
+        heads = int(read_config(self.source).get_text_config().num_attention_heads)
+        check_degrees(self.run, self.mesh.world, heads, another_launcher)
         if self.run.lora is not None:
             check_adapters(read_config(self.source), self.run.lora)
         known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
@@ -181,11 +187,11 @@ class _Trainer:
         facts = {} if path is None else self.checkpoints.read_facts(path)
         found = Place() if path is None else _place_in(facts, path)
         place = settle_place(found, self.run, facts.get("counts"))
-        _together(self.mesh, lambda: self.folder.refuse_another(self.run, place))
-        _together(self.mesh, lambda: check_origin(facts.get(ORIGIN), self.origin, self.source))
-        (self.identity,) = _together(self.mesh, lambda: self._identify(facts, restart))
+        together(self.mesh, lambda: self.folder.refuse_another(self.run, place))
+        together(self.mesh, lambda: check_origin(facts.get(ORIGIN), self.origin, self.source))
+        (self.identity,) = together(self.mesh, lambda: self._identify(facts, restart))
         if path is None or RUN in facts:
-            _together(self.mesh, lambda: self.folder.refuse_strangers(self.run, place, self.identity))
+            together(self.mesh, lambda: self.folder.refuse_strangers(self.run, place, self.identity))
         return place, path
 
     def _identify(self, facts: dict[str, Any], restart: bool) -> str:
@@ -204,11 +210,11 @@ class _Trainer:
         """The folder is this run's from here on."""
         if path is not None:
             self._check_documents(path)
-            (told,) = _together(self.mesh, lambda: self.folder.new_course(self.run, place))
+            (told,) = together(self.mesh, lambda: self.folder.new_course(self.run, place))
             for change in told:
                 self.display.say(f"warning: {change}")
             self.display.say(f"going on from {path}: {place.total} steps done")
-        _together(self.mesh, lambda: self.journal.resume(place.total), lambda: self.folder.leave_settings(self.run))
+        together(self.mesh, lambda: self.journal.resume(place.total), lambda: self.folder.leave_settings(self.run))
 
     def _stage(self, place: Place, path: Path | None, prepared: Prepared) -> Place:
         """One stage from `place` to its end, its model exported, its checkpoint kept."""
@@ -228,7 +234,7 @@ class _Trainer:
                 self._load(path, facts, session)
             room = Room.of(self.run, place, self.folder.checkpoints)
             sizes = bytes_of(session.tensors), model_bytes(session.model)
-            _together(self.mesh, lambda: room.check(*sizes, self.folder.root))
+            together(self.mesh, lambda: room.check(*sizes, self.folder.root))
         # A stage that begins has read nothing that its feed could compare.
         for note in session.feed.notes if place.step else prepared.changes(facts.get("listings", [])):
             self.display.say(f"warning: {note}")
@@ -268,7 +274,7 @@ class _Trainer:
         target = self.folder.stage(number, self.run.stages[number].length)
         if RUN not in self.checkpoints.read_facts(path) and target.exists():
             return  # Written by an earlier version, which left no marks.
-        _together(self.mesh, lambda: self._write_model(path, target))
+        together(self.mesh, lambda: self._write_model(path, target))
         self.display.close()
         self.display.say(f"stage {place.stage} is done: {target} loads in plain transformers")
 
@@ -276,7 +282,7 @@ class _Trainer:
         try:
             self.folder.put(target, partial(export_checkpoint, path), mark_of(path))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
+            raise UnwrittenError(
                 f"{target} was not written ({error}), but {path}, which it is made of, is whole: make room, and the same "
                 "command writes it"
             ) from None
@@ -308,17 +314,24 @@ class _Trainer:
                 self.saved = place
             except CheckpointError as error:
                 if keep or wait:
-                    raise
+                    raise UnwrittenError(str(error)) from None
                 if self.mesh.rank == 0:
                     logger.warning("step %d is not saved: %s", place.total, error)
                 self.journal.write("event", place.total, event="not saved", reason=str(error))
 
-    def _stop(self, place: Place) -> Outcome:
+    def _asked_to_stop(self) -> bool:
+        """True on all ranks if one of them was asked: a signal may have come to it alone, a moment ago."""
+        asked = torch.tensor(float(self.watch.wanted), device=self.mesh.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.mesh.world_group)
+        return bool(asked.item())
+
+    def _stop(self, place: Place, unwritten: UnwrittenError | None = None) -> Outcome:
         """Somebody asked to stop: the step in flight is given up, the last whole one is saved.
 
-        A disk that does not take it makes the stop no failure: the run goes on from what was saved before.
+        A disk that does not take it makes the stop no failure: the run goes on from what was saved before. `unwritten`:
+        what could not be written as the stop came; the same is not tried again.
         """
-        told = "saved: the same command goes on from there"
+        told = ", saved: the same command goes on from there"
         with self.watch.patient(self.run.limits.grace, "saving before the end"):
             try:
                 self.checkpoints.wait()
@@ -326,14 +339,14 @@ class _Trainer:
                 self.saved = None
             if self.session is not None and self.loop is not None:
                 place = self.loop.settle()
-                if place != self.saved:
+                if place != self.saved and unwritten is None:
                     reason = self._save_at_stop(place)
-                    told = (
-                        f"not saved ({reason}): the same command goes on from {self._last_saved()}" if reason else told
-                    )
+                    told = f", not saved ({reason}): {self._goes_on()}" if reason else told
+            if unwritten is not None:
+                told = f": {unwritten}; {self._goes_on()}"
         self.journal.write("event", place.total, event="stopped")
         self.display.close()
-        self.display.say(f"stopped after {place.total} steps, {told}")
+        self.display.say(f"stopped after {place.total} steps{told}")
         return Outcome(self.folder.root, place, finished=False, interrupted=self.watch.interrupted)
 
     def _save_at_stop(self, place: Place) -> str | None:
@@ -346,12 +359,13 @@ class _Trainer:
             return str(error)
         return None
 
-    def _last_saved(self) -> str:
+    def _goes_on(self) -> str:
         try:
             path = self.checkpoints.latest()
         except CheckpointError:
             path = None
-        return "step 1, as no checkpoint is whole" if path is None else f"{path.name}, the last whole checkpoint"
+        where = "step 1, as no checkpoint is whole" if path is None else f"{path.name}, the last whole checkpoint"
+        return f"the same command goes on from {where}"
 
 
 def _place_in(facts: dict[str, Any], path: Path) -> Place:
@@ -366,29 +380,3 @@ def _place_in(facts: dict[str, Any], path: Path) -> Place:
         raise CheckpointError(
             f"{path} is no checkpoint of `ithaca train` (its facts lack {error}): set output=... to another folder"
         ) from None
-
-
-def _together(mesh: Mesh, *actions: Callable[[], Any]) -> list[Any]:
-    """What the first rank does for all: every rank gets the results, or the error of it."""
-    error: IthacaError | None = None
-    results: list[Any] = []
-    if mesh.rank == 0:
-        try:
-            # A lock, or another thing that stays with the first rank, does not travel.
-            results = [_travelling(action()) for action in actions]
-        except IthacaError as caught:
-            error = caught
-        except OSError as caught:
-            error = ConfigError(
-                f"{caught.filename or 'the disk'}: {caught.strerror}: make room, or see to its permissions"
-            )
-    told: list[Any] = [error, results]
-    dist.broadcast_object_list(told, src=0, group=mesh.world_group)
-    if told[0] is not None:
-        raise told[0]
-    results = told[1]
-    return results
-
-
-def _travelling(result: Any) -> Any:
-    return result if isinstance(result, str | list) else None

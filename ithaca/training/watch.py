@@ -115,6 +115,11 @@ class Watch:
         return self._asked.is_set()
 
     @property
+    def wanted(self) -> bool:
+        """True if this rank has been asked to stop, whether the others have heard of it or not."""
+        return self._wants or self.asked
+
+    @property
     def interrupted(self) -> bool:
         """Whether it was Ctrl-C that asked, here."""
         return self._interrupts > 0

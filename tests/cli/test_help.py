@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shlex
 import subprocess
 import sys
@@ -38,6 +39,17 @@ def test_help_has_examples_keys_and_exit_codes(typed: Any, monkeypatch: pytest.M
     assert "Exit codes: 0" in out
     assert ("KEY.SUB=VALUE sets one" in out) == ("[KEY.SUB=VALUE]" in out), "keys where a run file is taken"
     assert "[default: 0]" not in out or "from 0" in out
+
+
+@pytest.mark.parametrize("columns", [40, 79, 80])
+def test_no_word_of_a_narrow_page_is_cut(columns: int) -> None:
+    """Options are told apart by their ends: --host-memory, --host-headroom."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
+    command = [sys.executable, "-m", "ithaca.cli", "plan", "--help"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "\u2026" not in said
+    assert {"--host-memory", "--host-headroom", "--headroom", "config.json"} <= set(re.findall(r"[\w.-]+\w", said))
+    assert max(len(line) for line in said.splitlines()) <= max(columns, 52)
 
 
 @pytest.mark.parametrize("verb", VERBS)

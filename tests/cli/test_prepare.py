@@ -53,6 +53,23 @@ def test_tables_of_sources_and_stages(tmp_path: Path) -> None:
     assert call(*words) == output
 
 
+def test_no_number_or_path_is_cut_on_a_narrow_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    file = write_documents(tmp_path / "a rather long name of documents.jsonl", 200)
+    output = call(f"data.sources={file}", f"output={tmp_path / 'run'}")
+    assert str(file) in output
+    assert "\u2026" not in output
+    assert {"documents", "rows an epoch"} <= {part.strip() for line in output.splitlines() for part in line.split("  ")}
+
+
+def test_a_validation_without_a_document_is_told(tmp_path: Path) -> None:
+    """As the run would say after its ranks were started."""
+    file = write_documents(tmp_path / "docs.jsonl", 1)
+    words = [f"data.sources={file}", f"output={tmp_path / 'run'}", "validation.share=0.01"]
+    with pytest.raises(DataError, match="validation"):
+        CliRunner().invoke(app, ["prepare", *words], catch_exceptions=False)
+
+
 def test_samples(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "chat.jsonl", [{"messages": CHAT}] * 3)
     output = call(f"data.sources={file}", f"output={tmp_path / 'run'}", "--show", "1")

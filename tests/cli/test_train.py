@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ithaca.cli import app
 from ithaca.cli.train import split_words
 from ithaca.config import Run, load_run, read_run
-from ithaca.errors import ConfigError
+from ithaca.errors import ConfigError, MeshError
 from tests.training.runs import small_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -47,6 +47,10 @@ def test_the_first_word_is_a_file_unless_it_is_a_setting() -> None:
     assert split_words([]) == (None, [])
 
 
+TWO = ["launch.device=cpu", "launch.processes=2"]
+ROWS = ["stages.0.batch=6", "stages.1.batch=6"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -54,11 +58,45 @@ def test_the_first_word_is_a_file_unless_it_is_a_setting() -> None:
         (["stages.0.lenght=4k"], "did you mean 'length'"),
         (["launch.device=cuda", "launch.processes=2"], "torch sees no GPU here"),
         (["--nodes", "2"], "--nodes 2 needs --rendezvous"),
+        (["mesh.ring=2"], r"use mesh\.ring=1$"),
+        (
+            [*TWO, "mesh.sp=3"],
+            r"^mesh\.sp=3 does not divide the 2 ranks of this run: use mesh\.sp=2, or launch\.processes=3$",
+        ),
+        ([*TWO, "mesh.sp=3", "--processes", "4"], r"use mesh\.sp=4, or --processes 3$"),
+        ([*TWO, "mesh.sp=3", "--processes", "4", *ROWS], r"use mesh\.sp=2, or --processes 3$"),
+        (
+            [*TWO, "stages.0.batch=2", "stages.1.sp=3"],
+            r"^stages\.1\.sp=3 does not divide .* use stages\.1\.sp=2, or launch\.processes=3$",
+        ),
+        ([*TWO, "mesh.sp=1", "stages.0.batch=3"], r"stage 1 has batch 3 .* use stages\.0\.batch=4, or mesh\.sp=2$"),
+        (
+            [*TWO, "mesh.replicas=3"],
+            r"^mesh\.replicas=3 does not divide the 2 ranks of this run: use mesh\.replicas=2$",
+        ),
+        (
+            [*TWO, "mesh.sp=4", *ROWS, "--nodes", "3", "--node-rank", "1", "--rendezvous", "a:1"],
+            r"the 6 ranks of this run: use mesh\.sp=3, or launch\.processes=4$",
+        ),
     ],
 )
 def test_mistakes_are_told_before_a_rank_starts(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, MeshError), match=said):
         CliRunner().invoke(app, ["train", *words], catch_exceptions=False)
+
+
+def test_a_degree_above_the_heads_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    """The model's folder says how many heads there are; the degree advised has a rank for each, or fewer."""
+    run = small_run(tmp_path, "heads", mesh={"sp": 8}, launch={"processes": 8, "device": "cpu"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    with pytest.raises(MeshError, match=r"^mesh\.sp=8, but the model has 4 attention heads, .* use mesh\.sp=4$"):
+        CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml")], catch_exceptions=False)
+
+
+def test_more_ranks_than_the_machine_has_gpus_are_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(MeshError, match=r"2 ranks of this run: use mesh\.sp=2$"):
+        CliRunner().invoke(app, ["train", "mesh.sp=3", *ROWS], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +104,8 @@ def test_mistakes_are_told_before_a_rank_starts(words: list[str], said: str) -> 
     [
         ({"model": {"name": "./nowhere"}}, "model.name './nowhere' is no folder"),
         ({"data": {"sources": ["nothing/"]}}, "nothing/"),
-        ({"mesh": {"sp": 3}}, "sp=3 does not divide a world of 2 processes"),
     ],
-    ids=["model", "data", "mesh"],
+    ids=["model", "data"],
 )
 @pytest.mark.slow
 def test_mistakes_that_ranks_find_are_one_sentence(tmp_path: Path, more: dict[str, object], said: str) -> None:

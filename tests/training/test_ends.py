@@ -281,3 +281,66 @@ def stopped_with_a_full_disk(text: str) -> dict[str, Any]:
         return _train(text, stop=7, at="forward layer 1")
     finally:
         checkpoints.write_tensors = real
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "checkpoint",
+            r"stopped after 12 steps: the checkpoint of step 12 was not .*space.*; the .* from step-00000010, .*",
+        ),
+        (
+            "model",
+            r"stopped after 12 steps: .*1-64 was not written \(.*space.*; the same .* goes on from step-00000012, .*",
+        ),
+        ("name", r"stopped after 12 steps: .*No space left.*; the same command goes on from step-00000012, .*"),
+    ],
+)
+def test_a_stop_as_a_stages_end_cannot_be_written_is_a_stop(tmp_path: Path, what: str, said: str) -> None:
+    """Asked of one rank a moment before the write fails: the status of a stop, and the same command ends the run."""
+    run = small_run(tmp_path, "run")
+    with pytest.raises(RankError, match="No space left on device"):
+        run_ranks(2, with_no_room_at_the_end, run.model_dump_json(), what, False)
+    for left in (Path(run.output) / "checkpoints").glob("step-00000012"):
+        shutil.rmtree(left)
+    got = run_ranks(2, with_no_room_at_the_end, run.model_dump_json(), what, True)[0]
+    assert not got["finished"]
+    assert re.fullmatch(said, got["said"][-1]), got["said"][-1]
+    again = run_train(2, run)
+    assert again["finished"]
+    assert again["sum"] == run_train(2, small_run(tmp_path, "whole"))["sum"]
+
+
+def with_no_room_at_the_end(text: str, what: str, stops: bool) -> dict[str, Any]:
+    """`stops`: the second rank is asked to stop as the stage ends."""
+    from ithaca.state import checkpoints
+    from ithaca.training import trainer
+    from tests.training.runs import _train
+
+    written, exported, named = checkpoints.write_tensors, trainer.export_checkpoint, RunFolder.name_last
+    ended = trainer._Trainer._end_stage
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(folder: Path, tensors: Any, group: Any) -> Any:
+        return full() if "00000012" in folder.name else written(folder, tensors, group)
+
+    def ending(self: Any, session: Any, place: Place) -> Place:
+        if stops and self.mesh.rank == 1:
+            self.watch.ask()
+        return ended(self, session, place)
+
+    try:
+        trainer._Trainer._end_stage = ending  # type: ignore[method-assign]
+        if what == "checkpoint":
+            checkpoints.write_tensors = write
+        elif what == "model":
+            trainer.export_checkpoint = full  # type: ignore[assignment]
+        else:
+            RunFolder.name_last = full  # type: ignore[method-assign]
+        return _train(text)
+    finally:
+        checkpoints.write_tensors, trainer.export_checkpoint = written, exported
+        RunFolder.name_last, trainer._Trainer._end_stage = named, ended  # type: ignore[method-assign]

@@ -10,9 +10,9 @@ import pytest
 from ithaca.config import Run, Stage, load_run, read_run
 from ithaca.errors import ConfigError, MeshError
 from ithaca.training.changes import advise_changes, refused, settle_place
+from ithaca.training.degrees import choose_sp
 from ithaca.training.folder import RunFolder
 from ithaca.training.place import Place
-from ithaca.training.session import choose_sp
 
 
 def held(folder: Path, run: Run, *, steps: bool = True) -> RunFolder:
@@ -183,9 +183,20 @@ class Heads:
     num_attention_heads = 8
 
 
+class FewHeads:
+    num_attention_heads = 2
+
+
 @pytest.mark.parametrize(("world", "sp", "batch", "advice"), [(2, 1, 3, 2), (4, 1, 2, 2), (4, 1, 3, 4), (8, 2, 6, 4)])
 def test_the_degree_advised_is_one_that_goes(world: int, sp: int, batch: int, advice: int) -> None:
     run = other(stage={"batch": batch}, mesh={"sp": sp})
     with pytest.raises(MeshError, match=f"mesh.sp={advice}$"):
         choose_sp(run, 0, world, Heads())
     assert choose_sp(other(stage={"batch": batch}, mesh={"sp": advice}), 0, world, Heads()) == advice
+
+
+def test_no_degree_above_the_heads_is_advised() -> None:
+    with pytest.raises(MeshError, match=r"use stages\.0\.batch=4, or mesh\.sp=2$"):
+        choose_sp(other(stage={"batch": 2}, mesh={"sp": 1}), 0, 4, FewHeads())
+    with pytest.raises(MeshError, match=r"use stages\.0\.batch=2$"):
+        choose_sp(other(stage={"batch": 1}, mesh={"sp": 2}), 0, 4, FewHeads())
