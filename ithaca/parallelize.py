@@ -37,6 +37,7 @@ from ithaca.state.own_numbers import refuse_own_numbers
 from ithaca.state.safetensors import refuse_plain_save
 from ithaca.state.shardable import check_shardable
 from ithaca.state.spread import refuse_whole_weights
+from ithaca.state.unknown_operations import name_unknown_operations
 from ithaca.state.weights import (
     OnHost,
     Weights,
@@ -149,6 +150,7 @@ def parallelize(
     refuse_assigned(model)
     refuse_own_numbers(model)
     watch_steps()
+    name_unknown_operations()
     binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)
     binding.placed = Placed.of(model)
     # The model inside an adapter's outlives it, once the adapter is merged.

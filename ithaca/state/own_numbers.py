@@ -46,7 +46,12 @@ def refuse_own_numbers(model: nn.Module) -> None:
 
 def is_spread(value: object) -> bool:
     """True if the tensor is a weight that Ithaca spread over ranks, a gradient of one, or made of them."""
-    return isinstance(value, DTensor) and value.device_mesh in _MESHES
+    return isinstance(value, DTensor) and is_spread_over(value.device_mesh)
+
+
+def is_spread_over(mesh: object) -> bool:
+    """True if weights were spread over this mesh."""
+    return isinstance(mesh, DeviceMesh) and mesh in _MESHES
 
 
 def _read(_operation: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
