@@ -65,3 +65,10 @@ NOT_PICKLED = (
     "ithaca.save_pretrained(model, folder) on every rank, or torch.save what torch.distributed.checkpoint.state_dict."
     "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives"
 )
+
+PART_NOT_PICKLED = (
+    "pickle and torch.save were given weights, or an optimizer's state, that are spread over ranks, and would write this "
+    "rank's part alone: call ithaca.save_pretrained(model, folder) on every rank; torch.save what torch.distributed."
+    "checkpoint.state_dict.get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)) gives; or call "
+    "torch.distributed.checkpoint.save"
+)

@@ -34,9 +34,11 @@ from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
 from ithaca.state.assigned import refuse_assigned
 from ithaca.state.earlier import Earlier
 from ithaca.state.on_host import held_on_host
+from ithaca.state.own_numbers import refuse_own_numbers
 from ithaca.state.safetensors import refuse_plain_save
 from ithaca.state.shardable import check_shardable
 from ithaca.state.spread import refuse_whole_weights
+from ithaca.state.unknown_operations import name_unknown_operations
 from ithaca.state.weights import (
     OnHost,
     Weights,
@@ -48,6 +50,7 @@ from ithaca.state.weights import (
     reduction_of,
     takes_groups,
 )
+from ithaca.state.whole_step import watch_steps
 from ithaca.values import no_truth, parse_bytes, with_unit
 
 M = TypeVar("M", bound=nn.Module)
@@ -147,6 +150,9 @@ def parallelize(
     )
     earlier.follow(model)
     refuse_assigned(model)
+    refuse_own_numbers(model)
+    watch_steps()
+    name_unknown_operations()
     binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)
     binding.placed = Placed.of(model)
     # The model inside an adapter's outlives it, once the adapter is merged.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,6 +32,7 @@ from ithaca.integrations.targets import LearnedOnly
 from ithaca.integrations.trainers import naming_sharded_weights
 from ithaca.mesh import Mesh
 from ithaca.models.bound import binding_of
+from ithaca.state.alike import differing_of, digest
 
 
 def adopt(accelerator: Any, mesh: Mesh, settings: Settings) -> None:
@@ -80,6 +83,11 @@ class UlyssesMethods:
     def num_processes(self) -> int:
         """Data-parallel processes: what a loss over all tokens is multiplied by, and batches are shared out among."""
         return self.ulysses.mesh.dp
+
+    @property
+    def process_index(self) -> int:
+        """The sequence group's number among `num_processes`: a sampler of the two gives a group's ranks the same rows."""
+        return self.ulysses.mesh.dp_rank
 
     @property
     def is_last_process(self) -> bool:
@@ -153,14 +161,32 @@ class UlyssesMethods:
         finally:
             data_loader.collate_fn = collate
 
+    def _prepare_device_mesh(self) -> None:
+        """None: with the ranks' mesh a loader would divide `process_index` by the ranks of a group once more."""
+
     def _share_order(self, loader: DataLoader[Any]) -> None:
-        """One shuffle for all: with a single data-parallel process accelerate sees nobody to share it with."""
+        """One shuffle for all: with a single data-parallel process accelerate sees nobody to share it with.
+
+        Ranks that were seeded alike draw one order without it, which is also the order of one process.
+        """
         sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
         if getattr(sampler, "generator", 0) is not None or self.use_seedable_sampler:
+            return
+        mesh = self.ulysses.mesh
+        if mesh.dp == 1 and not differing_of([digest(torch.get_rng_state().numpy().tobytes())], mesh):
             return
         seed = torch.empty((), dtype=torch.int64).random_().to(self.ulysses.mesh.device)
         dist.broadcast(seed, src=0)
         sampler.generator = torch.Generator().manual_seed(int(seed))  # type: ignore[union-attr]
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Between sequence groups; accelerate's own would split between ranks."""
+        groups = SimpleNamespace(
+            num_processes=self.num_processes, process_index=self.process_index, device=self.ulysses.mesh.device
+        )
+        with PartialState.split_between_processes(groups, inputs, apply_padding) as mine:
+            yield mine
 
     def gather(self, tensor: Any) -> Any:
         """From one rank of every group: all of its ranks hold the same."""

@@ -47,6 +47,7 @@ _LABELS = ("labels", "shift_labels")
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 # What a caller may pass that asks for something a sharded pass does not give.
 _NOT_GIVEN = ("output_hidden_states", "output_attentions", "past_key_values", "cache_position")
+_ASKED = ("output_hidden_states", "output_attentions")
 # A call for the loss alone (Trainer with Liger), which is what is given anyway.
 _DROPPED = ("skip_logits",)
 
@@ -88,6 +89,7 @@ class WholeBatches:
             return None
         kwargs = self._named(args) | kwargs
         _refuse(kwargs)
+        _refuse_asked(self.binding.model.config, kwargs)
         fused, items = bool(kwargs.pop(FUSED, False)), kwargs.pop(_ITEMS, None)
         batch = named_once({key: value for key, value in kwargs.items() if key not in _DROPPED})
         learned = any(batch.get(name) is not None for name in _LABELS)
@@ -239,6 +241,16 @@ def _refuse(kwargs: Mapping[str, Any]) -> None:
     keep = kwargs.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         raise UnsupportedError("logits_to_keep counts tokens of a whole row, a rank has a part of it: leave it out")
+
+
+def _refuse_asked(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """What the model's config asks for beside the logits, where the call does not say otherwise."""
+    for name in _ASKED:
+        if getattr(config, name, False) and kwargs.get(name) is None:
+            raise UnsupportedError(
+                f"{name}=True in the model's config: a model split over ranks does not give them; set "
+                f"model.config.{name} = False, or run the model whole inside `with ithaca.unsharded(model):`"
+            )
 
 
 def _miscounted(batch: Mapping[str, Any], shard: Shard | None) -> Exception | None:

@@ -59,6 +59,12 @@ def check_trainer(trainer: Any, mesh: Mesh) -> None:
             "save_only_model=True: Trainer has it for whole weights alone, and a checkpoint's are written shard by shard: "
             "leave it out; trainer.save_model(folder) writes the weights alone"
         )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(trainer.args, name):
+            raise UnsupportedError(
+                f"{name}=True casts the weights after they were split over ranks: leave it out; bf16=True trains and "
+                "evaluates in bf16, with the weights as they are"
+            )
     own = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), None)
     if own is None:
         return

@@ -28,6 +28,12 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
     for key, reason in refusals.items():
         if kwargs.get(key) is not None and kwargs[key] is not False:
             raise UnsupportedError(f"{key} was passed to a sharded forward: {reason}")
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        raise UnsupportedError(
+            "logits_to_keep was passed to a sharded forward: it counts tokens of a whole row, and a rank has a part of one; "
+            "leave it out, or run the model whole inside `with ithaca.unsharded(model):`"
+        )
 
 
 def refuse_autocast(model: PreTrainedModel, device: str) -> None:

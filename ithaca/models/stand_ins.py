@@ -4,7 +4,7 @@ What the parts of a layer do is found by running them (`roles.py`), and does not
 of equal shapes share one set of random weights, so that a model of any depth needs memory for one layer of each kind
 besides its embeddings and head.
 
-Invariant: the numbers are the same on every rank, and afterwards the model is as empty as before.
+Invariant: the numbers are the same on every rank, and afterwards the model is as empty, and its buffers are, as before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _DRAWN = 2**22 - 3
 
 @contextmanager
 def stand_ins(model: nn.Module, layers: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Inside, what is on the meta device has random values on `device`."""
+    """Inside, what is on the meta device has random values on `device`; buffers are afterwards as they were."""
+    # Spectral norm goes one step of its iteration in every pass, a batch norm takes in what it sees.
+    kept = [(store, key, tensor, tensor.clone()) for store, key, tensor in _buffers(model) if not tensor.is_meta]
     places = list(_empty_places(model, layers))
     draw = torch.Generator(device).manual_seed(0)
     made: dict[Any, Tensor] = {}
@@ -37,6 +39,15 @@ def stand_ins(model: nn.Module, layers: list[nn.Module], device: torch.device) -
     finally:
         for store, key, tensor, _ in places:
             store[key] = tensor
+        with torch.no_grad():
+            for store, key, tensor, before in kept:
+                tensor.copy_(before)
+                store[key] = tensor
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
+    for module in model.modules():
+        yield from ((module._buffers, key, each) for key, each in module._buffers.items() if each is not None)
 
 
 def _empty_places(

@@ -113,8 +113,8 @@ def _same(notes: list[list[int]], first_rank: int) -> None:
             if mine != other:
                 raise BatchError(
                     f"ranks {first_rank} and {first_rank + offset} share one sequence but were handed different batches "
-                    f"({_differ(what, mine, other)}): give every rank of a sequence group the same rows, by mesh.dp_rank; "
-                    "a shuffled DataLoader takes a generator of one seed on all ranks"
+                    f"({_differ(what, mine, other)}): give every rank of a sequence group the same rows, by mesh.dp_rank "
+                    "(accelerator.process_index); a shuffled DataLoader takes a generator of one seed on all ranks"
                 )
 
 

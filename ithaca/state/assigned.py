@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import UnsupportedError
+from ithaca.state.shardable import refuse_exchanged
 
 
 def refuse_assigned(model: nn.Module) -> None:
@@ -38,6 +39,7 @@ class _Watch:
     seen: dict[str, Seen] = field(default_factory=dict)
 
     def __call__(self, root: nn.Module, _args: Any = ()) -> None:
+        refuse_exchanged(root)
         for name, weight in root.named_parameters():
             if not isinstance(weight, DTensor):
                 continue

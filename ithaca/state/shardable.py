@@ -57,6 +57,25 @@ def refuse_added(model: nn.Module) -> None:
         _name_stranger(root)
 
 
+def refuse_exchanged(root: nn.Module) -> None:
+    """Refuse a weight that another parameter was put in the place of: FSDP2 goes on with the one that it sharded."""
+    seen: set[nn.Parameter | None] = set()
+    for module in root.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            # Until the first pass FSDP2 still takes what it finds; in other states the module has whole weights.
+            taken = group.is_sharded and group._reset_sharded_params
+            for each in group.fsdp_params if group.is_sharded else ():
+                info = each._module_info
+                found = info.module._parameters.get(info.param_name)
+                if found in seen or (taken and found is not each.sharded_param):
+                    raise UnsupportedError(
+                        f"the {info.param_name} of a {type(info.module).__name__} was exchanged for another parameter, or "
+                        "tied to one, after parallelize, which FSDP2 does not see: do so before parallelize, or change "
+                        "the weight in place with weight.copy_(value)"
+                    )
+                seen.add(found)
+
+
 def _count(model: nn.Module) -> int:
     """Parameters, by where they hang: in every pass, so quicker than by name."""
     return sum(weight is not None for module in model.modules() for weight in module._parameters.values())

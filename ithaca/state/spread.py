@@ -6,6 +6,7 @@ are spread, so an unbound model has them too.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ithaca.errors import NOT_PICKLED, UnsupportedError
+from ithaca.errors import NOT_PICKLED, PART_NOT_PICKLED, UnsupportedError
+from ithaca.state.own_numbers import is_spread
 
 # Called with what stands in the place of a method, and the method.
 Dress = Callable[[Any, Callable[..., Any]], None]
@@ -30,6 +32,7 @@ def refuse_whole_weights(model: Any, base: Any, dress: Dress) -> None:
     for each in dict.fromkeys((model, base)):
         _put(each, "load_state_dict", _LoadWhole(each, each.load_state_dict), dress)
     _put(base, "resize_token_embeddings", _Resize(base.resize_token_embeddings), dress)
+    copyreg.pickle(DTensor, _reduce_part)
 
 
 def refuse_copy(model: nn.Module, _memo: Any) -> nn.Module:
@@ -44,6 +47,13 @@ def refuse_copy(model: nn.Module, _memo: Any) -> nn.Module:
 def refuse_pickle(_model: nn.Module, _protocol: int) -> Any:
     """`__reduce_ex__` of a sharded module."""
     raise UnsupportedError(NOT_PICKLED)
+
+
+def _reduce_part(value: DTensor) -> Any:
+    """What pickle asks of every DTensor: one of spread weights would be written as this rank's part alone."""
+    if is_spread(value):
+        raise UnsupportedError(PART_NOT_PICKLED)
+    return value.__reduce_ex__(2)
 
 
 def _put(module: nn.Module, name: str, instead: Any, dress: Dress) -> None:

@@ -172,8 +172,8 @@ def _box(mesh: Mesh, replicas: int) -> DeviceMesh:
 
 def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     dtype = compute_dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    reduce = torch.promote_types(dtype, torch.float32)
-    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce if reduce != dtype else None)
+    # Said even where nothing is cast: a model may be sent to a lower precision later.
+    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
 
 
 def _sum_gradients(module: FSDPModule, uneven: bool) -> None:

@@ -5,27 +5,71 @@ matrix's rows and columns and scales by the weight's norm, Muon makes a matrix o
 another optimizer. Here each weight and its gradient are gathered in turn, all ranks make the same step on the whole, and
 each keeps its shard. What it costs: one all-gather of weights and gradients a step, room for the largest weight twice,
 and state that is whole on every rank (Adafactor's is small).
+
+Frameworks hand their optimizer to `step_whole`. Of a plain loop's optimizer nothing is seen before its step, so a hook
+that torch calls before every optimizer's step does the same. An optimizer that reads all weights as one vector is refused.
 """
 
 from __future__ import annotations
 
-from functools import wraps
+from collections import defaultdict
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ithaca.errors import UnsupportedError
 from ithaca.state.load import bounds
+from ithaca.state.own_numbers import is_spread
 
-# By name: transformers has an Adafactor of its own. As of torch 2.13 and transformers 5.23.
-_READ_WHOLE = ("Adafactor", "Muon")
+# By name: transformers has an Adafactor of its own. Rprop writes by index, which DTensor refuses. As of torch 2.13 and
+# transformers 5.23.
+_READ_WHOLE = ("Adafactor", "Muon", "Rprop")
+_READ_ALL = ("LBFGS",)
+# Their fused kernels take no DTensor; Adam's and AdamW's do.
+_FUSED_ALONE = ("SGD", "Adagrad")
 
 
 def reads_whole(optimizer: Optimizer) -> bool:
     """True if a step of this optimizer is not done number by number."""
-    return any(own.__name__ in _READ_WHOLE for own in type(optimizer).__mro__)
+    return _is_one_of(optimizer, _READ_WHOLE)
+
+
+def _is_one_of(optimizer: Optimizer, names: tuple[str, ...]) -> bool:
+    return any(own.__name__ in names for own in type(optimizer).__mro__)
+
+
+@cache
+def watch_steps() -> None:
+    """From now on let every optimizer of the process that has spread weights step as one process would, or refuse it."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook: an optimizer without weights makes the step, and its closure is the step of whole weights."""
+    fused = _is_one_of(optimizer, _FUSED_ALONE) and any(group.get("fused") for group in optimizer.param_groups)
+    special = fused or _is_one_of(optimizer, _READ_WHOLE + _READ_ALL)
+    if isinstance(optimizer, _StepsWhole) or not special:
+        return None
+    if not any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        return None
+    name = type(optimizer).__name__
+    if fused:
+        raise UnsupportedError(f"{name}(fused=True) cannot step weights that are spread over ranks: pass foreach=True")
+    if _is_one_of(optimizer, _READ_ALL):
+        raise UnsupportedError(
+            f"{name} reads all weights as one vector, and these are spread over ranks: use another optimizer, such as "
+            "ithaca.build_optimizer(model, lr=...), or pass weights='none' to parallelize"
+        )
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    step: Any = _StepsWhole.step
+    empty = object.__new__(type(optimizer))
+    empty.__dict__.update(optimizer.__dict__, param_groups=[], state=defaultdict(dict))
+    return (empty, lambda: step(optimizer, closure)), {}
 
 
 def step_whole(optimizer: Optimizer) -> None:
@@ -55,26 +99,27 @@ class _StepsWhole(Optimizer):
             for group in groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._step_one(group, parameter)
+                        _step_one(self, group, parameter)
         finally:
             self.param_groups = groups
         return loss
 
-    @torch.no_grad()
-    def _step_one(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        # A tensor of its own: what the optimizer does to it in place is done to no other.
-        stepped = nn.Parameter(whole.detach().clone())
-        stepped.grad = gradient
-        if parameter in self.state:
-            self.state[stepped] = self.state.pop(parameter)
-        self.param_groups = [{**group, "params": [stepped]}]
-        _own_step(type(self))(self)
-        if stepped in self.state:
-            self.state[parameter] = self.state.pop(stepped)
-        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        mine.copy_(stepped[bounds(parameter)])
+
+@torch.no_grad()
+def _step_one(optimizer: Any, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    # A tensor of its own: what the optimizer does to it in place is done to no other.
+    stepped = nn.Parameter(whole.detach().clone())
+    stepped.grad = gradient
+    if parameter in optimizer.state:
+        optimizer.state[stepped] = optimizer.state.pop(parameter)
+    optimizer.param_groups = [{**group, "params": [stepped]}]
+    _own_step(type(optimizer))(optimizer)
+    if stepped in optimizer.state:
+        optimizer.state[parameter] = optimizer.state.pop(stepped)
+    mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    mine.copy_(stepped[bounds(parameter)])
 
 
 def _own_step(made: type) -> Any:

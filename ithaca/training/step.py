@@ -120,6 +120,14 @@ class Loss(Tensor):
             given = _accounted(given, next(value for value in flat if isinstance(value, cls)).binding)
         return given
 
+    def __format__(self, how: str) -> str:
+        """torch formats plain tensors alone: `f"{loss:.4f}"`."""
+        return self.detach().as_subclass(Tensor).__format__(how)
+
+    def tolist(self) -> Any:
+        """torch makes numbers of plain tensors alone."""
+        return self.detach().as_subclass(Tensor).tolist()
+
     def backward(
         self,
         gradient: Tensor | None = None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ithaca.proof.small import small_model
 from tests.doors.habits import Habit, exact, refused
@@ -77,8 +78,48 @@ def loop(
     return numbers | {"weights": weights_of(model)}
 
 
-def _exact(name: str, note: str = "", **own: Any) -> Habit:
-    return exact(DOOR, name, partial(loop, **own), note=note, slow=bool(own))
+def sampled(sp: int | None, *, by: str, prepared: bool = False) -> dict[str, Any]:
+    """A share of the rows that the user takes by `num_processes` and `process_index`, or by accelerate's own split."""
+    reset()
+    accelerator = Accelerator(cpu=True, parallelism_config=config(sp))
+    rows: Any = examples(16)
+    count, index = accelerator.num_processes, accelerator.process_index
+    order = DistributedSampler(rows, num_replicas=count, rank=index, shuffle=False) if by == "sampler" else None
+    if by == "slice":
+        rows = rows[index::count]
+    if by == "ranks":
+        rows = rows[accelerator.state.process_index :: accelerator.state.num_processes]
+    with accelerator.split_between_processes(rows) if by == "split" else nullcontext(rows) as mine:
+        # In the batches of one process rows stand in another order: the loss is a mean over tokens.
+        loader: Any = DataLoader(list(mine), batch_size=4 // count, sampler=order, collate_fn=collate)
+    model: Any = small_model("llama")
+    model, steps = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    loader = accelerator.prepare(loader) if prepared else loader
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        steps.step()
+        steps.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "weights": weights_of(model)}
+
+
+def read_norms(sp: int | None) -> dict[str, Any]:
+    """The norm of every gradient, logged as people log it."""
+    reset()
+    accelerator = Accelerator(cpu=True, parallelism_config=config(sp))
+    model: Any = accelerator.prepare(small_model("llama"))
+    accelerator.backward(model(**collate(examples(2))).loss)
+    return {"norms": [p.grad.norm().item() for p in model.parameters()]}
+
+
+def _of_groups(sp: int | None, **own: Any) -> dict[str, Any]:
+    return sampled(sp and 2, **own)
+
+
+def _exact(name: str, note: str = "", script: Any = loop, **own: Any) -> Habit:
+    return exact(DOOR, name, partial(script, **own), note=note, slow=bool(own))
 
 
 def decays_as_it_stands(sp: int | None) -> dict[str, Any]:
@@ -102,6 +143,22 @@ HABITS: list[Habit] = [
     refused(
         DOOR, "an L2 term on a weight as it stands", decays_as_it_stands, says="take the whole weight with weight.full_tensor",
         note="take `weight.full_tensor()`", slow=True,
+    ),
+    _exact("a `DistributedSampler` over `num_processes` and `process_index`", script=sampled, by="sampler"),
+    exact(
+        DOOR, "the same in two groups of two", partial(_of_groups, by="sampler"), ranks=4, slow=True,
+        note="`process_index` counts sequence groups, as `num_processes` does",
+    ),
+    _exact("a slice of the rows by `process_index`", script=sampled, by="slice"),
+    _exact("`split_between_processes`", script=sampled, by="split", prepared=True),
+    refused(
+        DOOR, "a slice of the rows by the rank in the world", partial(sampled, by="ranks"),
+        says="share one sequence but were handed different batches", error="BatchError", slow=True,
+        note="slice by `accelerator.process_index`, or prepare the loader",
+    ),
+    refused(
+        DOOR, "`weight.grad.norm().item()`", read_norms, says=r"call .full_tensor\(\) on it first, on every rank",
+        note="`weight.grad.norm().full_tensor().item()`",
     ),
     _exact("an average of weights, begun after `prepare`", average=True),
     _exact("`save_state` and `load_state`", resume=True),

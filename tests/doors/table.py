@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.doors.habits import Habit
 
 # A module of entries defines HABITS. Those that come first here come first on the page; others follow by name.
-_FIRST = ("plain", "plain_batch", "trainer", "trainer_changed", "accelerator", "trl")
+_FIRST = ("plain", "plain_batch", "plain_steps", "plain_changed", "trainer", "trainer_changed", "accelerator", "trl")
 
 
 def habits() -> list[Habit]:

@@ -47,6 +47,12 @@ def prompted() -> Any:
     return peft_model(PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
 
 
+def shows_hidden_states() -> Any:
+    model = small_model("llama")
+    model.config.output_hidden_states = True
+    return model
+
+
 def resized() -> Any:
     model = small_model("llama")
     model.resize_token_embeddings(70, mean_resizing=False)
@@ -74,7 +80,8 @@ def watched(sp: int | None) -> dict[str, Any]:
 def predicted(sp: int | None, **own: Any) -> dict[str, Any]:
     def after(trainer: Trainer) -> dict[str, Any]:
         output = trainer.predict(trainer.eval_dataset)
-        return {"logits": torch.as_tensor(output.predictions), "labels": torch.as_tensor(output.label_ids)}
+        logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
+        return {"logits": torch.as_tensor(logits), "labels": torch.as_tensor(output.label_ids)}
 
     return train(sp, after=after, **own)
 
@@ -196,6 +203,13 @@ HABITS: list[Habit] = [
         "`preprocess_logits_for_metrics`", compute_metrics=kinds.share, preprocess_logits_for_metrics=kinds.best_tokens
     ),
     _exact("`predict`", predicted, slow=False),
+    _refused(
+        "hidden states in what `predict` and `evaluate` gather",
+        "output_hidden_states=True in the model's config",
+        "`ithaca.unsharded(model)`",
+        predicted,
+        model=shows_hidden_states,
+    ),
     _exact(
         "evaluation in training, the best model at the end, early stopping",
         save_strategy="steps",

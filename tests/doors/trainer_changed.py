@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from trl import BEMACallback
 
 from ithaca.proof.small import small_model
 from tests.doors import trainer_kinds as kinds
@@ -196,6 +197,10 @@ def resumed_without_shards(sp: int | None) -> dict[str, Any]:
     return train(sp, save_strategy="steps", save_steps=2, after=after)
 
 
+def moved_average(sp: int | None) -> dict[str, Any]:
+    return train(sp, callbacks=[BEMACallback(update_freq=1)])
+
+
 def _exact(name: str, script: Any = train, note: str = "", slow: bool = True, **own: Any) -> Habit:
     return exact(DOOR, name, partial(script, **own) if own else script, note=note, slow=slow)
 
@@ -232,6 +237,9 @@ HABITS: list[Habit] = [
     _refused("the model inside an adapter's saved", "save the PEFT model", "save the PEFT model, or merge", saved_inside),
     _refused("`save_only_model=True`", "save_only_model=True", "leave it out, and call `save_model`",
              save_only_model=True, save_strategy="steps", save_steps=2),
+    _refused("`bf16_full_eval=True`", "bf16_full_eval=True casts the weights", "leave it out", bf16_full_eval=True),
+    _refused("TRL's `BEMACallback`", "take the whole weight with weight.full_tensor", "an average in a callback of your own",
+             moved_average),
     _refused("resume from a checkpoint of one process", "no state that was written shard by shard",
              "`from_pretrained(checkpoint)`", resumed_without_shards),
 ]  # fmt: skip

@@ -5,7 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -13,6 +24,8 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from tests.doors.habits import Habit, absent, exact, refused
 from tests.doors.trl_scripts import chats, from_file, judged, lora, options, pairs, plain_model, run, triples, words
+from tests.integrations.sft import KINDS, dataset
+from tests.tolerances import LOSS
 
 
 def dpo(
@@ -100,6 +113,25 @@ def gkd(sp: int | None, **own: Any) -> dict[str, Any]:
     return run(sp, make)
 
 
+def sft(sp: int | None, *, kind: str = "plain", **own: Any) -> dict[str, Any]:
+    def make(folder: str) -> SFTTrainer:
+        return SFTTrainer(
+            model=plain_model(),
+            args=SFTConfig(**options(sp, folder, **KINDS[kind] | own)),
+            train_dataset=dataset(kind, 12),
+            eval_dataset=dataset(kind, 4),
+            processing_class=words(),
+        )
+
+    return run(sp, make)
+
+
+def dpo_of_groups(sp: int | None) -> dict[str, Any]:
+    """Two groups of two ranks have half of the rows each."""
+    rows = 4 if sp is None else 2
+    return dpo(sp and 2, per_device_train_batch_size=rows, per_device_eval_batch_size=rows)
+
+
 def no_reward(completions: list[str], **rest: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
@@ -126,8 +158,20 @@ def _exact(door: str, name: str, script: Any, note: str = "", slow: bool = True,
 _LATER = r"is not supported yet: under UlyssesConfig use one of TRL's SFTTrainer"
 _NOT_YET = "not supported yet; said when the trainer is made"
 _GENERATES = "generates with engines and loops of its own; refused by name like GRPOTrainer"
+_LOSSES = ("hinge", "ipo", "robust", "bco_pair", "apo_zero", "apo_down", "sigmoid_norm")
 HABITS: list[Habit] = [
+    *(_exact("SFTTrainer", name, sft, kind=kind) for kind, name in {
+        "packed": "`packing=True`", "padding_free": "`padding_free=True`", "assistant_only": "`assistant_only_loss=True`",
+        "completion_only": "prompts and completions, the loss of completions",
+    }.items()),
+    *(_exact("SFTTrainer", f'`loss_type="{name}"`', sft, loss_type=name) for name in ("dft", "chunked_nll")),
     _exact("DPOTrainer", "a reference model", dpo, slow=False),
+    exact("DPOTrainer", "two groups of ranks", dpo_of_groups, ranks=4, within=LOSS, slow=True),
+    *(_exact("DPOTrainer", f'`loss_type="{name}"`', dpo, loss_type=[name]) for name in _LOSSES),
+    _exact(
+        "DPOTrainer", "several losses with weights", dpo, loss_type=["sigmoid", "bco_pair", "sft"],
+        loss_weights=[0.8, 0.2, 1.0],
+    ),
     _exact("DPOTrainer", "a reference model that follows", dpo, sync_ref_model=True, ref_model_sync_steps=1),
     _exact("DPOTrainer", "LoRA, the reference is the model without it", dpo, reference=False, adapter=True),
     _exact("DPOTrainer", "`precompute_ref_log_probs`, data from files", dpo, precompute_ref_log_probs=True, filed=True),
@@ -141,6 +185,8 @@ HABITS: list[Habit] = [
         says="with a dataset in memory", note="load the data from files", slow=True,
     ),
     _exact("KTOTrainer", "a reference model", kto),
+    _exact("KTOTrainer", "a reference model that follows", kto, sync_ref_model=True, ref_model_sync_steps=1),
+    _exact("KTOTrainer", '`loss_type="apo_zero_unpaired"`', kto, loss_type="apo_zero_unpaired"),
     _exact("KTOTrainer", "LoRA, the reference is the model without it", kto, reference=False, adapter=True),
     _exact("ORPOTrainer", "train and evaluate", orpo, note="its means are over padding too"),
     _exact("ORPOTrainer", "the same with eager attention", orpo, attention="eager"),

@@ -31,7 +31,7 @@ def loop(
     )
     model = small_model("llama", dtype=torch.float32)
     # A script that seeds nothing: every process has a state of its own.
-    torch.manual_seed(accelerator.process_index)
+    torch.manual_seed(accelerator.state.process_index)
     loader = DataLoader(examples(rows), batch_size=batch, collate_fn=collate, shuffle=shuffle)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)

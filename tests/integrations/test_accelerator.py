@@ -87,11 +87,12 @@ def test_state_saved_and_loaded_in_the_middle(tmp_path: Path) -> None:
 def _gathers() -> dict[str, Any]:
     reset()
     accelerator = Accelerator(cpu=True, parallelism_config=UlyssesConfig(sp_size=2))
-    group = accelerator.process_index // 2
-    if accelerator.process_index == 3:
+    group = accelerator.process_index
+    if accelerator.state.process_index == 3:
         accelerator.set_trigger()
     return {
         "processes": accelerator.num_processes,
+        "process": accelerator.process_index,
         "main": accelerator.is_main_process,
         "last": accelerator.is_last_process,
         "gather": accelerator.gather(torch.tensor([group, 10 + group])).tolist(),
@@ -110,8 +111,8 @@ def _gathers() -> dict[str, Any]:
 def test_a_sequence_group_is_one_process() -> None:
     for rank, told in enumerate(run_ranks(4, _gathers)):
         assert told == {
-            "processes": 2, "main": rank == 0, "last": rank == 3, "gather": [0, 10, 1, 11], "scalar": [0, 1],
-            "nested": [0, 1], "objects": ["row 0", "row 1"], "sum": 3, "mean": 1.5, "trigger": True,
+            "processes": 2, "process": rank // 2, "main": rank == 0, "last": rank == 3, "gather": [0, 10, 1, 11],
+            "scalar": [0, 1], "nested": [0, 1], "objects": ["row 0", "row 1"], "sum": 3, "mean": 1.5, "trigger": True,
             "class": "UlyssesAccelerator", "other": "Accelerator",
         }  # fmt: skip
 
@@ -120,7 +121,7 @@ def _different_rows() -> None:
     reset()
     accelerator = Accelerator(cpu=True, parallelism_config=UlyssesConfig(sp_size=2))
     model = accelerator.prepare(small_model("llama", dtype=torch.float32))
-    model(**small_batch(1, 12, seed=accelerator.process_index))
+    model(**small_batch(1, 12, seed=accelerator.state.process_index))
 
 
 def test_different_rows_in_a_group_are_refused() -> None:

@@ -1,0 +1,85 @@
+"""Numbers that only one rank has, of weights that are spread over ranks: refused where torch hands them out in silence.
+
+A norm, a sum or a maximum of a sharded weight is of the rank's part until the ranks' parts are joined. DTensor keeps that
+in mind (a *partial* value) through every operation but one: `.item()`, `float()` and `if` read the part as it stands.
+Joining it there would be a collective in what looks like a plain read, and wait for ever where one rank alone logs.
+Random numbers are drawn by each rank for its own part: other numbers than one process draws, and with one seed on all
+ranks the same ones in every part.
+
+DTensor looks a handler of an operation up before it does anything else. Ours act on the meshes that weights were spread
+over and leave other DTensors as they are. Seen in torch 2.11 to 2.13, which has no public way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ithaca.errors import UnsupportedError
+
+_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+_READ = torch.ops.aten._local_scalar_dense.default
+# Every operation of torch that draws for the elements of a tensor that it is given.
+_DRAW = (
+    *("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "geometric_", "cauchy_", "random_"),
+    *("rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson", "binomial", "multinomial"),
+    *("native_dropout", "rrelu_with_noise", "rrelu_with_noise_"),
+)
+
+
+def refuse_own_numbers(model: nn.Module) -> None:
+    """From now on refuse what would be a rank's own number of this model's weights, their gradients and what is made of them."""
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    _MESHES.update(meshes)
+    if meshes:
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers.setdefault(_READ, _read)
+        for packet in (getattr(torch.ops.aten, name) for name in _DRAW):
+            for overload in packet.overloads():
+                handlers.setdefault(getattr(packet, overload), _draw)
+
+
+def is_spread(value: object) -> bool:
+    """True if the tensor is a weight that Ithaca spread over ranks, a gradient of one, or made of them."""
+    return isinstance(value, DTensor) and is_spread_over(value.device_mesh)
+
+
+def is_spread_over(mesh: object) -> bool:
+    """True if weights were spread over this mesh."""
+    return isinstance(mesh, DeviceMesh) and mesh in _MESHES
+
+
+def _read(_operation: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    value: DTensor = args[0]
+    if is_spread(value) and not _is_whole(value):
+        raise UnsupportedError(
+            "a number was read off split weights or their gradients (.item(), float(...), if ...:), where a rank has that "
+            "of its part alone: call .full_tensor() on it first, on every rank"
+        )
+    return value._local_tensor.item()
+
+
+def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(is_spread(value) for value in args):
+        raise UnsupportedError(
+            f"{operation.overloadpacket.__name__} was called on split weights, where each rank draws numbers of its own and "
+            "not those of one process: draw them for the whole weight with one seed on every rank, and cut them with "
+            "torch.distributed.tensor.distribute_tensor(numbers, weight.device_mesh, weight.placements)"
+        )
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    own = handlers.pop(operation)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        handlers[operation] = own
+
+
+def _is_whole(value: DTensor) -> bool:
+    """True if every rank has the number of all."""
+    sizes = zip(value.placements, value.device_mesh.shape, strict=True)
+    return all(placement.is_replicate() or size == 1 for placement, size in sizes)
