@@ -80,11 +80,12 @@ def test_one_task_a_node_starts_the_ranks_of_its_node() -> None:
     assert (place.count, place.rank, place.endpoint) == (4, 2, f"gpu08:{task.port}")
 
 
-def test_hosts_without_slurm() -> None:
+def test_hosts_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ithaca", "train", "--hosts", "a,b"])
     own = socket.gethostname()
     place = _place(None, None, None, None, ["elsewhere", own])
     assert (place.count, place.rank, place.endpoint) == (2, 1, "elsewhere:29400")
-    with pytest.raises(ConfigError, match=r"is none of --hosts a,b: on each of them type\n  ithaca "):
+    with pytest.raises(ConfigError, match=r"is none of --hosts a,b: on each of them type\n  ithaca train --hosts a,b"):
         _place(None, None, None, None, ["a", "b"])
 
 
