@@ -7,6 +7,7 @@ Status 1: something is off.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import time
@@ -145,6 +146,8 @@ def work(material: bytes, device: str, report: str) -> int:
     """What one rank does; gives 1 where something is off. `material`: a pickled `ithaca.proof.material.Material`."""
     quiet()
     _hush()
+    # The samples are made here to be awkward, labels on padding among them: nobody is to mend them.
+    logging.getLogger("ithaca").setLevel(logging.ERROR)
     from ithaca.cli.verify_page import Page
     from ithaca.mesh import init_mesh
     from ithaca.proof.devices import verify_devices
