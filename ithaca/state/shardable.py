@@ -67,7 +67,8 @@ def refuse_exchanged(root: nn.Module) -> None:
             for each in group.fsdp_params if group.is_sharded else ():
                 info = each._module_info
                 found = info.module._parameters.get(info.param_name)
-                if found in seen or (taken and found is not each.sharded_param):
+                kept = isinstance(found, nn.Parameter) and (found is each.sharded_param or not taken)
+                if not kept or found in seen:
                     raise UnsupportedError(
                         f"the {info.param_name} of a {type(info.module).__name__} was exchanged for another parameter, or "
                         "tied to one, after parallelize, which FSDP2 does not see: do so before parallelize, or change "

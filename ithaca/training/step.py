@@ -128,6 +128,11 @@ class Loss(Tensor):
         """torch makes numbers of plain tensors alone."""
         return self.detach().as_subclass(Tensor).tolist()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is pickled is a plain tensor: `torch.save({"step": step, "loss": loss}, file)`."""
+        plain = self.detach().as_subclass(Tensor).requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
     def backward(
         self,
         gradient: Tensor | None = None,

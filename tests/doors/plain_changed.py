@@ -115,7 +115,16 @@ def formatted(sp: int | None) -> dict[str, Any]:
     """The loss as a log shows it."""
     model, mesh = parallel(sp)
     loss = loss_of(model, small_batch(2, 23), mesh)
-    return {"shown": float(f"{loss:.6f}"), "list": loss.tolist()}
+    return {"shown": float(f"{loss:.6f}"), "list": loss.tolist(), "saved": _read_back({"loss": loss})["loss"]}
+
+
+def other_weights(sp: int | None) -> dict[str, Any]:
+    """A call with weights that are made of the model's, as meta learning does."""
+    model, mesh = parallel(sp)
+    batch = small_batch(2, 24)
+    inputs = {"input_ids": batch["input_ids"]} if mesh is None else ithaca.shard_batch(batch, mesh).inputs
+    made = {name: weight * 1.01 for name, weight in model.named_parameters()}
+    return {"logits": torch.func.functional_call(model, made, (), inputs).logits}
 
 
 def last_logits(sp: int | None) -> dict[str, Any]:
@@ -178,7 +187,8 @@ HABITS: list[Habit] = [
         says="would write this rank's part alone", note="`get_state_dict` with `full_state_dict=True`",
     ),
     exact(DOOR, "`torch.save` of `get_state_dict(..., full_state_dict=True)`", saved_whole),
-    exact(DOOR, "the loss formatted, `f\"{loss:.4f}\"`", formatted),
+    refused(DOOR, "`torch.func.functional_call` with weights of one's own", other_weights, says=EXCHANGED),
+    exact(DOOR, "the loss formatted, `f\"{loss:.4f}\"`, and saved with `torch.save`", formatted),
     refused(
         DOOR, "`logits_to_keep` on a shard", last_logits,
         says="it counts tokens of a whole row", note="leave it out",
