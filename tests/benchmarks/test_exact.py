@@ -35,10 +35,10 @@ def test_the_formulas_are_those_of_attention(rows: list[int], pairs: int) -> Non
 def test_small_lengths_are_exact_and_a_fault_is_seen() -> None:
     found = exact.measure("tiny", 257, 2, CPU)
     assert max(*found["error"].values(), *found["loss_error"].values()) < 1e-5
-    attend = exact.grouped_attention
+    attend = exact.planned_attention
 
     def leaky(*args: object) -> torch.Tensor:
         return attend(*args) * 1.001  # type: ignore[arg-type]
 
-    with patch.object(exact, "grouped_attention", leaky):
+    with patch.object(exact, "planned_attention", leaky):
         assert exact.attention_errors(SHAPES["tiny"], 257, 2, CPU, torch.float32)["error"]["out"] > 5e-4
