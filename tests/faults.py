@@ -202,12 +202,12 @@ def dropped_head() -> Iterator[None]:
 def kv_gradients_of_one_copy() -> Iterator[None]:
     """Where several ranks used a kv head, only the last one's gradient is kept."""
 
-    def keep_last(out: Tensor, blocks: list[Tensor], lane: Any, column: list[int]) -> None:
+    def keep_last(target: Tensor, blocks: list[Tensor], lane: Any, column: list[int]) -> None:
         for rank, block in enumerate(blocks):
             start, end = lane.ranges[rank]
-            out[:, :, start:end].copy_(exchange._part(block, lane, rank, column[rank]).transpose(0, 1))
+            target[:, :, start:end].copy_(exchange._part(block, lane, rank, column[rank]).transpose(0, 1))
 
-    with patch.object(exchange, "_sum_copies", keep_last):
+    with patch.object(exchange, "_add", keep_last):
         yield
 
 

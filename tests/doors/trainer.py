@@ -194,7 +194,7 @@ HABITS: list[Habit] = [
     ),
     _refused(
         "`model.model` and `model.lm_head` called apart",
-        "call the model itself",
+        "was called by itself, and its weights are spread over ranks: call the whole model",
         "call the model",
         kind=kinds.TakesApart,
     ),

@@ -231,7 +231,7 @@ HABITS: list[Habit] = [
     _exact("an average put in for an evaluation, by `copy_`", averaged_evaluation, by_data=False),
     _refused("an average put in for an evaluation, by `weight.data = ...`", _DATA, _COPY, averaged_evaluation,
              by_data=True),
-    _refused("a row of a weight filled in place", "torch has no aten.fill_", "`copy_`, `zero_`",
+    _refused("a row of a weight filled in place", "torch cannot do fill_", "`copy_`, `zero_`",
              callbacks=[Fills()]),
     _exact("an adapter merged and the model saved", merged),
     _refused("the model inside an adapter's saved", "save the PEFT model", "save the PEFT model, or merge", saved_inside),

@@ -64,7 +64,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def _adapted(kind: str) -> Any:
     name, settings = KINDS[kind]
-    made = peft_model(getattr(peft, name)(**settings))
+    threads = torch.get_num_threads()
+    # FROD begins with a decomposition of the weights, which another number of threads rounds otherwise.
+    torch.set_num_threads(1)
+    try:
+        made = peft_model(getattr(peft, name)(**settings))
+    finally:
+        torch.set_num_threads(threads)
     return made.float() if kind in SINGLE else made
 
 
