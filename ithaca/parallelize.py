@@ -51,6 +51,7 @@ from ithaca.state.weights import (
     takes_groups,
 )
 from ithaca.state.whole_step import watch_steps
+from ithaca.state.written_rows import write_rows_back
 from ithaca.values import no_truth, parse_bytes, with_unit
 
 M = TypeVar("M", bound=nn.Module)
@@ -151,6 +152,7 @@ def parallelize(
     earlier.follow(model)
     refuse_assigned(model)
     refuse_own_numbers(model)
+    write_rows_back()
     watch_steps()
     name_unknown_operations()
     binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)

@@ -38,6 +38,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 _NO_RULE = "sharding strategy registered"
 # And where a folder lacks the state that is written shard by shard.
 _NO_SHARDS = "metadata is None"
+_CODED = ("adamw_torch_8bit", "adamw_torch_4bit")
 
 
 def trainer_of_call() -> Any:
@@ -65,6 +66,12 @@ def check_trainer(trainer: Any, mesh: Mesh) -> None:
                 f"{name}=True casts the weights after they were split over ranks: leave it out; bf16=True trains and "
                 "evaluates in bf16, with the weights as they are"
             )
+    if trainer.args.optim in _CODED:
+        raise UnsupportedError(
+            f'optim="{trainer.args.optim}" codes blocks of numbers of whole weights, and a rank has parts: use '
+            'optim="adamw_torch"; 8-bit moments of shards are those of `ithaca train optimizer.name=adamw8bit` and of '
+            'ithaca.build_optimizer(model, "adamw8bit") in a loop of your own'
+        )
     own = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), None)
     if own is None:
         return

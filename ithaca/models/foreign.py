@@ -1,7 +1,8 @@
 """Code of the user's own in a model: forwards that no survey of transformers' architectures has measured.
 
 Classes and functions of the libraries in `_KNOWN` are what was measured, or keep to its contract. Anything else in a
-model, a module that was put into it or a forward that was put on one of its modules, is looked at again.
+model, a module that was put into it or a forward that was put on one of its modules, is looked at again; so are torch's
+modules that may read several tokens, which few architectures have.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ from typing import Any
 
 from torch import nn
 
+_OF_SEVERAL = (
+    nn.modules.batchnorm._NormBase,
+    nn.modules.conv._ConvNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._MaxPoolNd,
+    nn.GroupNorm,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+)
 _KNOWN = {"transformers", "torch", "ithaca", "trl", "peft", "accelerate", "liger_kernel"}
 
 
 def foreign_within(model: nn.Module) -> str | None:
-    """The path and class of the first module whose forward is the user's own, None where there is none."""
+    """The path and class of the first module to be looked at, None where there is none."""
     for name, module in model.named_modules():
         given = module.__dict__.get("forward")
-        if is_foreign(type(module).forward) or (given is not None and is_foreign(given)):
+        own = is_foreign(type(module).forward) or (given is not None and is_foreign(given))
+        if own or isinstance(module, _OF_SEVERAL):
             return f"{name or 'the model'} ({type(module).__name__})"
     return None
 

@@ -3,8 +3,9 @@
 Tokens are split over ranks, and attention alone is run over all of them. The model is run on a few tokens with a function
 in attention's place that treats every token alone, and then
 
-    mixing      a NaN in one token must stay in that token: a convolution over tokens, a state that runs along them, or
-                attention in code of its own carries it on, and the first module that does is named
+    mixing      a NaN in one token must stay in that token, in evaluation and in training (a batch norm, code that asks
+                `self.training`): a convolution over tokens, a state that runs along them, or attention in code of its
+                own carries it on, and the first module that does is named
     positions   the second half of the tokens, alone and with its own position_ids, must give what it gives in the whole
 
 What stands in a mask alone (a window, chunks) is not seen here: the mask is for the function that is replaced.
@@ -44,11 +45,14 @@ def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
         )
     seen: list[str] = []
     handles: list[Any] = []
+    devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
         with torch.no_grad(), switched(model, training=False), _token_by_token(model):
             whole, half = _logits(model, 0), _logits(model, _LENGTH // 2)
             handles = [embedding.register_forward_hook(_mark), *_watch(model, seen)]
-            marked = _logits(model, 0)
+            spread = _spread(_logits(model, 0))
+            with switched(model, training=True), torch.enable_grad(), torch.random.fork_rng(devices=devices):
+                spread |= _spread(_logits(model, 0))
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise UnsupportedError(
             f"{tried}, and the model does not run with attention token by token "
@@ -57,7 +61,7 @@ def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    if _spread(marked):
+    if spread:
         what = f"{seen[0]} reads" if seen else "something in it reads"
         raise UnsupportedError(
             f"{tried}, and {what} tokens of the row beside attention: on every shard "

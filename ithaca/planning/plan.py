@@ -215,7 +215,10 @@ def _check_modes(modes: Sequence[LayerMode]) -> None:
             raise MemoryPlanError(f"layer mode {mode!r}: choose among {', '.join(MODES)}")
     for before, mode in pairwise(("keep", *modes)):
         if mode == "rebuild" and before == "keep":
-            raise MemoryPlanError('a "rebuild" layer must follow a layer that is "save", "recompute" or "rebuild"')
+            raise MemoryPlanError(
+                'a "rebuild" layer must follow a layer that is "save", "recompute" or "rebuild", and the first layer '
+                'follows none: begin with "save" (layers=("save", "rebuild", ...))'
+            )
 
 
 def _check_flags(flags: Sequence[bool]) -> None:

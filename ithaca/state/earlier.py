@@ -25,6 +25,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.state.alike import differing_of, digest, fingerprint
 from ithaca.state.load import bounds
+from ithaca.state.own_numbers import is_spread
 
 Named = list[tuple[str, weakref.ref[nn.Parameter]]]
 # Under this name an optimizer may have a function that is called with the parameters before and after.
@@ -130,6 +131,20 @@ def _check_state(optimizer: Any, name: str, state: dict[str, Any], parameter: nn
                 f"{type(optimizer).__name__} has stepped, and its state {key!r} of {name} is not of the weight's shape, so "
                 "it cannot be cut as the weight is: call parallelize before the first step, or make the optimizer after it"
             )
+
+
+def cut_loaded_state(optimizer: Any) -> None:
+    """Cut state that one process wrote and `load_state_dict` put beside shards, as it stands in memory: whole."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter) if is_spread(parameter) else None
+            if not state:
+                continue
+            whole = [key for key, value in state.items() if type(value) is Tensor and value.shape == parameter.shape]
+            if not whole:
+                # State comes for all weights or for none.
+                return
+            state.update({key: _carried(state[key], parameter.shape, parameter) for key in whole})
 
 
 def _carried(value: Any, shape: torch.Size, new: nn.Parameter) -> Any:

@@ -17,6 +17,11 @@ def note_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     _OPTIMIZERS[model] = weakref.ref(optimizer)
 
 
+def is_noted(optimizer: object) -> bool:
+    """True if `build_optimizer` made it."""
+    return any(made() is optimizer for made in _OPTIMIZERS.values())
+
+
 def held_on_host(model: nn.Module) -> int:
     """Bytes of this rank's weights, gradients and optimizer state that are on the host."""
     return sum(_bytes(tensor) for tensor in _tensors(model))

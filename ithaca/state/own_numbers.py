@@ -13,10 +13,11 @@ over and leave other DTensors as they are. Seen in torch 2.11 to 2.13, which has
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -37,11 +38,40 @@ def refuse_own_numbers(model: nn.Module) -> None:
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     _MESHES.update(meshes)
     if meshes:
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        handlers.setdefault(_READ, _read)
-        for packet in (getattr(torch.ops.aten, name) for name in _DRAW):
-            for overload in packet.overloads():
-                handlers.setdefault(getattr(packet, overload), _draw)
+        handle([_READ], _read)
+        handle(overloads(_DRAW), _draw)
+        if DTensor.__format__ is not _format:
+            DTensor.__format__ = _format  # type: ignore[assignment]
+
+
+def overloads(names: Iterable[str]) -> list[Any]:
+    """Every form of torch's operations of these names."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def handle(operations: Iterable[Any], handler: Callable[..., Any]) -> None:
+    """From now on ask `handler(operation, args, kwargs)` for what these operations give of DTensors."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in operations:
+        handlers.setdefault(operation, handler)
+
+
+def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch itself gives."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    # None while another thread is here.
+    own = handlers.pop(operation, None)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        if own is not None:
+            handlers[operation] = own
+
+
+def draws(operation: Any) -> bool:
+    """True if random numbers are drawn for the elements of a tensor that is given."""
+    return operation.overloadpacket.__name__ in _DRAW
 
 
 def is_spread(value: object) -> bool:
@@ -64,6 +94,12 @@ def _read(_operation: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> An
     return value._local_tensor.item()
 
 
+def _format(value: DTensor, how: str) -> str:
+    """`f"{norm:.4f}"`, which torch has for plain tensors alone."""
+    number: Any = value.item() if is_spread(value) and value.dim() == 0 else value
+    return number.__format__(how) if number is not value else Tensor.__format__(value, how)
+
+
 def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(is_spread(value) for value in args):
         raise UnsupportedError(
@@ -71,12 +107,7 @@ def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "not those of one process: draw them for the whole weight with one seed on every rank, and cut them with "
             "torch.distributed.tensor.distribute_tensor(numbers, weight.device_mesh, weight.placements)"
         )
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    own = handlers.pop(operation)
-    try:
-        return operation(*args, **kwargs)
-    finally:
-        handlers[operation] = own
+    return unhandled(operation, args, kwargs)
 
 
 def _is_whole(value: DTensor) -> bool:

@@ -44,5 +44,7 @@ class _Named:
             raise UnsupportedError(
                 f"torch cannot do {getattr(operation, '__name__', operation)} with a weight that is split over ranks (a "
                 "DTensor), or with one beside a plain tensor: take the whole weight with weight.full_tensor() on every "
-                "rank, and change weights with operations of whole tensors (mul_, add_, copy_, zero_)"
+                "rank; change weights with operations of whole tensors (mul_, add_, copy_, zero_) or of rows "
+                "(weight[:50].zero_()); and cut a mask or other values as the weight is, with torch.distributed.tensor."
+                "distribute_tensor(values, weight.device_mesh, weight.placements)"
             ) from error

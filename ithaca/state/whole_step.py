@@ -23,13 +23,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ithaca.errors import UnsupportedError
+from ithaca.state.earlier import cut_loaded_state
 from ithaca.state.load import bounds
+from ithaca.state.on_host import is_noted
 from ithaca.state.own_numbers import is_spread
 
 # By name: transformers has an Adafactor of its own. Rprop writes by index, which DTensor refuses. As of torch 2.13 and
 # transformers 5.23.
 _READ_WHOLE = ("Adafactor", "Muon", "Rprop")
 _READ_ALL = ("LBFGS",)
+# torchao's, which code 128 or 256 numbers of a tensor together: of a shard other ones than of the whole.
+_CODE_BLOCKS = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 # Their fused kernels take no DTensor; Adam's and AdamW's do.
 _FUSED_ALONE = ("SGD", "Adagrad")
 
@@ -52,14 +56,23 @@ def watch_steps() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook: an optimizer without weights makes the step, and its closure is the step of whole weights."""
     fused = _is_one_of(optimizer, _FUSED_ALONE) and any(group.get("fused") for group in optimizer.param_groups)
-    special = fused or _is_one_of(optimizer, _READ_WHOLE + _READ_ALL)
-    if isinstance(optimizer, _StepsWhole) or not special:
+    coded = _is_one_of(optimizer, _CODE_BLOCKS) and not is_noted(optimizer)
+    special = fused or coded or _is_one_of(optimizer, _READ_WHOLE + _READ_ALL)
+    if isinstance(optimizer, _StepsWhole):
+        return None
+    if not special:
+        cut_loaded_state(optimizer)
         return None
     if not any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         return None
     name = type(optimizer).__name__
     if fused:
         raise UnsupportedError(f"{name}(fused=True) cannot step weights that are spread over ranks: pass foreach=True")
+    if coded:
+        raise UnsupportedError(
+            f"{name} codes blocks of numbers of whole weights, and a rank has parts: make it by "
+            "ithaca.build_optimizer(model, 'adamw8bit', lr=...), which codes shards, or use AdamW"
+        )
     if _is_one_of(optimizer, _READ_ALL):
         raise UnsupportedError(
             f"{name} reads all weights as one vector, and these are spread over ranks: use another optimizer, such as "

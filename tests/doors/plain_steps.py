@@ -67,8 +67,30 @@ def after_backward(sp: int | None, *, look: Callable[[Any], Any]) -> dict[str, A
     return {"found": look(model)}
 
 
+def written_norm(model: Any) -> float:
+    return float(f"{nn.utils.clip_grad_norm_(model.parameters(), 1e9):.4f}")
+
+
 def clipped_norm(model: Any) -> float:
     return float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+
+
+def rows_kept(model: Any) -> Any:
+    """Only some tokens' rows are to learn; the new ones start from the mean."""
+    weight = model.lm_head.weight
+    weight.grad[:50].zero_()
+    with torch.no_grad():
+        weight[55:] = weight[:55].mean(0, keepdim=True)
+    return {"grad": whole(weight.grad), "weight": whole(weight)}
+
+
+def masked_rows(model: Any) -> Any:
+    weight = model.lm_head.weight
+    mask = (torch.arange(len(weight)) > 9).to(weight.dtype)[:, None].expand(weight.shape).contiguous()
+    if isinstance(weight, DTensor):
+        mask = distribute_tensor(mask, weight.device_mesh, weight.placements)
+    weight.grad.mul_(mask)
+    return {"grad": whole(weight.grad)}
 
 
 def norm_by_hand(model: Any) -> float:
@@ -167,6 +189,11 @@ HABITS: list[Habit] = [
     ),
     exact(DOOR, "`torch.optim.AdamW(fused=True)`", partial(trained, make_optimizer=by_name("AdamW", fused=True))),
     exact(DOOR, "`float(clip_grad_norm_(...))`", partial(after_backward, look=clipped_norm)),
+    exact(DOOR, "rows of gradients and weights written to: `grad[:50].zero_()`, `weight[90:] = mean`",
+          partial(after_backward, look=rows_kept)),
+    exact(DOOR, "gradients masked by a mask cut as the weight is", partial(after_backward, look=masked_rows),
+          note="`distribute_tensor(mask, weight.device_mesh, weight.placements)`"),
+    exact(DOOR, "`f\"{clip_grad_norm_(...):.4f}\"`", partial(after_backward, look=written_norm)),
     refused(
         DOOR, "a norm by hand, `p.grad.norm().item()`", partial(after_backward, look=norm_by_hand),
         says=READ, note="`p.grad.norm().full_tensor()` on every rank",

@@ -164,6 +164,14 @@ class Fills(TrainerCallback):
             model.get_input_embeddings().weight[3] = 0.5
 
 
+class KeepsRows(TrainerCallback):
+    """Trains the rows of some tokens alone, as after new ones were added."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
+        model.get_input_embeddings().weight.grad[:50].zero_()
+        model.lm_head.weight.grad[:50] *= 0
+
+
 def merged(sp: int | None) -> dict[str, Any]:
     def after(trainer: Trainer) -> dict[str, Any]:
         folder = Path(trainer.args.output_dir) / "merged"
@@ -231,8 +239,8 @@ HABITS: list[Habit] = [
     _exact("an average put in for an evaluation, by `copy_`", averaged_evaluation, by_data=False),
     _refused("an average put in for an evaluation, by `weight.data = ...`", _DATA, _COPY, averaged_evaluation,
              by_data=True),
-    _refused("a row of a weight filled in place", "torch cannot do fill_", "`copy_`, `zero_`",
-             callbacks=[Fills()]),
+    _exact("a row of a weight filled in place", callbacks=[Fills()]),
+    _exact("rows of a gradient kept out of a step", slow=False, callbacks=[KeepsRows()]),
     _exact("an adapter merged and the model saved", merged),
     _refused("the model inside an adapter's saved", "save the PEFT model", "save the PEFT model, or merge", saved_inside),
     _refused("`save_only_model=True`", "save_only_model=True", "leave it out, and call `save_model`",

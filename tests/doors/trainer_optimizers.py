@@ -15,6 +15,7 @@ from tests.doors.trainer_scripts import train
 DOOR = "Trainer, optimizers"
 # The names of `optim` that need no package beside ours; those that do end in transformers' own words, which name it.
 NAMES = ("adamw_torch_fused", "adagrad")
+CODED = '`optim="adamw_torch"`; 8 bits by `ithaca train` and `build_optimizer`'
 CLASSES = (optim.Adadelta, optim.Adagrad, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.Rprop)
 
 
@@ -46,6 +47,10 @@ HABITS: list[Habit] = [
     *(exact(DOOR, f'`optim="{name}"`', partial(train, optim=name), slow=True) for name in NAMES),
     *(exact(DOOR, f"torch's {kind.__name__}", partial(stepped, kind=kind), slow=True) for kind in CLASSES),
     exact(DOOR, "norms of weights in one's own optimizer", partial(stepped, kind=TrustRatio), slow=True),
+    *(
+        refused(DOOR, f'`optim="{name}"`', partial(train, optim=name), says="codes blocks of numbers", note=CODED)
+        for name in ("adamw_torch_8bit", "adamw_torch_4bit")
+    ),
     refused(
         DOOR, "the same norms as Python numbers", partial(stepped, kind=ReadTrustRatio),
         says=r"call .full_tensor\(\) on it first, on every rank", note="keep tensors, or take `full_tensor()`",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import init_mesh
 from ithaca.models import support
+from ithaca.models.foreign import foreign_within
 from ithaca.models.mixing import refuse_mixing
 from ithaca.parallelize import parallelize
 from ithaca.proof.small import build, small_batch, small_model
@@ -110,6 +111,44 @@ def test_a_module_put_into_a_measured_architecture_is_tried() -> None:
     expect_refusal(
         2, _widened, 2, error="UnsupportedError", match=r"layers.0.mlp \(Shift\) is code of your own.* reads tokens"
     )
+
+
+class Normed(nn.Module):
+    """A batch norm over all tokens: each token's own in evaluation, of all of them in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x.flatten(0, 1)).view_as(x)
+        return normed
+
+
+class CentredInTraining(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True) if self.training and torch.is_grad_enabled() else x
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("module", [Normed(32), CentredInTraining()], ids=lambda module: type(module).__name__)
+def test_what_reads_other_tokens_in_training_alone_is_named(module: nn.Module, training: bool) -> None:
+    model: Any = small_model("llama")
+    model.model.layers[1].post_attention_layernorm = module.to(model.dtype)
+    model.train(training)
+    found = foreign_within(model)
+    drawn = torch.random.get_rng_state()
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.post_attention_layernorm \(\w+\) reads tokens"):
+        refuse_mixing(model, found)
+    assert all(each.training == training for each in model.modules())
+    assert torch.random.get_rng_state().equal(drawn)
+
+
+def test_a_library_module_of_several_tokens_is_tried_too() -> None:
+    model: Any = small_model("llama")
+    assert foreign_within(model) is None
+    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj, nn.Conv1d(8, 8, 1))
+    assert foreign_within(model) == "model.layers.0.mlp.down_proj.1 (Conv1d)"
 
 
 def test_a_module_on_one_rank_has_all_tokens() -> None:

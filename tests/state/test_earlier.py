@@ -267,3 +267,56 @@ def _rounded() -> bool:
 @pytest.mark.slow
 def test_stochastic_rounding_is_the_same_whichever_came_first() -> None:
     assert run_ranks(1, _rounded, timeout=300) == [True]
+
+
+def _loaded(sp: int | None, name: str) -> dict[str, Any]:
+    """Two steps in one process, its model and its optimizer's state then over ranks, and two steps more."""
+    plain, model = small_model("llama"), small_model("llama")
+    before = OPTIMIZERS[name](plain)
+    for seed in range(2):
+        plain(**small_batch(1, 16, seed=seed), use_cache=False).loss.backward()
+        before.step()
+        before.zero_grad()
+    model.load_state_dict(plain.state_dict())
+    mesh = init_mesh(sp=sp or 2)
+    if sp:
+        model = parallelize(model, mesh)
+    optimizer = OPTIMIZERS[name](model)
+    optimizer.load_state_dict(before.state_dict())
+    for seed in range(2, 4):
+        batch = small_batch(1, 16, seed=seed)
+        loss = causal_loss(model, batch, mesh) if sp else model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole: Any = {key: getattr(p, "full_tensor", lambda p=p: p)().detach() for key, p in model.named_parameters()}
+    return dict(whole)
+
+
+def _loaded_error(name: str) -> float:
+    with promoted():
+        mine, theirs = _loaded(2, name), _loaded(None, name)
+    return max(float((mine[key] - theirs[key]).norm() / theirs[key].norm()) for key in theirs)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_one_process_loaded_after_goes_on(name: str) -> None:
+    assert max(run_ranks(2, _loaded_error, name)) < FP64
+
+
+def _coded() -> None:
+    from torchao.optim import AdamW8bit
+
+    mesh = init_mesh(sp=2)
+    model = parallelize(small_model("llama"), mesh)
+    optimizer = AdamW8bit(model.parameters())
+    causal_loss(model, small_batch(1, 16), mesh).backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_codes_blocks_of_whole_weights_is_refused() -> None:
+    pytest.importorskip("torchao")
+    expect_refusal(
+        2, _coded, error="UnsupportedError", match=r"AdamW8bit codes blocks.*build_optimizer\(model, 'adamw8bit'"
+    )

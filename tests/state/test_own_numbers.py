@@ -64,3 +64,24 @@ def _replicated() -> list[float]:
 def test_a_replicated_weight_is_read() -> None:
     for got, wanted in run_ranks(2, _replicated):
         assert abs(got - wanted) < 1e-9
+
+
+def _written_norm() -> tuple[str, float, str]:
+    model = _parallel()
+    model.lm_head.weight.sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_([model.lm_head.weight], 1.0)
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return f"{norm:.6f}", float(whole), f"{model.lm_head.weight.shape}"
+
+
+def test_a_norm_is_written_into_a_line_of_a_log() -> None:
+    for line, number, _ in run_ranks(2, _written_norm):
+        assert line == f"{number:.6f}"
+
+
+def _written_sum() -> str:
+    return f"{_parallel().lm_head.weight.sum():.3f}"
+
+
+def test_a_sum_of_a_rank_alone_is_not() -> None:
+    expect_refusal(2, _written_sum, error="UnsupportedError", match="a number was read off split weights")
