@@ -6,16 +6,18 @@ Here such a copy remembers what it is a view of. Every rank makes the same write
 it the rows that it holds, so that the write is that of one process.
 
 The operations that give views are asked through handlers of ours, as in own_numbers.py, on the meshes that weights were
-spread over alone.
+spread over alone. Writes are asked through the copy's own class, or where torch does not look at that, by handlers too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
@@ -30,6 +32,8 @@ _VIEWS = (
     *("slice", "select", "split", "split_with_sizes", "unbind", "view", "unfold", "diagonal", "expand", "squeeze"),
     *("unsqueeze", "permute", "transpose", "t"),
 )
+# From here on torch asks the __torch_dispatch__ of a DTensor's subclass.
+_ASKS_SUBCLASSES = Version("2.13")
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,29 @@ class CopiedRows(DTensor):
 def write_rows_back() -> None:
     """From now on let writes to views of spread weights, their gradients and an optimizer's state be those of one process."""
     handle(overloads(_VIEWS), _viewed)
+    if Version(torch.__version__) < _ASKS_SUBCLASSES:
+        handle(_writing(), _wrote)
+
+
+@cache
+def _writing() -> list[Any]:
+    """Every operation of torch's that writes in place."""
+    schemas = [each for each in torch._C._jit_get_all_schemas() if each.name.startswith("aten::") and each.is_mutable]
+    names = {each.name.removeprefix("aten::") for each in schemas if each.name.endswith("_")}
+    return [form for form in overloads(sorted(names)) if form._schema.is_mutable]
+
+
+def _wrote(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(each, CopiedRows) for each in tree_leaves((args, kwargs))):
+        return CopiedRows.__torch_dispatch__(operation, (), args, kwargs)
+    return unhandled(operation, args, kwargs)
 
 
 def _viewed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = unhandled(operation, args, kwargs)
     source = args[0]
+    if isinstance(source, CopiedRows):
+        return _remember(result, source, operation, args, kwargs)
     if not is_spread(source):
         return result
     copies = [each for each in tree_leaves(result) if isinstance(each, DTensor) and not _same_memory(each, source)]
