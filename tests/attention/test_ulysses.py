@@ -192,6 +192,7 @@ def over_ranks(world: int, cases: dict[str, Case], *args: Any, **kwargs: Any) ->
 HEADS = [(8, 8), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2)]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_feature_on_every_split_and_form(world: int, heads: tuple[int, int]) -> None:

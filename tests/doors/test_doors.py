@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,12 +13,21 @@ from tests.doors.page import PAGE, page
 from tests.doors.table import habits
 
 TABLE = habits()
+# As many of a door's habits run in `make test`.
+QUICK = 3
 
 
-@pytest.mark.parametrize(
-    "habit",
-    [pytest.param(habit, id=habit.label, marks=[pytest.mark.slow] if habit.slow else []) for habit in TABLE],
-)
+def _cases() -> list[Any]:
+    counted: Counter[str] = Counter()
+    cases = []
+    for habit in TABLE:
+        counted[habit.door] += not habit.slow
+        slow = habit.slow or counted[habit.door] > QUICK
+        cases.append(pytest.param(habit, id=habit.label, marks=[pytest.mark.slow] if slow else []))
+    return cases
+
+
+@pytest.mark.parametrize("habit", _cases())
 def test_a_habit_has_the_outcome_that_the_page_shows(habit: Habit) -> None:
     check_scripts([habit])
     habit.check()

@@ -21,7 +21,7 @@ from tests.ranks import expect_refusal, run_ranks
 
 # States, convolutions over tokens, several in a layer beside attention, attention in code of its own.
 MIXING = {
-    "falcon_h1": "FalconH1Mixer", "bamba": "BambaMixer", "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "bamba": "BambaMixer", "falcon_h1": "FalconH1Mixer", "qwen3_next": "Qwen3NextGatedDeltaNet",
     "recurrent_gemma": "RecurrentGemmaRecurrentBlock", "lfm3": "Lfm3ShortConv", "gptj": "GPTJAttention",
     "inkling_text": "InklingShortConvolution", "minimax": "MiniMaxLightningAttention",
 }  # fmt: skip

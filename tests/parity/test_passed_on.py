@@ -64,7 +64,7 @@ def errors(kind: str, sp: int, plans: tuple[tuple[LayerMode, ...], ...], setting
         pytest.param("hrm_text", {}, (*MIXED, (K, S, R, B), (S, B, K, S)), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize("sp", [2, 1])
 def test_every_mode_and_mixture(
     kind: str, settings: dict[str, Any], plans: tuple[tuple[LayerMode, ...], ...], sp: int
 ) -> None:
