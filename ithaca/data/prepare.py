@@ -23,6 +23,7 @@ from ithaca.data.sources import locate
 from ithaca.data.store import Store
 from ithaca.data.tokenize import Count, read_template, source_encoder, tokenize_source
 from ithaca.data.turns import Streamed
+from ithaca.data.typed import VALIDATION, placed
 from ithaca.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -115,8 +116,8 @@ def prepare(
 ) -> Prepared:
     """Tokenize what is not yet in the cache: `data.cache`, or `folder` where the run names none."""
     cache = Path(data.cache).expanduser() if data.cache else folder
-    located = [locate(source) for source in data.sources]
-    apart = [locate(source) for source in validation.sources]
+    located = [locate(*each) for each in placed(data.sources)]
+    apart = [locate(*each) for each in placed(validation.sources, VALIDATION)]
     if not located:
         raise DataError("data.sources is empty: name at least one file, folder or hub name")
     streamed: Streamed | None = None

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ithaca.config import Run
+from ithaca.data.apart import refuse_own_files
 from ithaca.data.prepare import Prepared, prepare
 from ithaca.errors import CheckpointError, UntrainedError, UnwrittenError
 from ithaca.memory.release import release
@@ -66,6 +67,7 @@ def train(run: Run, *, restart: bool = False) -> Outcome:
 
     `restart`: begin at step 1 where there are checkpoints and none is whole.
     """
+    refuse_own_files(run)
     with ExitStack() as stack:
         mesh = init_mesh(device=None if run.launch.device == "auto" else run.launch.device)
         folder = RunFolder(Path(run.output))

@@ -286,7 +286,7 @@ def test_globs_and_folders_of_lines_are_sorted(tmp_path: Path) -> None:
         ("*.jsonl", {}, "no file matches"),
         ("docs", {"include": ["*.rs"]}, r"has no text files .*include=\['\*\.rs'\]"),
         ("docs", {"format": "parquet"}, "has no parquet files"),
-        ("mixed", {}, "holds jsonl and parquet files: set the source's format"),
+        ("mixed", {}, r"holds jsonl and parquet files: set data\.sources\.0\.format"),
         ("mixed/*", {}, r"several formats \(jsonl, parquet\)"),
         ("empty", {}, "has no text files"),
     ],
