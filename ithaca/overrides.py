@@ -98,7 +98,7 @@ def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> 
     if not keys:
         return value
     key, rest = keys[0], keys[1:]
-    left_out = node is None
+    left_out = node is None or node is default
     node = ({} if default is None else default) if node is None else node
     # One source may be written as no list, and any as its path alone.
     if isinstance(default, list) and not isinstance(node, list) and path.split(".")[1] == "sources":

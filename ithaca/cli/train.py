@@ -41,6 +41,7 @@ def train(
     """Train a model on long sequences; without arguments, a small one made on the spot."""
     from ithaca.cli.launch import launch
     from ithaca.config import dump_run, load_run
+    from ithaca.training.ahead import look_ahead
 
     file, overrides = split_words(words or [])
     run = load_run(file, overrides)
@@ -48,6 +49,12 @@ def train(
         typer.echo(dump_run(run), nl=False)
         return
     check_places(run)
+    ended = look_ahead(run)
+    if ended is not None:
+        # Under another launcher each rank comes here, and one says it.
+        if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
+            typer.echo(f"ithaca: {ended}", err=True)
+        return
     status = launch(
         "ithaca.cli.train:work",
         (run.model_dump_json(), restart),

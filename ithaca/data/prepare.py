@@ -54,6 +54,11 @@ class Prepared:
         return hashlib.sha256(repr((stores, sources, held_back, self.seed)).encode()).hexdigest()[:16]
 
     @property
+    def sources(self) -> list[list[Any]]:
+        """The name of each stored source, the sum of its tokens and how many documents it has; plain JSON."""
+        return [[store.about[key] for key in ("name", "sum", "documents")] for store in self.stores]
+
+    @property
     def listings(self) -> list[list[int]]:
         """How many files each streamed source has, and the sum of their names and sizes; plain JSON."""
         return [] if self.streamed is None else [one.dump(0) for one in self.streamed.listings]
@@ -100,6 +105,15 @@ class Prepared:
             for place, store in enumerate(self.stores)
         ]
         return np.concatenate(parts)
+
+
+def changed_sources(saved: list[list[Any]] | None, now: list[list[Any]]) -> str:
+    """Which documents are others than in `saved`, in words; None is saved in checkpoints of earlier versions."""
+    if not saved or len(saved) != len(now):
+        return "the documents"
+    pairs = [(was, there) for was, there in zip(saved, now, strict=True) if was[1] != there[1]]
+    told = [f"{there[0]} ({there[2]:,} now, {was[2]:,} then)" for was, there in pairs]
+    return f"the documents of {' and of '.join(told)}" if told else "the documents"
 
 
 def check_id(where: str, largest: int, size: int) -> None:

@@ -63,8 +63,8 @@ class Located:
         """How a folder's files are chosen, to stand after other advice; nothing for a file."""
         if len(self.files) < 2 and not self.texts:
             return ""
-        suffix = self.texts or PurePath(self.files[0]).suffix
-        chosen = f'{self.typed.key("include")}=["*{suffix}"]'
+        files = f"*{self.texts}" if self.texts else f"part-*{PurePath(self.files[0]).suffix}"
+        chosen = f'{self.typed.key("include")}=["{files}"]'
         return f", or choose the files to read, such as {shlex.quote(chosen)}"
 
     @property

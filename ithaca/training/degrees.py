@@ -63,6 +63,7 @@ def _check_stage(run: Run, number: int, world: int, heads: int | None, typed: Ty
         # Fewer, larger sequence groups, if any.
         larger = [f"{name}={degree}" for degree in sorted(near) if degree > sp][:1]
         advised = [_batch(number, stage.batch, world // sp), *(larger or advised)]
+        advised += [words for words in map(typed, _fewer(run, world, heads)) if words][:1]
     else:
         return
     if not advised:
@@ -85,6 +86,17 @@ def _worlds(batches: Iterable[int], world: int, sp: int) -> Iterable[int]:
     """Numbers of ranks on which stages of these batches go at degree `sp`, the nearest to `world` first."""
     works = [sp * dp for dp in _divisors(math.gcd(*batches))]
     return sorted(works, key=lambda ranks: (abs(ranks - world), ranks))
+
+
+def _fewer(run: Run, world: int, heads: int | None) -> Iterable[int]:
+    """Smaller numbers of ranks on which all stages go as they are, the largest first."""
+    for ranks in range(world - 1, 0, -1):
+        degrees = [stage.sp or run.mesh.sp for stage in run.stages]
+        tried = [largest_divisor(ranks, heads or ranks) if sp == "auto" else sp for sp in degrees]
+        if all(
+            ranks % sp == 0 and stage.batch % (ranks // sp) == 0 for sp, stage in zip(tried, run.stages, strict=True)
+        ):
+            yield ranks
 
 
 def _divisors(number: int) -> list[int]:
