@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from ithaca.config import Run
@@ -62,8 +63,8 @@ def _check_stage(run: Run, number: int, world: int, heads: int | None, typed: Ty
         problem = f"stage {number + 1} has batch {stage.batch} over dp={world // sp} sequence groups, and a multiple is needed"
         # Fewer, larger sequence groups, if any.
         larger = [f"{name}={degree}" for degree in sorted(near) if degree > sp][:1]
-        advised = [_batch(number, stage.batch, world // sp), *(larger or advised)]
-        advised += [words for words in map(typed, _fewer(run, world, heads)) if words][:1]
+        fewer = (words for words in map(typed, _fewer(run, world, heads)) if words)
+        advised = [_batch(number, stage.batch, world // sp), *(larger or advised or islice(fewer, 1))]
     else:
         return
     if not advised:

@@ -221,9 +221,12 @@ def test_what_does_not_fit_says_which_term(run: Any, small: str) -> None:
     assert "MiB" in err or "GiB" in err
 
 
-def test_a_number_of_ranks_is_said_and_told_as_it_is_typed(run: Any, small: str, tmp_path: Path) -> None:
+def test_a_number_of_ranks_is_said_and_told_as_it_is_typed(run: Any, tmp_path: Path) -> None:
     """Four heads over the eight ranks that are usual: two sequence groups, and one row."""
-    words = (f"model.name={small}", "stages=[{length: 128, steps: 1}]")
+    config = small_config("llama")
+    config.num_attention_heads, config.num_key_value_heads = 4, 4
+    config.save_pretrained(tmp_path / "four")
+    words = (f"model.name={tmp_path / 'four'}", "stages=[{length: 128, steps: 1}]")
     status, _, err = run(*words)
     assert status == 2
     assert "the job has 8 ranks, as neither --world nor the run says how many: --world sets another number" in err
@@ -233,7 +236,7 @@ def test_a_number_of_ranks_is_said_and_told_as_it_is_typed(run: Any, small: str,
     assert both.rstrip().endswith("use stages.0.batch=2, or --world 4 --gpus 4xH100")
 
 
-def test_the_cards_are_the_ranks(run: Any, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cards_are_the_ranks(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_tensors(monkeypatch)
     status, out, err = run("--model", small, "--length", "128", "--gpus", "2xH100", "precision=fp32")
     assert status == 0, err
