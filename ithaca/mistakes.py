@@ -63,7 +63,7 @@ def sentences(problems: Sequence[Any], whole: type[BaseModel]) -> list[str]:
 
 
 def _where(problem: Any) -> str:
-    kinds = ("function-", "constrained-", "literal[")
+    kinds = ("function-", "constrained-", "literal[", "list[")
     return ".".join(str(part) for part in problem["loc"] if not str(part).startswith(kinds))
 
 

@@ -268,6 +268,7 @@ def test_amounts_are_said_in_a_unit_that_shows_them() -> None:
         ("data.sources.path=x", r"write data\.sources\.0\.path=\.\.\. for the first of them, or data\.sources=\.\.\."),
         ("stages.length=4k", r"write stages\.0\.length=\.\.\. for the first of them, or stages=\.\.\. for"),
         ("stages.5.length=4k", "use 0 to 2"),
+        ("lora.targets.a=3", r"lora\.targets\.0: got"),
     ],
 )
 def test_a_key_of_a_list_is_told_its_place(word: str, said: str) -> None:
