@@ -235,7 +235,7 @@ def test_data_in_which_nothing_is_learned_is_refused(tmp_path: Path, record: dic
     silent = write_lines(tmp_path / "silent.jsonl", [record] * 3)
     spoken = write_lines(tmp_path / "spoken.jsonl", [record, {"input_ids": [4, 5]}])
     assert prepared(tmp_path, spoken).stores[0].about["targets"] == 1
-    match = r"nothing in .*silent\.jsonl is to be learned: .*of one token, .*-100; mend them, or set data\.sources\.\d\.labels"
+    match = r"nothing in .*silent\.jsonl is to be learned: .*of one token, .*-100; mend them, or set \w+\.sources\.\d\.labels"
     # The second time it is in the cache.
     for _ in range(2):
         with pytest.raises(DataError, match=match):
