@@ -107,7 +107,7 @@ def write_document(file: Path, words: list[str], size: int) -> Path:
 def measure(folder: Path, document: Path) -> dict[str, Any]:
     """The command's memory and seconds, and what came of it."""
     words = [f"model.name={folder / 'tokenizer'}", f"data.sources={document}", f"output={folder / 'run'}"]
-    command = [sys.executable, "-m", "ithaca.cli", "prepare", *words]
+    command = [sys.executable, "-m", "ithaca", "prepare", *words]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         start = time.perf_counter()
         started = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1])

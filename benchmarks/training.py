@@ -97,7 +97,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 def run_trainer(folder: Path, run: Path) -> list[dict[str, Any]]:
     """`ithaca train` in a process of its own; lines of the steps it took, even where it was cut short."""
-    command = [sys.executable, "-m", "ithaca.cli", "train", str(run)]
+    command = [sys.executable, "-m", "ithaca", "train", str(run)]
     with (folder / "said.txt").open("w") as said:
         try:
             status = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, timeout=LIMIT_S).returncode

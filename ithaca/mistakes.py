@@ -63,7 +63,7 @@ def sentences(problems: Sequence[Any], whole: type[BaseModel]) -> list[str]:
 
 
 def _where(problem: Any) -> str:
-    kinds = ("function-", "constrained-", "literal[")
+    kinds = ("function-", "constrained-", "literal[", "list[")
     return ".".join(str(part) for part in problem["loc"] if not str(part).startswith(kinds))
 
 
@@ -142,3 +142,28 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) in (list, Union, Annotated) or hasattr(annotation, "__args__"):
         return [found for inner in get_args(annotation) for found in _sections(inner)]
     return []
+
+
+def places_of(section: type[BaseModel], name: str) -> list[str]:
+    """Where below `section` there is a setting of this name, or of this path, as it is typed; the nearest name's if none."""
+    every = _paths(section, "")
+    found = [path for path in every if name in (path, path.replace(".0.", "."), path.rpartition(".")[2])]
+    if found:
+        return found
+    # A section stands for its first key.
+    if inside := [path for path in every if name in path.split(".")]:
+        return inside[:1]
+    near = difflib.get_close_matches(name, {part for path in every for part in path.split(".")}, 1, 0.66)
+    return places_of(section, near[0]) if near else []
+
+
+def _paths(section: type[BaseModel], ahead: str) -> list[str]:
+    """Every setting below `section`, as it is typed."""
+    found = []
+    for name, field in section.model_fields.items():
+        inner = _sections(field.annotation)
+        if not inner:
+            found.append(f"{ahead}{name}")
+        for below in inner:
+            found += _paths(below, f"{ahead}{name}." + ("0." if "list" in str(field.annotation).lower() else ""))
+    return found

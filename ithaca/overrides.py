@@ -98,6 +98,7 @@ def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> 
     if not keys:
         return value
     key, rest = keys[0], keys[1:]
+    left_out = node is None or node is default
     node = ({} if default is None else default) if node is None else node
     # One source may be written as no list, and any as its path alone.
     if isinstance(default, list) and not isinstance(node, list) and path.split(".")[1] == "sources":
@@ -106,12 +107,23 @@ def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> 
         node = {"path": node}
     if isinstance(node, list):
         if not key.isdigit() or int(key) > len(node):
-            raise ConfigError(f"{path}: {key!r} is no place in a list of {len(node)}: use 0 to {len(node)}")
+            raise ConfigError(f"{path}: {key!r} is no place in a list of {len(node)}: {_place(path, keys, len(node))}")
         at = int(key)
-        return [*node[:at], _put(node[at] if at < len(node) else {}, rest, value, path, None), *node[at + 1 :]]
+        # How the default's documents are read is nothing to another path.
+        fresh = at >= len(node) or (left_out and rest == ["path"])
+        return [*node[:at], _put({} if fresh else node[at], rest, value, path, None), *node[at + 1 :]]
     if not isinstance(node, dict):
         raise ConfigError(
             f"{path}: there is nothing under {key!r}, the value before it is {node!r}: write {path.partition('.' + key)[0]}=..."
         )
     below = default.get(key) if isinstance(default, dict) else None
     return {**node, key: _put(node.get(key), rest, value, path, below)}
+
+
+def _place(path: str, keys: list[str], places: int) -> str:
+    """What to type instead of a path whose `keys`, from the one on that stands for a place in a list, begin with none."""
+    ahead = path.split(".")[: -len(keys)]
+    if keys[0].lstrip("-").isdigit():
+        return f"use 0 to {places}"
+    whole = ".".join(ahead)
+    return f"write {'.'.join([*ahead, '0', *keys])}=... for the first of them, or {whole}=... for the whole list"

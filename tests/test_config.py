@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ithaca.config import Run, Stage, dump_run, load_run, read_run
+from ithaca.config import Run, Source, Stage, dump_run, load_run, read_run
 from ithaca.errors import ConfigError
 
 
@@ -260,3 +260,23 @@ def test_amounts_are_said_in_a_unit_that_shows_them() -> None:
     assert show_bytes(2**20) == "1.00 MiB"
     assert show_of(0, 2**34) == "0.0 of 16.0 GiB"
     assert show_of(3 * 2**20, 2**20) == "3.0 of 1.0 MiB"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.sources.path=x", r"write data\.sources\.0\.path=\.\.\. for the first of them, or data\.sources=\.\.\."),
+        ("stages.length=4k", r"write stages\.0\.length=\.\.\. for the first of them, or stages=\.\.\. for"),
+        ("stages.5.length=4k", "use 0 to 2"),
+        ("lora.targets.a=3", r"lora\.targets\.0: got"),
+    ],
+)
+def test_a_key_of_a_list_is_told_its_place(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_run(None, [word])
+
+
+def test_another_path_is_not_read_as_the_defaults_documents() -> None:
+    assert load_run(None, ["data.sources.0.path=x.jsonl"]).data.sources == [Source(path="x.jsonl")]
+    kept = read_run({"data": {"sources": [{"path": "x", "kind": "chat"}]}}, ["data.sources.0.path=y"])
+    assert kept.data.sources == [Source(path="y", kind="chat")]

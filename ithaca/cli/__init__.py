@@ -19,6 +19,7 @@ from ithaca.cli.quiet import quiet
 from ithaca.cli.rehearse import rehearse
 from ithaca.cli.train import train
 from ithaca.cli.verify import verify
+from ithaca.cli.words import TakesSettings
 from ithaca.errors import IthacaError
 
 # In narrower terminals typer's panels cut the names of options; click's plain pages break lines between words.
@@ -32,7 +33,8 @@ app = typer.Typer(
     rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _WIDE else None,
 )
 for verb in (models, plan, rehearse, verify, prepare, train, export, doctor):
-    app.command(epilog=EPILOGS[verb.__name__], short_help=verb.__doc__)(verb)
+    kind = TakesSettings if verb in (rehearse, verify, prepare, train) else None
+    app.command(cls=kind, epilog=EPILOGS[verb.__name__], short_help=verb.__doc__)(verb)
 
 
 def _version(asked: bool) -> None:

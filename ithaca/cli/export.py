@@ -6,6 +6,7 @@ and a folder that holds anything else than this run's own export only with `--fo
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -40,8 +41,14 @@ def export(
     refuse_own_places(target, run_of(checkpoint), description_of(checkpoint, DESCRIPTION))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[dtype]
     export_into(checkpoint, target, partial(export_checkpoint, checkpoint, dtype=width), force=force)
-    typer.echo(f"{checkpoint} -> {target}")
-    typer.echo(f'load it with: AutoModelForCausalLM.from_pretrained("{target}")')
+    shown = _as_typed(target, path if to is None else to)
+    typer.echo(f"{_as_typed(checkpoint, path)} -> {shown}")
+    typer.echo(f'load it with: AutoModelForCausalLM.from_pretrained("{shown}")')
+
+
+def _as_typed(place: Path, typed: Path) -> str:
+    """A place, from here if what was typed was so, else whole."""
+    return str(place.absolute() if typed.is_absolute() else os.path.relpath(place))
 
 
 def _check_target(target: Path) -> None:

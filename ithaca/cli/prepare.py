@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ithaca.cli.terminal import print_page, say_loading
-from ithaca.cli.train import split_words
+from ithaca.cli.train import check_places, split_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,13 +34,15 @@ def prepare(
     ),
 ) -> None:
     """Tokenize a run's documents into its cache, and say what came of them."""
-    say_loading("loading the tokenizer and what reads documents")
     from ithaca.config import load_run
-    from ithaca.data.prepare import prepare as prepare_data
-    from ithaca.models.tokenizer import load_tokenizer
 
     file, overrides = split_words(words or [])
     run = load_run(file, overrides)
+    check_places(run)
+    say_loading("loading the tokenizer and what reads documents")
+    from ithaca.data.prepare import prepare as prepare_data
+    from ithaca.models.tokenizer import load_tokenizer
+
     tokenizer = load_tokenizer(run.model.tokenizer or run.model.name, run.model.revision)
     prepared = prepare_data(
         run.data,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ithaca.cli.plan_inputs import read_machine
 from ithaca.cli.stopped import told_when_stopped
 from ithaca.cli.terminal import say_loading
 
@@ -23,7 +26,9 @@ def rehearse(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),
     length: str = typer.Option("", help="Tokens of a row, 128k or 1M; the run's last stage if left out."),
-    world: int | None = typer.Option(None, help="Ranks of the whole job; as the run says, or 8, if left out."),
+    world: int | None = typer.Option(
+        None, help="Ranks of the whole job; as --gpus or the run says, or 8, if left out."
+    ),
     rank: int = typer.Option(0, help="Which of them is rehearsed, from 0."),
     stage: int | None = typer.Option(None, help="Which of the run's stages, from 1; the last if left out."),
     layers: str = typer.Option(
@@ -45,7 +50,9 @@ def rehearse(
 
     file, overrides = split_words(words or [])
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
-    ranks = _usual_world(run) if world is None else world
+    ranks = (counted_cards(gpus) or _usual_world(run)) if world is None else world
+    if world is None and not counted_cards(gpus):
+        typer.echo(f"ithaca: the job has {ranks} ranks, {_why_so_many(run)}: --world sets another number", err=True)
     if ranks < 1 or not 0 <= rank < ranks:
         raise ConfigError(f"--world {ranks} --rank {rank}: ranks count from 0 to the world less one")
     if stage is not None and not 1 <= stage <= len(run.stages):
@@ -72,6 +79,7 @@ def rehearse(
         stage=len(run.stages) - 1 if stage is None else stage - 1,
         layers=more,
         cap=limit,
+        typed=partial(_typed, gpus, machine.device.name, world is not None),
     )
     result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
     from ithaca.cli.terminal import print_page
@@ -85,6 +93,30 @@ def _usual_world(run: Run) -> int:
     """The run's processes; where a sequence is split over more, as over several nodes, so many."""
     here = run.launch.processes if isinstance(run.launch.processes, int) else WORLD
     return max([here, *(degree for degree in (run.mesh.sp, run.stages[-1].sp) if isinstance(degree, int))])
+
+
+def _why_so_many(run: Run) -> str:
+    """Why the job has as many ranks as `_usual_world` gives."""
+    given = isinstance(run.launch.processes, int) or _usual_world(run) > WORLD
+    return "by the run's launch.processes and degrees" if given else "as neither --world nor the run says how many"
+
+
+def counted_cards(card: str) -> int:
+    """The cards of `8xH100`; 0 where no number is given."""
+    if not card.strip()[:1].isdigit():
+        return 0
+    machine = read_machine(card, None, None, None, None)
+    return machine.gpus * machine.nodes
+
+
+def _typed(card: str, name: str, by_world: bool, ranks: int) -> str | None:
+    """How another number of ranks is typed; None where so many are no whole nodes."""
+    if ranks > NODE and ranks % NODE:
+        return None
+    words = [f"--world {ranks}"] if by_world or not counted_cards(card) else []
+    cards = f"{ranks}x{name}"
+    words += [f"--gpus {shlex.quote(cards)}"] if counted_cards(card) else []
+    return " ".join(words)
 
 
 def _layers(text: str) -> int | None:
@@ -116,7 +148,6 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
     """The job's machine: `world` of the card here (an H100 where there is none), eight a node."""
     import torch
 
-    from ithaca.cli.plan_inputs import read_machine
     from ithaca.errors import ConfigError
 
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
@@ -125,8 +156,8 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
         raise ConfigError(f"--world {world}: more than {NODE} ranks are whole nodes of {NODE}")
     machine = read_machine(card or here, None, host_memory, link, network)
     asked = machine.gpus * machine.nodes
-    if card.strip()[:1].isdigit() and asked != world:
-        raise ConfigError(f"--gpus {card}: the job has {world} ranks: leave the number away, or add --world {asked}")
+    if counted_cards(card) and asked != world:
+        raise ConfigError(f"--gpus {card} with --world {world}: leave the number of cards away, or use --world {asked}")
     return read_machine(f"{world // nodes}x{machine.device.name}", nodes, host_memory, link, network)
 
 

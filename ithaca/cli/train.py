@@ -41,13 +41,20 @@ def train(
     """Train a model on long sequences; without arguments, a small one made on the spot."""
     from ithaca.cli.launch import launch
     from ithaca.config import dump_run, load_run
+    from ithaca.training.ahead import look_ahead
 
     file, overrides = split_words(words or [])
     run = load_run(file, overrides)
     if show:
         typer.echo(dump_run(run), nl=False)
         return
-    _check_places(run)
+    check_places(run)
+    ended = look_ahead(run)
+    if ended is not None:
+        # Under another launcher each rank comes here, and one says it.
+        if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
+            typer.echo(f"ithaca: {ended}", err=True)
+        return
     status = launch(
         "ithaca.cli.train:work",
         (run.model_dump_json(), restart),
@@ -65,15 +72,18 @@ def train(
         raise typer.Exit(status)
 
 
-def _check_places(run: Run) -> None:
+def check_places(run: Run) -> None:
     """Refuse a mistyped folder or file here: ranks take long to start."""
+    from ithaca.data.apart import refuse_own_files
     from ithaca.data.sources import locate
+    from ithaca.data.typed import sources_of
     from ithaca.mistakes import check_folder
 
     check_folder(run.model.name, "model.name")
-    for source in [*run.data.sources, *run.validation.sources]:
+    for source, typed in sources_of(run):
         if not Path(source.path).expanduser().exists():
-            locate(source)
+            locate(source, typed)
+    refuse_own_files(run)
 
 
 def _check_ranks(run: Run, world: int, typed: Callable[[int], str | None]) -> None:

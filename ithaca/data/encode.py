@@ -25,6 +25,7 @@ from ithaca.data.chat import ChatEncoder
 from ithaca.data.pairs import ALPACA, INPUT, PAIR, encode_alpaca, encode_pair
 from ithaca.data.pieces import PIECE, pieces_of
 from ithaca.data.read import RowError, Unreadable, encodable, json_list
+from ithaca.data.sources import Located
 from ithaca.data.spelled import Spellings
 from ithaca.errors import DataError
 
@@ -59,12 +60,13 @@ class Kind:
     column: str
 
 
-def find_kind(source: Source, records: Sequence[Mapping[str, Any]], where: str) -> Kind:
-    """From the source's settings where given, else from the records' columns and what is in them."""
+def find_kind(located: Located, records: Sequence[Mapping[str, Any]], where: str) -> Kind:
+    """From the source's settings where given, else from the records' columns and what is in them; `where` they are."""
+    source, key = located.source, located.typed.key
     columns = list(dict.fromkeys(column for record in records for column in record))
     if source.column is not None and source.column not in columns:
         raise DataError(
-            f"{where} has no column {source.column!r}: there are {_names(columns)}; set data.sources.column"
+            f"{where} has no column {source.column!r}: there are {_names(columns)}; set {key('column')}{located.advice}"
         )
     found = _look(records, [source.column] if source.column else columns, source.kind)
     if source.kind != "auto":
@@ -73,7 +75,8 @@ def find_kind(source: Source, records: Sequence[Mapping[str, Any]], where: str) 
         return found[0]
     wanted = "text, chat messages or token ids" if source.kind == "auto" else f"kind {source.kind!r}"
     raise DataError(
-        f"{where}: no column holds {wanted}: there are {_names(columns)}; set data.sources.column and kind to what is there"
+        f"{where}: no column holds {wanted}: there are {_names(columns)}; set {key('column')} and kind to what is there"
+        f"{located.advice}"
     )
 
 

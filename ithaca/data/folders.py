@@ -34,6 +34,14 @@ class Tally:
     def add(self, path: str, why: str, kind: str = "") -> None:
         self.counts[why, kind or suffix_of(path) or "files without a suffix"] += 1
 
+    def most(self, suffixes: Collection[str]) -> str:
+        """The one of these suffixes that most files have; empty where none has any."""
+        found = Counter[str]()
+        for (_, kind), count in self.counts.items():
+            if kind in suffixes:
+                found[kind] += count
+        return max(found, key=lambda kind: (found[kind], kind), default="")
+
     def describe(self, name: str) -> str:
         """One line for a user; empty where nothing was left out."""
         if not self.counts:

@@ -23,6 +23,7 @@ from ithaca.data.sources import locate
 from ithaca.data.store import Store
 from ithaca.data.tokenize import Count, read_template, source_encoder, tokenize_source
 from ithaca.data.turns import Streamed
+from ithaca.data.typed import VALIDATION, placed
 from ithaca.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -51,6 +52,11 @@ class Prepared:
         sources = [] if self.streamed is None else [one.source.model_dump_json() for one in self.streamed.located]
         held_back = 0.0 if self.others else self.share
         return hashlib.sha256(repr((stores, sources, held_back, self.seed)).encode()).hexdigest()[:16]
+
+    @property
+    def sources(self) -> list[list[Any]]:
+        """The name of each stored source, the sum of its tokens and how many documents it has; plain JSON."""
+        return [[store.about[key] for key in ("name", "sum", "documents")] for store in self.stores]
 
     @property
     def listings(self) -> list[list[int]]:
@@ -101,6 +107,15 @@ class Prepared:
         return np.concatenate(parts)
 
 
+def changed_sources(saved: list[list[Any]] | None, now: list[list[Any]]) -> str:
+    """Which documents are others than in `saved`, in words; None is saved in checkpoints of earlier versions."""
+    if not saved or len(saved) != len(now):
+        return "the documents"
+    pairs = [(was, there) for was, there in zip(saved, now, strict=True) if was[1] != there[1]]
+    told = [f"{there[0]} ({there[2]:,} now, {was[2]:,} then)" for was, there in pairs]
+    return f"the documents of {' and of '.join(told)}" if told else "the documents"
+
+
 def check_id(where: str, largest: int, size: int) -> None:
     """DataError where the largest id is none of a vocabulary of `size`."""
     if largest >= size:
@@ -115,8 +130,8 @@ def prepare(
 ) -> Prepared:
     """Tokenize what is not yet in the cache: `data.cache`, or `folder` where the run names none."""
     cache = Path(data.cache).expanduser() if data.cache else folder
-    located = [locate(source) for source in data.sources]
-    apart = [locate(source) for source in validation.sources]
+    located = [locate(*each) for each in placed(data.sources)]
+    apart = [locate(*each) for each in placed(validation.sources, VALIDATION)]
     if not located:
         raise DataError("data.sources is empty: name at least one file, folder or hub name")
     streamed: Streamed | None = None

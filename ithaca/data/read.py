@@ -251,7 +251,8 @@ def _open_hub(located: Located, streaming: bool) -> IterableDataset:
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError(
-            f"{source.path!r} is no file or folder here, and the hub gave no dataset of that name ({why}): correct the "
-            f"path, set subset and split, or fetch it where there is a network{near_paths(Path(source.path))}"
+            f"{source.path!r} is no file or folder here, and the hub gave no dataset of that name ({why}): type "
+            f"{located.typed.path()}, set its subset and split, or fetch it where there is a network"
+            f"{near_paths(Path(source.path))}"
         ) from None
     return opened if streaming else opened.to_iterable_dataset()

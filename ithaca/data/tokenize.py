@@ -67,16 +67,17 @@ class Count:
             self.targets += answer.targets
             self.spelled += answer.spelled
 
-    def check(self, name: str, share: float) -> None:
+    def check(self, located: Located, share: float) -> None:
         """DataError where more rows are bad than the run allows, or where all are."""
+        name = located.name
         if not self.rows:
-            raise DataError(f"{name} is empty: it holds no rows; correct data.sources")
+            raise DataError(f"{name} is empty: it holds no rows; type {located.typed.path()}")
         if self.bad == self.rows or self.bad > share * self.rows:
             named = "; ".join(self.named)
             allowed = "no document is left" if self.bad == self.rows else f"data.bad_share allows {share:g} of them"
             raise DataError(
                 f"{self.bad:,} of {self.rows:,} rows of {name} are no documents, {allowed}: {named}; mend them, correct "
-                "the column and kind, or raise data.bad_share"
+                f"{located.typed.key('column')} and kind, or raise data.bad_share{located.advice}"
             )
 
     def notes(self, name: str, kind: str, as_text: bool) -> tuple[str, ...]:
@@ -90,12 +91,12 @@ class Count:
         spelled = f"{self.spelled:,} of {self.rows:,} documents of {name} spell special tokens, which {what}"
         return (*([bad] if self.bad else ()), *([spelled] if self.spelled else ()))
 
-    def check_learned(self, name: str) -> None:
+    def check_learned(self, located: Located) -> None:
         """DataError where no token is left that a loss could be of."""
         if not self.targets:
             raise DataError(
-                f"nothing in {name} is to be learned: its documents are of one token, or no token after their first has "
-                "a label other than -100; mend them, or set data.sources.labels to the column that has the labels"
+                f"nothing in {located.name} is to be learned: its documents are of one token, or no token after their first has "
+                f"a label other than -100; mend them, or set {located.typed.key('labels')} to the column that has the labels"
             )
 
 
@@ -117,23 +118,26 @@ def source_encoder(located: Located, tokenizer: Any, data: Data, template: str |
     if located.format in ("text", "code"):
         kind = Kind("text", "text")
     else:
-        kind = find_kind(located.source, _first_records(located, data), located.name)
+        kind = find_kind(located, *_first_records(located, data))
     return make_encoder(kind, tokenizer, located.source, data, template)
 
 
-def _first_records(located: Located, data: Data) -> list[Any]:
+def _first_records(located: Located, data: Data) -> tuple[list[Any], str]:
+    """Some records, and the file that the first is in."""
     count, records, size = Count(), [], 0
+    where = ""
     for raw in islice(raw_rows(located, open_rows(located, streaming=data.streaming)), _PEEK):
         try:
             records.append(parse_row(raw))
+            where = where or raw.file
             count.rows += 1
         except RowError as error:
             count.add(raw, error)
         size += raw.size
         if size > _PEEK_BYTES:
             break
-    count.check(located.name, share=1.0)
-    return records
+    count.check(located, share=1.0)
+    return records, where
 
 
 def cache_key(located: Located, tokenizer: Any, data: Data, template: str | None) -> str:
@@ -193,8 +197,8 @@ def _checked(store: Store, located: Located, data: Data) -> Store:
     """The store itself; DataError where too many of its rows are no documents, or nothing is learned."""
     about = store.about
     count = Count(about["rows"], about["bad"], tuple(about["named"]), about["targets"])
-    count.check(located.name, data.bad_share)
-    count.check_learned(located.name)
+    count.check(located, data.bad_share)
+    count.check_learned(located)
     return store
 
 
@@ -216,7 +220,7 @@ def _write(located: Located, encoder: Encoder, data: Data, target: Path, progres
                 if isinstance(answer, Encoded):
                     writer.add(answer.ids, answer.learn, raw.file, raw.row)
                 elif count.bad == count.rows == HOPELESS:
-                    count.check(located.name, share=1.0)
+                    count.check(located, share=1.0)
                 bar.advance(raw)
         writer.finish(
             {

@@ -110,9 +110,9 @@ class _Source:
             if isinstance(answer, Encoded):
                 found.append(Document(raw.place, answer.ids, answer.learn))
         if self.done or self.count.rows >= _ENOUGH:
-            self.count.check(self.located.name, bad_share)
+            self.count.check(self.located, bad_share)
         if self.done or self.count.rows >= HOPELESS:
-            self.count.check_learned(self.located.name)
+            self.count.check_learned(self.located)
         return found
 
     def notes(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from ithaca.proof.rehearse_phases import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from ithaca.proof.rehearse_step import Figures, Part, measure
 from ithaca.proof.rehearse_trace import Kinds
 from ithaca.state.weights import leaves_device
-from ithaca.training.degrees import choose_sp
+from ithaca.training.degrees import TypedRanks, another_launcher, choose_sp
 from ithaca.training.session import precision_of
 from ithaca.training.stages import apply_stages
 
@@ -57,7 +57,7 @@ class Asked:
     """A rehearsal: stage `stage` of `run` on `machine`, as rank `rank`.
 
     `layers`: how many more a later run has than the first; None for all in one run, 0 for what suits. `fake`: without a
-    GPU, tensors that take no memory and no time.
+    GPU, tensors that take no memory and no time. `typed`: how another number of ranks is asked for.
     """
 
     run: Run
@@ -68,6 +68,7 @@ class Asked:
     layers: int | None = 0
     cap: int | None = None
     fake: bool = True
+    typed: TypedRanks = another_launcher
 
     @property
     def world(self) -> int:
@@ -165,7 +166,7 @@ def rehearse(asked: Asked, progress: Callable[[str], None] = lambda text: None) 
     with alone(asked.world, asked.rank), compiled_once():
         number = asked.stage % len(asked.run.stages)
         config = apply_stages(asked.config, asked.run.stages[: number + 1], random=True)
-        sp = choose_sp(asked.run, number, asked.world, config.get_text_config())
+        sp = choose_sp(asked.run, number, asked.world, config.get_text_config(), asked.typed)
         mesh = init_mesh(sp=sp, device=None if gpu else "cpu")
         part = part_of(asked, number, config, mesh)
         sizes, said = predict(asked, part, mesh)

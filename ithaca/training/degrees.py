@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from ithaca.config import Run
@@ -62,7 +63,8 @@ def _check_stage(run: Run, number: int, world: int, heads: int | None, typed: Ty
         problem = f"stage {number + 1} has batch {stage.batch} over dp={world // sp} sequence groups, and a multiple is needed"
         # Fewer, larger sequence groups, if any.
         larger = [f"{name}={degree}" for degree in sorted(near) if degree > sp][:1]
-        advised = [_batch(number, stage.batch, world // sp), *(larger or advised)]
+        fewer = (words for words in map(typed, _fewer(run, world, heads)) if words)
+        advised = [_batch(number, stage.batch, world // sp), *(larger or advised or islice(fewer, 1))]
     else:
         return
     if not advised:
@@ -85,6 +87,17 @@ def _worlds(batches: Iterable[int], world: int, sp: int) -> Iterable[int]:
     """Numbers of ranks on which stages of these batches go at degree `sp`, the nearest to `world` first."""
     works = [sp * dp for dp in _divisors(math.gcd(*batches))]
     return sorted(works, key=lambda ranks: (abs(ranks - world), ranks))
+
+
+def _fewer(run: Run, world: int, heads: int | None) -> Iterable[int]:
+    """Smaller numbers of ranks on which all stages go as they are, the largest first."""
+    for ranks in range(world - 1, 0, -1):
+        degrees = [stage.sp or run.mesh.sp for stage in run.stages]
+        tried = [largest_divisor(ranks, heads or ranks) if sp == "auto" else sp for sp in degrees]
+        if all(
+            ranks % sp == 0 and stage.batch % (ranks // sp) == 0 for sp, stage in zip(tried, run.stages, strict=True)
+        ):
+            yield ranks
 
 
 def _divisors(number: int) -> list[int]:

@@ -54,10 +54,13 @@ class RunFolder:
         """Where stage `number` (from 0) leaves its model."""
         return self.root / "stages" / f"{number + 1}-{length}"
 
-    def put(self, target: Path, write: Callable[[Path], object], mark: Mark) -> None:
-        """Have a model written whole or not at all; the same model stays, an earlier one of this run gives way."""
+    def put(self, target: Path, write: Callable[[Path], object], mark: Mark) -> bool:
+        """Have a model written whole or not at all; the same model stays, an earlier one of this run gives way.
+
+        Gives False where it stays.
+        """
         if target.exists() and self._stays(target, mark):
-            return
+            return False
         part, old = (target.with_name(f".{target.name}{end}") for end in (".part", ".old"))
         for left in (part, old):
             shutil.rmtree(left, ignore_errors=True)
@@ -68,6 +71,7 @@ class RunFolder:
             target.rename(old)
         part.rename(target)
         shutil.rmtree(old, ignore_errors=True)
+        return True
 
     def _stays(self, target: Path, mark: Mark) -> bool:
         """True for the model of `mark`; a folder of anybody else's is refused."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ithaca.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +22,17 @@ class Place:
     in_a_row: int = 0
     silent: int = 0
     taken: int = 0
+
+
+def place_in(facts: dict[str, Any], path: Path) -> Place:
+    """Where a checkpoint's run stood; CheckpointError where it was not written by `train`."""
+    try:
+        found = dict(facts["place"])
+        if not {"data", "fingerprint"} <= facts.keys():
+            raise KeyError("data")
+        # Earlier versions did not count the steps that were taken of a stage.
+        return Place(**{"taken": found["step"], **found})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of `ithaca train` (its facts lack {error}): set output=... to another folder"
+        ) from None

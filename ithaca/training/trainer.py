@@ -20,7 +20,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ithaca.config import Run
-from ithaca.data.prepare import Prepared, prepare
+from ithaca.data.apart import refuse_own_files
+from ithaca.data.prepare import Prepared, changed_sources, prepare
 from ithaca.errors import CheckpointError, UntrainedError, UnwrittenError
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh, init_mesh
@@ -40,7 +41,7 @@ from ithaca.training.display import Display
 from ithaca.training.folder import RunFolder
 from ithaca.training.loop import StageLoop
 from ithaca.training.metrics import Journal
-from ithaca.training.place import Place
+from ithaca.training.place import Place, place_in
 from ithaca.training.room import Room, model_bytes
 from ithaca.training.session import Session, build_session, stage_config
 from ithaca.training.stages import advise_between
@@ -66,6 +67,7 @@ def train(run: Run, *, restart: bool = False) -> Outcome:
 
     `restart`: begin at step 1 where there are checkpoints and none is whole.
     """
+    refuse_own_files(run)
     with ExitStack() as stack:
         mesh = init_mesh(device=None if run.launch.device == "auto" else run.launch.device)
         folder = RunFolder(Path(run.output))
@@ -92,6 +94,7 @@ class _Trainer:
         self.session: Session | None = None
         self.loop: StageLoop | None = None
         self.source, self.documents = "", ""
+        self.sources: list[list[Any]] = []
         self.listings: list[list[int]] = []
         self.tokenizer: str | None = None
         self.saved: Place | None = None
@@ -109,7 +112,7 @@ class _Trainer:
         self.display.note("reading the documents")
         with self.watch.patient(24 * 3600.0, "preparing data"):
             prepared = self._prepare()
-            self.documents = prepared.fingerprint
+            self.documents, self.sources = prepared.fingerprint, prepared.sources
         for note in prepared.left_out:
             self.display.say(f"warning: {note}")
         try:
@@ -185,7 +188,7 @@ class _Trainer:
         """Where the run goes on from, and which checkpoint has it; what cannot go on is refused."""
         path = self.checkpoints.latest(restart=restart)
         facts = {} if path is None else self.checkpoints.read_facts(path)
-        found = Place() if path is None else _place_in(facts, path)
+        found = Place() if path is None else place_in(facts, path)
         place = settle_place(found, self.run, facts.get("counts"))
         together(self.mesh, lambda: self.folder.refuse_another(self.run, place))
         together(self.mesh, lambda: check_origin(facts.get(ORIGIN), self.origin, self.source))
@@ -200,10 +203,11 @@ class _Trainer:
         return str(kept or uuid.uuid4().hex)
 
     def _check_documents(self, path: Path) -> None:
-        if self.checkpoints.read_facts(path)["data"] != self.documents:
+        facts = self.checkpoints.read_facts(path)
+        if facts["data"] != self.documents:
             raise CheckpointError(
-                f"the documents are not those that {path} was trained on, and its rows would be others: put them back, "
-                "or start anew from its export with model.name=... and output=..."
+                f"{changed_sources(facts.get('sources'), self.sources)} are not those that {path} was trained on, and its rows "
+                "would be others: put them back, or start anew from its export with model.name=... and output=..."
             )
 
     def _take_over(self, place: Place, path: Path | None) -> None:
@@ -226,7 +230,7 @@ class _Trainer:
             self.listings = prepared.listings
             self.display.note(f"building stage {place.stage + 1}: the model, its weights, the optimizer")
             # Of a stage that had ended and is open again, the feed is where the stage's end left it.
-            ended = path is not None and _place_in(facts, path).stage > place.stage
+            ended = path is not None and place_in(facts, path).stage > place.stage
             feed = facts.get("ended" if ended else "feed") or None
             session = build_session(self.run, place.stage, self.source, prepared, feed, self.mesh)
             self.session, self.mesh = session, session.mesh
@@ -274,18 +278,21 @@ class _Trainer:
         target = self.folder.stage(number, self.run.stages[number].length)
         if RUN not in self.checkpoints.read_facts(path) and target.exists():
             return  # Written by an earlier version, which left no marks.
-        together(self.mesh, lambda: self._write_model(path, target))
+        (written,) = together(self.mesh, lambda: self._write_model(path, target))
         self.display.close()
-        self.display.say(f"stage {place.stage} is done: {target} loads in plain transformers")
+        if written:
+            self.display.say(f"stage {place.stage} is done: {target} loads in plain transformers")
 
-    def _write_model(self, path: Path, target: Path) -> None:
+    def _write_model(self, path: Path, target: Path) -> str:
+        """Write what is not there yet; gives its folder, or nothing where it was there."""
         try:
-            self.folder.put(target, partial(export_checkpoint, path), mark_of(path))
+            written = self.folder.put(target, partial(export_checkpoint, path), mark_of(path))
         except (OSError, SafetensorError) as error:
             raise UnwrittenError(
                 f"{target} was not written ({error}), but {path}, which it is made of, is whole: make room, and the same "
                 "command writes it"
             ) from None
+        return str(target) if written else ""
 
     def _save(self, place: Place, *, keep: bool = False, wait: bool = False) -> None:
         """A checkpoint of this place; a disk that is full is told of, and training goes on from the last whole one."""
@@ -301,6 +308,7 @@ class _Trainer:
             "fingerprint": fingerprint(session.model),
             DESCRIPTION: describe_model(session.model, folder=self.source, tokenizer=self.tokenizer),
             "data": self.documents,
+            "sources": self.sources,
             "listings": self.listings,
             "feed": {} if ended else feed,
             "ended": feed if ended else {},
@@ -366,17 +374,3 @@ class _Trainer:
             path = None
         where = "step 1, as no checkpoint is whole" if path is None else f"{path.name}, the last whole checkpoint"
         return f"the same command goes on from {where}"
-
-
-def _place_in(facts: dict[str, Any], path: Path) -> Place:
-    """Where a checkpoint's run stood; CheckpointError where it was not written by `train`."""
-    try:
-        found = dict(facts["place"])
-        if not {"data", "fingerprint"} <= facts.keys():
-            raise KeyError("data")
-        # Earlier versions did not count the steps that were taken of a stage.
-        return Place(**{"taken": found["step"], **found})
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no checkpoint of `ithaca train` (its facts lack {error}): set output=... to another folder"
-        ) from None

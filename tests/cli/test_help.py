@@ -45,7 +45,7 @@ def test_help_has_examples_keys_and_exit_codes(typed: Any, monkeypatch: pytest.M
 def test_no_word_of_a_narrow_page_is_cut(columns: int) -> None:
     """Options are told apart by their ends: --host-memory, --host-headroom."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
-    command = [sys.executable, "-m", "ithaca.cli", "plan", "--help"]
+    command = [sys.executable, "-m", "ithaca", "plan", "--help"]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "\u2026" not in said
     assert {"--host-memory", "--host-headroom", "--headroom", "config.json"} <= set(re.findall(r"[\w.-]+\w", said))
@@ -212,3 +212,29 @@ def test_slow_verbs_say_so_before_they_import_torch(verb: str) -> None:
         "raise SystemExit(1)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train --steps 5", "type stages.0.steps=5"),
+        ("train --lr=1e-3", "type stages.0.lr=1e-3"),
+        ("prepare --batch-size 4", "type stages.0.batch=4"),
+        ("verify --every 3", "type validation.every=3 or metrics.every=3"),
+        ("rehearse --stages.0.steps 3", "type stages.0.steps=3"),
+        ("train --data x", "type data.sources.0.path=x"),
+        ("train --model x", "type model.name=x"),
+        ("train --output --show", "type output=..."),
+    ],
+)
+def test_a_setting_typed_as_an_option_is_told_how_it_is_typed(typed: Any, words: str, said: str) -> None:
+    status, out, err = typed(*words.split())
+    assert (status, out) == (2, "")
+    assert err.startswith("ithaca: --")
+    assert err.rstrip().endswith(said)
+
+
+def test_any_other_option_is_the_command_lines_own_mistake(typed: Any) -> None:
+    status, _, err = typed("train", "--qqq", "5")
+    assert status == 2
+    assert "No such option: --qqq" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -103,3 +104,13 @@ def test_a_stream_is_not_measured_but_shown(tmp_path: Path) -> None:
 def test_mistakes_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no file or folder"):
         call(f"data.sources={tmp_path}/none.jsonl", f"output={tmp_path / 'run'}")
+
+
+def test_documents_are_not_prepared_into_their_own_folder(typed: Any, own_folder: None, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a text")
+    for word in ("output=texts", "data.cache=texts/cache"):
+        status, _, err = typed("prepare", "data.sources=texts", word)
+        assert status == 2
+        assert f"{word} puts files of the run" in err
+        assert not list((tmp_path / "texts").glob("*/"))

@@ -198,7 +198,10 @@ def test_the_card_may_have_the_jobs_number_before_it(gpus: str) -> None:
         (("--stage", "9"), "the run has stages 1 to"),
         (("--world", "12"), "more than 8 ranks are whole nodes of 8"),
         (("--gpus", "H900"), "nearest are"),
-        (("--gpus", "1xH200", "--world", "2"), "the job has 2 ranks: leave the number away, or add --world 1"),
+        (
+            ("--gpus", "1xH200", "--world", "2"),
+            "--gpus 1xH200 with --world 2: leave the number of cards away, or use --world 1",
+        ),
         (("--gpus", "8xH200,H100"), "--gpus 8xH200,H100: write a number and one card"),
         (("missing.yaml",), "does not exist"),
         (("memory.plan=none", "--world", "2"), "has no plan to compare with"),
@@ -216,3 +219,26 @@ def test_what_does_not_fit_says_which_term(run: Any, small: str) -> None:
     status, _, err = run("memory.budget=300kB", "--model", small, "--length", "64k", "--world", "2")
     assert status == 2
     assert "MiB" in err or "GiB" in err
+
+
+def test_a_number_of_ranks_is_said_and_told_as_it_is_typed(run: Any, tmp_path: Path) -> None:
+    """Four heads over the eight ranks that are usual: two sequence groups, and one row."""
+    config = small_config("llama")
+    config.num_attention_heads, config.num_key_value_heads = 4, 4
+    config.save_pretrained(tmp_path / "four")
+    words = (f"model.name={tmp_path / 'four'}", "stages=[{length: 128, steps: 1}]")
+    status, _, err = run(*words)
+    assert status == 2
+    assert "the job has 8 ranks, as neither --world nor the run says how many: --world sets another number" in err
+    assert err.rstrip().endswith("use stages.0.batch=2, or --world 4")
+    assert run(*words, "--gpus", "8xH100")[2].rstrip().endswith("use stages.0.batch=2, or --gpus 4xH100")
+    both = run(*words, "--gpus", "8xH100", "--world", "8")[2]
+    assert both.rstrip().endswith("use stages.0.batch=2, or --world 4 --gpus 4xH100")
+
+
+def test_the_cards_are_the_ranks(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_tensors(monkeypatch)
+    status, out, err = run("--model", small, "--length", "128", "--gpus", "2xH100", "precision=fp32")
+    assert status == 0, err
+    assert "rank 0 of 2 " in out
+    assert "--world" not in err

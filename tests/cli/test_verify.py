@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def typed(*words: str, folder: Path) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "ithaca.cli", "verify", "--device", "cpu", *words]
+    command = [sys.executable, "-m", "ithaca", "verify", "--device", "cpu", *words]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
@@ -81,7 +81,7 @@ def test_a_refusal_is_one_sentence_and_status_2(tmp_path: Path) -> None:
 def test_ctrl_c_says_that_verify_was_stopped(tmp_path: Path) -> None:
     """And leaves no folder behind, wherever the ranks are."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "ithaca.cli", "verify", "--device", "cpu", "--model", "llama"]
+    command = [sys.executable, "-m", "ithaca", "verify", "--device", "cpu", "--model", "llama"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

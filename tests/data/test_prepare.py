@@ -21,7 +21,7 @@ from ithaca.config import Data, Source, Validation
 from ithaca.data import tokenize
 from ithaca.data.feed import open_feed
 from ithaca.data.hashes import held_back
-from ithaca.data.prepare import prepare
+from ithaca.data.prepare import changed_sources, prepare
 from ithaca.data.read import Raw
 from ithaca.data.store import open_store
 from ithaca.data.tokenize import encode_rows
@@ -235,9 +235,7 @@ def test_data_in_which_nothing_is_learned_is_refused(tmp_path: Path, record: dic
     silent = write_lines(tmp_path / "silent.jsonl", [record] * 3)
     spoken = write_lines(tmp_path / "spoken.jsonl", [record, {"input_ids": [4, 5]}])
     assert prepared(tmp_path, spoken).stores[0].about["targets"] == 1
-    match = (
-        r"nothing in .*silent\.jsonl is to be learned: .*of one token, .*-100; mend them, or set data\.sources\.labels"
-    )
+    match = r"nothing in .*silent\.jsonl is to be learned: .*of one token, .*-100; mend them, or set \w+\.sources\.\d\.labels"
     # The second time it is in the cache.
     for _ in range(2):
         with pytest.raises(DataError, match=match):
@@ -393,3 +391,13 @@ def test_a_log_gets_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture
     data = Data(sources=[Source(path=str(write_documents(tmp_path / "docs.jsonl", 5)))])
     prepare(data, TOKENIZER, validation=Validation(), seed=0, folder=tmp_path / "cache", progress=True)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_source_that_changed_is_named(tmp_path: Path) -> None:
+    one, two = (write_documents(tmp_path / f"{name}.jsonl", 3, name=name) for name in ("one", "two"))
+    before = prepared(tmp_path, one, two).sources
+    assert changed_sources(before, prepared(tmp_path, one, two).sources) == "the documents"
+    write_documents(two, 4, name="two")
+    now = prepared(tmp_path, one, two).sources
+    assert changed_sources(before, now) == f"the documents of {two} (4 now, 3 then)"
+    assert changed_sources(None, now) == changed_sources(before[:1], now) == "the documents"

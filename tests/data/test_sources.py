@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from ithaca.config import Source
+from ithaca.config import Source, Validation
 from ithaca.data.feed import open_feed
 from ithaca.data.read import open_rows, parse_row, raw_rows
 from ithaca.data.sources import HUGE, Located, locate
@@ -286,7 +286,7 @@ def test_globs_and_folders_of_lines_are_sorted(tmp_path: Path) -> None:
         ("*.jsonl", {}, "no file matches"),
         ("docs", {"include": ["*.rs"]}, r"has no text files .*include=\['\*\.rs'\]"),
         ("docs", {"format": "parquet"}, "has no parquet files"),
-        ("mixed", {}, "holds jsonl and parquet files: set the source's format"),
+        ("mixed", {}, r"holds jsonl and parquet files: set data\.sources\.0\.format"),
         ("mixed/*", {}, r"several formats \(jsonl, parquet\)"),
         ("empty", {}, "has no text files"),
     ],
@@ -351,3 +351,51 @@ def test_the_fingerprint_follows_content_and_settings(tmp_path: Path) -> None:
     assert locate(Source(path=str(file), column="text")).fingerprint() != first
     write_documents(file, 4)
     assert locate(Source(path=str(file))).fingerprint() != first
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "read", "beside"),
+    [
+        ("1.txt 2.txt 3.txt a.jsonl", {}, "a.jsonl", ".txt (not jsonl)"),
+        ("1.txt a.ndjson b.json", {}, "a.ndjson", ".json (beside .jsonl and .ndjson)"),
+        ("1.txt a.jsonl b.json", {"include": ["*.txt"]}, "1.txt", ""),
+        ("a.jsonl b.json", {"include": ["*.json*"]}, "a.jsonl b.json", ""),
+        ("a.jsonl b.txt", {"include": ["*"]}, "a.jsonl", ".txt (not jsonl)"),
+        ("a.json b.json", {}, "a.json b.json", ""),
+        ("1.txt 2.txt b.json c.yaml", {}, "1.txt 2.txt", ".json (settings)"),
+    ],
+)
+def test_rows_of_a_mixed_folder_win_over_texts(
+    tmp_path: Path, files: str, settings: dict[str, object], read: str, beside: str
+) -> None:
+    touch(tmp_path, *files.split())
+    located = locate(Source(path=str(tmp_path), **settings))
+    assert names(located, tmp_path) == read.split()
+    assert beside in " ".join(located.notes)
+
+
+def test_what_is_no_document_is_named_with_its_file_and_what_to_type(tmp_path: Path) -> None:
+    touch(tmp_path, "mixed/1.txt", "mixed/2.txt")
+    write_lines(tmp_path / "mixed" / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
+    with pytest.raises(DataError) as refusal:
+        prepared(tmp_path, tmp_path / "mixed")
+    assert str(refusal.value).startswith(f"{tmp_path}/mixed/metrics.jsonl: no column holds text")
+    assert """such as 'data.sources.0.include=["*.txt"]'""" in str(refusal.value)
+    touch(tmp_path, "odd/settings.json", content='{"a": {"b": 1}}')
+    write_lines(tmp_path / "odd" / "part-1.json", [{"text": "x"}])
+    with pytest.raises(
+        DataError, match=r"odd/settings\.json:1: .*choose the files .* '.*include=\[\"part-\*\.json\"\]'"
+    ):
+        prepared(tmp_path, tmp_path / "odd")
+
+
+def test_a_source_is_named_as_it_is_typed(tmp_path: Path) -> None:
+    said = []
+    for sources in (["no.jsonl"], [{"path": "no.jsonl", "kind": "text"}], [tmp_path, "no.jsonl"]):
+        touch(tmp_path, "a.txt")
+        with pytest.raises(DataError) as refusal:
+            prepared(tmp_path / "cache", *sources)
+        said.append(str(refusal.value).rpartition("type ")[2])
+    assert said == ["data.sources=...", "data.sources.0.path=...", "data.sources.1.path=..."]
+    with pytest.raises(DataError, match=r"type validation\.sources=\.\.\."):
+        prepared(tmp_path / "cache", tmp_path / "a.txt", validation=Validation(sources=["no.jsonl"]))

@@ -163,7 +163,7 @@ def test_bad_rows_in_a_stream(tmp_path: Path) -> None:
 def test_a_stream_in_which_nothing_is_learned(tmp_path: Path, silent: int, ending: list[Any]) -> None:
     records = [{"input_ids": [4, 5, 6], "labels": [4, -100, -100]}] * silent
     source = prepared(tmp_path, write_lines(tmp_path / "t.jsonl", records + ending), streaming=True)
-    with pytest.raises(DataError, match=r"nothing in .*t\.jsonl is to be learned.*data\.sources\.labels"):
+    with pytest.raises(DataError, match=r"nothing in .*t\.jsonl is to be learned.*data\.sources\.0\.labels"):
         open_feed(source, length=LENGTH, rows="packed", seed=0).row(100)
 
 

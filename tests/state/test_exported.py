@@ -225,3 +225,14 @@ def test_a_model_is_not_saved_beside_an_adapter(tmp_path: Path) -> None:
         match="holds the adapter_config.json of an adapter",
     )
     assert os.listdir(tmp_path) == ["adapter_config.json"]
+
+
+def test_places_are_said_as_the_run_was_typed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    for words, said in (
+        ([run.name], f"{run.name}/checkpoints/step-00000002 -> {run.name}/export-step-2\n"),
+        ([run.name, "--to", "out"], f"{run.name}/checkpoints/step-00000002 -> out\n"),
+        ([run, "--to", "out"], f"{run}/checkpoints/step-00000002 -> out\n"),
+        ([run.name, "--to", tmp_path / "o"], f"{run.name}/checkpoints/step-00000002 -> {tmp_path / 'o'}\n"),
+    ):
+        assert CliRunner().invoke(app, ["export", *map(str, words)]).stdout.startswith(said)

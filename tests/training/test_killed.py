@@ -23,7 +23,7 @@ STEPS, KILLS = 300, 20
 def start(file: Path) -> subprocess.Popen[bytes]:
     """The run, what it says in a file beside it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "ithaca.cli", "train", str(file)]
+    command = [sys.executable, "-m", "ithaca", "train", str(file)]
     with file.with_suffix(".txt").open("wb") as said:
         return subprocess.Popen(command, cwd=file.parent, env=environment, stdout=subprocess.DEVNULL, stderr=said)
 

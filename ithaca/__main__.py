@@ -1,0 +1,5 @@
+"""`python -m ithaca` is `ithaca`."""
+
+from ithaca.cli import main
+
+main()
