@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ithaca.cli.stopped import told_when_stopped
 from ithaca.cli.terminal import say_loading
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 LENGTH, WORLD, NODE = "128k", 8, 8
 
 
-@told_when_stopped("rehearse")
 def rehearse(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),

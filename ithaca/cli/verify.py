@@ -20,7 +20,7 @@ import typer
 from ithaca.cli.plan_files import check_report
 from ithaca.cli.quiet import quiet
 from ithaca.cli.scratch import scratch_folder
-from ithaca.cli.stopped import INTERRUPTED, say_stopped, told_when_stopped
+from ithaca.cli.stopped import INTERRUPTED, say_stopped
 from ithaca.cli.terminal import say_loading
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
@@ -34,7 +34,6 @@ LEAST_LENGTH = 24
 _GRACE = 5.0
 
 
-@told_when_stopped("verify")
 def verify(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", metavar="FOLDER_OR_TYPE", help="A model's folder, or an architecture such as qwen3."),

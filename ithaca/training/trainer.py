@@ -331,7 +331,8 @@ class _Trainer:
         A disk that does not take it makes the stop no failure: the run goes on from what was saved before. `unwritten`:
         what could not be written as the stop came; the same is not tried again.
         """
-        told = ", saved: the same command goes on from there"
+        goes_on = "goes on from the last checkpoint" if place.total else "begins at step 1"
+        told = f" with nothing new to save: the same command {goes_on}"
         with self.watch.patient(self.run.limits.grace, "saving before the end"):
             try:
                 self.checkpoints.wait()
@@ -339,6 +340,7 @@ class _Trainer:
                 self.saved = None
             if self.session is not None and self.loop is not None:
                 place = self.loop.settle()
+                told = ", saved: the same command goes on from there"
                 if place != self.saved and unwritten is None:
                     reason = self._save_at_stop(place)
                     told = f", not saved ({reason}): {self._goes_on()}" if reason else told
