@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import ithaca
-from ithaca.arguments import named_arguments
+from ithaca.arguments import named_arguments, shown
 from ithaca.errors import ArgumentError, IthacaError
+from ithaca.mesh import Mesh
 
-# Values, and what takes one model; what a shard is made of, which no caller makes.
-OTHERS = {"KERNELS", "Mesh", "Shard", "SequenceLayout", "unbind", "unsharded"}
+# Values; what a shard is made of, which no caller makes.
+OTHERS = {"KERNELS", "Mesh", "Shard", "SequenceLayout"}
 
 
 def public() -> list[str]:
@@ -63,3 +66,72 @@ def test_a_functions_own_type_error_is_its_own() -> None:
     with pytest.raises(TypeError, match="can only concatenate") as caught:
         adds("a")
     assert not isinstance(caught.value, IthacaError)
+
+
+MODEL = nn.Linear(2, 2)
+BATCH = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+HEADS = torch.zeros(1, 4, 2, 2)
+LAYOUT = ithaca.SequenceLayout.whole_rows(1, 4, 1)
+SWAPPED: list[tuple[Callable[[Mesh], Any], str]] = [
+    (lambda _: ithaca.save_pretrained("out", MODEL), "model is 'out': pass the model first"),
+    (lambda _: ithaca.save_pretrained(MODEL, 3), "folder is 3: pass a path"),
+    (lambda _: ithaca.save_pretrained(MODEL, ""), "folder is '': pass a path"),
+    (lambda _: ithaca.save_pretrained(MODEL, "out"), "Linear has no config"),
+    (lambda _: ithaca.save_pretrained(MODEL, "out", max_shard_size="big"), "max_shard_size='big': pass an amount"),
+    (lambda _: ithaca.save_pretrained(MODEL, "out", max_shard_size=0), "max_shard_size=0: pass a whole number"),
+    (lambda mesh: ithaca.recover(mesh), "model is a Mesh: pass the model"),
+    (lambda mesh: ithaca.count_tokens(BATCH, mesh), "batches is a dict: pass a list of batches"),
+    (lambda mesh: ithaca.count_tokens(3, mesh), "batches is 3: pass a list of batches"),
+    (lambda mesh: ithaca.count_tokens(mesh, [BATCH]), "mesh=a list: pass the ithaca.Mesh"),
+    (lambda mesh: ithaca.parallelize(mesh, MODEL), "mesh=a Linear: pass the ithaca.Mesh"),
+    (lambda mesh: ithaca.parallelize(None, mesh), "the model is None: pass a transformers model"),
+    (lambda mesh: ithaca.parallelize(MODEL, mesh, kernel=["flash"]), "no attention kernel is called ['flash']"),
+    (lambda mesh: ithaca.shard_batch(mesh, BATCH), "mesh=a dict: pass the ithaca.Mesh"),
+    (lambda mesh: ithaca.shard_batch(BATCH, mesh, vocab_size="9"), "vocab_size='9': pass a whole number"),
+    (lambda mesh: ithaca.shard_batch({**BATCH, "document_ids": "x"}, mesh), "document_ids is 'x': whole numbers"),
+    (lambda mesh: ithaca.reduce_mean(mesh, MODEL, 1, mesh), "the model is a Mesh: pass what ithaca.parallelize"),
+    (lambda mesh: ithaca.causal_loss(BATCH, MODEL, mesh), "the model is a dict: pass what ithaca.parallelize"),
+    (lambda _: ithaca.init_mesh("2"), "sp='2': a degree is a whole number"),
+    (lambda _: ithaca.init_mesh(sp=2.0), "sp=2.0: a degree is a whole number"),
+    (lambda _: ithaca.init_mesh(MODEL), "sp=a Linear: a degree is a whole number"),
+    (lambda _: ithaca.UlyssesConfig(sp_size="2"), "sp_size='2': pass a whole number"),
+    (lambda _: ithaca.UlyssesConfig(dp_size=0), "dp_size=0: pass a whole number"),
+    (lambda _: ithaca.UlyssesConfig(kernel="flush"), "no attention kernel is called 'flush'"),
+    (lambda _: ithaca.UlyssesConfig(whole_logits="no"), "whole_logits='no': pass True or False"),
+    (lambda _: ithaca.UlyssesConfig.from_accelerate({"sp_size": 2}), "config is a dict: pass accelerate's"),
+    (lambda _: ithaca.unbind(None), "the model is None: pass what ithaca.parallelize returned"),
+    (lambda _: ithaca.unsharded(3).__enter__(), "the model is 3: pass what ithaca.parallelize returned"),
+    (lambda mesh: ithaca.build_optimizer(mesh, lr=1e-3), "build_optimizer was given a Mesh: pass the model"),
+    (lambda _: ithaca.build_optimizer(MODEL, lr=1e-3, in_backward="no"), "in_backward='no': pass True or False"),
+    (lambda _: ithaca.build_optimizer(MODEL, lr=1e-3, seed="x"), "seed is 'x': pass a whole number"),
+    (lambda m: ithaca.ulysses_attention(HEADS, HEADS, HEADS, LAYOUT, m), "mesh=a SequenceLayout: pass the ithaca"),
+    (lambda m: ithaca.ulysses_attention(None, HEADS, HEADS, m, LAYOUT), "q_BLHD is None: pass a tensor"),
+    (lambda m: ithaca.ulysses_attention(HEADS.long(), HEADS, HEADS, m, LAYOUT), "of torch.int64: floating-point"),
+    (lambda m: ithaca.ulysses_attention(HEADS, HEADS, HEADS, m, None), "layout is None: pass the SequenceLayout"),
+    (lambda m: ithaca.ulysses_attention(HEADS, HEADS, HEADS, m, LAYOUT, scale="a"), "scale='a': pass a number"),
+    (lambda m: ithaca.ulysses_attention(HEADS, HEADS, HEADS, m, LAYOUT, window=2.5), "window is 2.5: pass a whole"),
+    (lambda _: ithaca.SequenceLayout.whole_rows(1, 8, 0), "shards=0: pass a whole number"),
+    (lambda _: ithaca.SequenceLayout.packed([[0]], 1, 0), "documents_BS is a list: a tensor [B, S]"),
+]
+
+
+@pytest.fixture
+def mesh_of_one() -> Mesh:
+    return ithaca.init_mesh(device="cpu")
+
+
+@pytest.mark.parametrize(("call", "said"), SWAPPED, ids=[said for _, said in SWAPPED])
+def test_an_argument_of_a_wrong_kind_is_one_sentence(call: Callable[[Mesh], Any], said: str, mesh_of_one: Mesh) -> None:
+    with pytest.raises(IthacaError) as caught:
+        call(mesh_of_one)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_value_is_shown_in_a_few_words() -> None:
+    assert [shown(value) for value in (None, "x", 3, [1, 2], MODEL, nn.Linear)] == [
+        *("None", "'x'", "3", "[1, 2]", "a Linear", "the class Linear")
+    ]
+    assert len(shown("x" * 1000)) == 60
+    assert shown([HEADS]) == "a list"

@@ -130,15 +130,14 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
 
 def read_model_config(name: str, revision: str | None) -> Any:
     """The config of a folder, a file, the embedded model, a name of the built-in table, or one on the hub."""
-    import tempfile
-
+    from ithaca.cli.scratch import scratch_folder
     from ithaca.errors import ConfigError
     from ithaca.models.embedded import build_embedded
     from ithaca.models.pretrained import CONFIG, find_folder, known_model, read_config
 
     path = Path(name).expanduser()
     if name == "embedded":
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch_folder() as folder:
             return read_config(build_embedded(Path(folder)))
     if path.suffix == ".json" and path.name != CONFIG:
         raise ConfigError(f"{name}: name a model's folder, or the {CONFIG} in it")

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ithaca.arguments import shown
 from ithaca.errors import UnsupportedError
 from ithaca.models.bound import is_bound
 from ithaca.models.compiled import compiled_within
@@ -55,6 +56,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     kind = f"{type(model).__module__.split('.')[0]}'s {type(model).__name__}"
     if isinstance(model, str):
         raise UnsupportedError(f"{model!r} is a name: pass the model, AutoModelForCausalLM.from_pretrained({model!r})")
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"the model is {shown(model)}: pass a transformers model, as in parallelize(model, mesh)"
+        )
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(f"{kind} is compiled: pass the model inside it, model._orig_mod, {_COMPILES}")
     if hasattr(model, "module"):
