@@ -40,6 +40,7 @@ def rehearse(
     from ithaca.cli.train import split_words
     from ithaca.config import load_run
     from ithaca.errors import ConfigError
+    from ithaca.models.pretrained import change_config
 
     file, overrides = split_words(words or [])
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
@@ -54,7 +55,7 @@ def rehearse(
         check_report(json_file)
     more = _layers(layers)
     limit = _bytes(cap) if cap else None
-    config = read_model_config(run.model.name, run.model.revision)
+    config = change_config(read_model_config(run.model.name, run.model.revision), run.model.config)
     if length or (model and file is None):
         run = one_length(run, length or LENGTH, ranks, config)
     from ithaca.cli.rehearse_page import as_json, page

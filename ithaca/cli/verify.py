@@ -13,7 +13,7 @@ import pickle
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -48,8 +48,10 @@ def verify(
 
     file, overrides = split_words(words or [])
     model = at_home(model) if model else model
-    named = bool(model) and file is None and not overrides
-    run = None if named else load_run(file, overrides)
+    # Values of the model's config ask for no documents: what is verified is still the model alone.
+    named = bool(model) and file is None and all(each.startswith("model.config") for each in overrides)
+    run = load_run(file, overrides)
+    changes, run = run.model.config, None if named else run
     if run is not None and model:
         run = run.model_copy(update={"model": run.model.model_copy(update={"name": model})})
     if length is not None and length < LEAST_LENGTH:
@@ -67,10 +69,10 @@ def verify(
     gpus = 0 if device == "cpu" else _count_gpus(required=device == "cuda")
     statuses = []
     if device != "cuda":
-        statuses.append(_on("cpu", degree, run, model, layers, length, report))
+        statuses.append(_on("cpu", degree, run, model, layers, length, report, changes))
     if gpus and max(statuses, default=0) < 2:
         beside = bool(statuses)
-        statuses.append(_on("cuda", min(degree, gpus), run, model, layers, length, report, beside=beside))
+        statuses.append(_on("cuda", min(degree, gpus), run, model, layers, length, report, changes, beside=beside))
     if any(statuses):
         raise typer.Exit(max(statuses))
 
@@ -101,12 +103,13 @@ def _on(
     layers: int | None,
     length: int | None,
     report: str,
+    changes: dict[str, Any],
     *,
     beside: bool = False,
 ) -> int:
     """Gather the material, and run the checks on it on `degree` ranks of a kind; gives their status.
 
-    `beside`: the ranks before have written to the report, which stays.
+    `changes`: of the config of a model without a run. `beside`: the ranks before have written to the report, which stays.
     """
     from ithaca.cli.launch import launch
     from ithaca.training.watch import PREEMPTED
@@ -120,7 +123,8 @@ def _on(
         dtype = torch.float64 if device == "cpu" else torch.float32
         # Under torchrun the ranks are there already.
         ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else degree
-        material = gather(run, model, ranks=ranks, layers=layers, length=length, dtype=dtype, scratch=Path(scratch))
+        chosen = {"layers": layers, "length": length, "changes": changes}
+        material = gather(run, model, ranks=ranks, dtype=dtype, scratch=Path(scratch), **chosen)
         # As bytes, so that a rank is quiet, and out of Ctrl-C's way, before it imports what they are made of.
         given = (pickle.dumps(material), device, report)
         if report and not beside:

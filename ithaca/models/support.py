@@ -22,7 +22,7 @@ from ithaca.models.bound import is_bound
 from ithaca.models.compiled import compiled_within
 from ithaca.models.draws import refuse_dropped_layers
 from ithaca.models.peft_kinds import check_adapters
-from ithaca.planning.config_names import ATTENTION_DROPOUTS
+from ithaca.planning.config_names import refuse_attention_dropout
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 _COMPILES = "parallelize itself compiles norms, activations and rotary embeddings (fuse=True)"
@@ -154,10 +154,7 @@ def _exact_as_set(base: PreTrainedModel, row: Verdict) -> bool:
 
 def _check_settings(base: PreTrainedModel) -> None:
     config: Any = base.config.get_text_config()
-    for key in ATTENTION_DROPOUTS:
-        value = getattr(config, key, 0) or 0
-        if isinstance(value, int | float) and value > 0:
-            raise UnsupportedError(f"config.{key}={value}: attention dropout is not exact over ranks, set it to 0")
+    refuse_attention_dropout(lambda key: getattr(config, key, None))
     if getattr(config, "output_attentions", False):
         raise UnsupportedError(
             "config.output_attentions=True: attention weights are never materialised here, set it to False"

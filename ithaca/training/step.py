@@ -191,7 +191,9 @@ def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
         own = sum(count_targets(batch) for batch in batches)
     except Exception as caught:
         error = caught
-    if mesh.world == 1 and error is None:
+    if mesh.world == 1:
+        if error is not None:
+            raise error
         return own
     # A sequence group has one batch: its first rank counts it.
     counts = [own if mesh.sequence_rank == 0 else 0, int(error is not None)]
