@@ -52,7 +52,7 @@ class Model(Section):
     tokenizer: Where | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     kernel: str = "auto"
-    config: dict[str, bool | int | float | str | None] = {}
+    config: dict[str, Any] = {}
 
 
 Targets = Annotated[

@@ -18,25 +18,15 @@ from ithaca.errors import ConfigError
 _WHERE = "model.config"
 # What stands elsewhere in the run file, or is not for a run to say.
 _ELSEWHERE = {
-    **dict.fromkeys(
-        ("rope_parameters", "rope_scaling", "rope_theta"),
-        "positions are stretched by stages.0.rope, such as stages.0.rope.kind=yarn",
-    ),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"), "positions are stretched by stages.0.rope"),
     **dict.fromkeys(("dtype", "torch_dtype"), "precision=bf16 says what weights are kept in"),
     **dict.fromkeys(("model_type", "architectures", "auto_map"), "name another model by model.name"),
     "quantization_config": "name the model in bf16 or fp32 by model.name",
 }
 
 
-def lay_over(
-    config: PreTrainedConfig, changes: Mapping[str, Any], build: Callable[[PreTrainedConfig], PreTrainedModel]
-) -> PreTrainedConfig:
-    """The config with `changes`; ConfigError for a key it has not, a value of another kind, or sizes of weights.
-
-    `build`: makes a model of a config, to compare the shapes of weights.
-    """
-    if not changes:
-        return config
+def lay_over(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """A config with `changes`; ConfigError for a key that it has not, or a value of another kind."""
     changed = copy.deepcopy(config)
     text: Any = changed.get_text_config()
     for key, value in changes.items():
@@ -48,7 +38,6 @@ def lay_over(
             hint = f"did you mean {near[0]!r}?" if near else "look for its name in the model's config.json"
             raise ConfigError(f"{_WHERE}: a {config.model_type} has no {key!r}: {hint}")
         setattr(owner, key, _of_kind(key, value, getattr(owner, key)))
-    _check_shapes(config, changed, ", ".join(f"{_WHERE}.{key}" for key in changes), build)
     return changed
 
 
@@ -61,12 +50,13 @@ def _of_kind(key: str, value: Any, before: Any) -> Any:
     return value
 
 
-def _check_shapes(
+def check_shapes(
     before: PreTrainedConfig,
     after: PreTrainedConfig,
-    named: str,
+    changes: Mapping[str, Any],
     build: Callable[[PreTrainedConfig], PreTrainedModel],
 ) -> None:
+    """ConfigError where `changes` made weights of other shapes; `build` makes a model of a config."""
     with torch.device("meta"):
         shapes = [
             {key: tuple(p.shape) for key, p in build(copy.deepcopy(config)).named_parameters()}
@@ -74,6 +64,7 @@ def _check_shapes(
         ]
     differing = next((key for key in {**shapes[0], **shapes[1]} if shapes[0].get(key) != shapes[1].get(key)), None)
     if differing is not None:
+        named = ", ".join(f"{_WHERE}.{key}" for key in changes)
         raise ConfigError(
             f"{named} would change the model's weights ({differing}), and those of its files would not fit: leave it out"
         )

@@ -29,7 +29,7 @@ from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.mistakes import check_folder, near_paths
 from ithaca.models.config_numbers import check_computed, check_numbers
-from ithaca.models.laid_over import lay_over
+from ithaca.models.laid_over import check_shapes, lay_over
 from ithaca.planning.config_check import Words, check_config, read_content
 from ithaca.planning.known_models import known_config, nearest_models
 
@@ -104,12 +104,17 @@ def read_config(folder: str | Path, changes: Mapping[str, Any] | None = None) ->
 
 def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
     """The config with a run's own values; what they may not be is refused as it is in a config.json."""
-    changed = lay_over(config, changes, build_causal)
-    if changes:
-        try:
-            check_config(changed.to_dict(), transformers_words())
-        except (ConfigError, UnsupportedError) as error:
-            raise ConfigError(f"model.config: {error}") from None
+    if not changes:
+        return config
+    changed = lay_over(config, changes)
+    try:
+        check_config(changed.to_dict(), transformers_words())
+        check_shapes(config, changed, changes, build_causal)
+    except UnsupportedError as error:
+        raise ConfigError(f"model.config: {error}") from None
+    except ConfigError as error:
+        said = str(error)
+        raise ConfigError(said if said.startswith("model.config") else f"model.config: {said}") from None
     return changed
 
 
