@@ -102,7 +102,9 @@ def _end(number: int, _frame: object) -> None:
     for clean in reversed(_state.cleaners):
         with suppress(Exception):
             clean()
-    say_stopped(_state.verb)
+    with suppress(OSError):
+        # Straight to the descriptor: the stream may be in the middle of something else.
+        os.write(2, _line(_state.verb).encode())
     os._exit(status_of(number))
 
 
@@ -149,11 +151,16 @@ def told_when_stopped(verb: str) -> Iterator[None]:
 
 
 def say_stopped(verb: str) -> None:
-    """Write the one line; of several ranks of one command the first writes it."""
+    """Write the one line, where nothing is cut off that stderr may be in the middle of."""
+    sys.stderr.write(_line(verb))
+    sys.stderr.flush()
+
+
+def _line(verb: str) -> str:
+    """Say what was stopped and what stays; of several ranks of one command the first says it."""
     if os.environ.get("RANK", "0") != "0":
-        return
+        return ""
     # A bar that is cut off leaves its line half full, and the terminal without a cursor.
     clear = "\r\x1b[K\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
     who = f"{verb} was stopped before its end" if verb else "stopped before anything was done"
-    with suppress(OSError):
-        os.write(2, f"{clear}ithaca: {who}: {_STAYS.get(verb, _NOTHING)}\n".encode())
+    return f"{clear}ithaca: {who}: {_STAYS.get(verb, _NOTHING)}\n"
