@@ -50,8 +50,8 @@ def verify(
     model = at_home(model) if model else model
     # Values of the model's config ask for no documents: what is verified is still the model alone.
     named = bool(model) and file is None and all(each.startswith("model.config") for each in overrides)
-    run = load_run(file, overrides)
-    changes, run = run.model.config, None if named else run
+    read = load_run(file, overrides)
+    changes, run = read.model.config, None if named else read
     if run is not None and model:
         run = run.model_copy(update={"model": run.model.model_copy(update={"name": model})})
     if length is not None and length < LEAST_LENGTH:
@@ -123,7 +123,7 @@ def _on(
         dtype = torch.float64 if device == "cpu" else torch.float32
         # Under torchrun the ranks are there already.
         ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else degree
-        chosen = {"layers": layers, "length": length, "changes": changes}
+        chosen: dict[str, Any] = {"layers": layers, "length": length, "changes": changes}
         material = gather(run, model, ranks=ranks, dtype=dtype, scratch=Path(scratch), **chosen)
         # As bytes, so that a rank is quiet, and out of Ctrl-C's way, before it imports what they are made of.
         given = (pickle.dumps(material), device, report)

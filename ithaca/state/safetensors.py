@@ -71,7 +71,7 @@ def _read_size(given: object) -> int:
     if size is None or isinstance(size, str):
         raise ArgumentError(f"max_shard_size={shown(given)}: pass an amount of memory such as '5GB', or bytes")
     check_count("max_shard_size", size, instead=", or a text such as '5GB'")
-    return int(size)  # type: ignore[call-overload, no-any-return]
+    return int(size)  # type: ignore[call-overload]
 
 
 def refuse_plain_save(model: Any, dress: Callable[[Any, Callable[..., Any]], None]) -> None:
