@@ -1,6 +1,7 @@
-"""Calls of public functions with wrong arguments, refused by the name of the argument that was meant.
+"""Calls of public functions with wrong arguments, refused by the name of the argument that was meant, or by its kind.
 
-Python's own TypeError names what was given, and not what is taken: `UlyssesConfig(sp=2)` is a usual slip.
+Python's own TypeError names what was given, and not what is taken: `UlyssesConfig(sp=2)` is a usual slip. An argument of
+a wrong kind, such as the model in the place of the mesh, would fail far from the call.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
+from numbers import Integral
+from types import UnionType
 from typing import Any, TypeVar, cast
 
 from ithaca.errors import ArgumentError
@@ -55,6 +58,42 @@ def _instead(unknown: str | None, taken: Sequence[str], named: dict[str, Any]) -
         return f"it takes {', '.join(taken)}"
     value = named[unknown]
     return f"use {meant}={value!r}" if isinstance(value, str | int | float | bool) else f"did you mean {meant}?"
+
+
+def shown(value: object) -> str:
+    """A value in a few words: a model or a batch would fill pages."""
+    if value is None or isinstance(value, str | int | float):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if (
+        isinstance(value, list | tuple)
+        and len(value) <= 8
+        and all(isinstance(each, str | int | float) for each in value)
+    ):
+        text = repr(value)
+        return text if len(text) <= 60 else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
+
+
+def check_kind(name: str, value: object, kind: type | UnionType, needed: str) -> None:
+    """Refuse what is not of `kind`; `needed` says what is, and how it is passed."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} is {shown(value)}: {needed}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False: every text is true, "no" and "false" too."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}={shown(value)}: pass True or False")
+
+
+def check_count(name: str, value: object, least: int = 1, instead: str = "") -> None:
+    """Refuse what is no whole number of at least `least`; `instead`: what else may be passed."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise ArgumentError(f"{name}={shown(value)}: pass a whole number of at least {least}{instead}")
 
 
 def _nearest(unknown: str, taken: Sequence[str]) -> str | None:

@@ -42,13 +42,17 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """What is trained. `name`: a folder, a hub name, or "embedded", a small byte-level Llama made on the spot."""
+    """What is trained. `name`: a folder, a hub name, or "embedded", a small byte-level Llama made on the spot.
+
+    `config`: values that take the place of those in the model's config.json, such as `{attn_pdrop: 0}`.
+    """
 
     name: Where = "embedded"
     revision: str | None = None
     tokenizer: Where | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     kernel: str = "auto"
+    config: dict[str, Any] = {}
 
 
 Targets = Annotated[

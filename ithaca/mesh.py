@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import named_arguments, shown
 from ithaca.errors import MeshError
 
 AXES = ("dp", "ring", "sp")
@@ -128,7 +128,7 @@ def init_mesh(
         dp, sp = _read_mesh_param(mesh_param)
     for name, degree in (("sp", sp), ("dp", dp), ("ring", ring)):
         if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
-            raise MeshError(f"{name}={degree!r}: a degree is a whole number of at least 1")
+            raise MeshError(f"{name}={shown(degree)}: a degree is a whole number of at least 1")
     _check_device(device)
     world = dist.get_world_size() if dist.is_initialized() else _launched_world()
     degrees = fit_degrees(world, sp=sp or 1, dp=dp, ring=ring)
@@ -143,7 +143,7 @@ def init_mesh(
 def check_mesh(mesh: object) -> None:
     """Refuse torch's own mesh, or none."""
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh={mesh!r}: pass the ithaca.Mesh that ithaca.init_mesh(sp=...) gives")
+        raise MeshError(f"mesh={shown(mesh)}: pass the ithaca.Mesh that ithaca.init_mesh(sp=...) gives")
 
 
 def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> Degrees:
@@ -193,14 +193,14 @@ def _read_mesh_param(param: MeshParam) -> tuple[int | None, int]:
             ) from None
     if isinstance(param, Mapping):
         known = {"data_parallel_size", "sequence_parallel_size"}
-        unknown = sorted(set(param) - known)
+        unknown = sorted(map(str, set(param) - known))
         if unknown or "sequence_parallel_size" not in param:
             problem = f"the unknown key {unknown[0]!r}" if unknown else "no sequence_parallel_size"
             raise MeshError(f"mesh_param has {problem}: it takes data_parallel_size and sequence_parallel_size")
         return param.get("data_parallel_size"), param["sequence_parallel_size"]
     if isinstance(param, list | tuple) and len(param) == 2:
         return param[0], param[1]
-    raise MeshError(f"mesh_param={param!r}: pass (dp, sp), or a dict or JSON with sequence_parallel_size")
+    raise MeshError(f"mesh_param={shown(param)}: pass (dp, sp), or a dict or JSON with sequence_parallel_size")
 
 
 def ranks_here(otherwise: int = 1) -> int:
@@ -218,7 +218,7 @@ def _check_device(device: str | torch.device | None) -> None:
     except (RuntimeError, TypeError):
         known = False
     if not known:
-        raise MeshError(f"device={device!r}: use 'cuda', 'cpu', or None for what the launch has")
+        raise MeshError(f"device={shown(device)}: use 'cuda', 'cpu', or None for what the launch has")
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise MeshError(f"device={str(device)!r}: this process sees no GPU; use 'cpu' or None")
 

@@ -17,6 +17,7 @@ from ithaca.values import at_home
 _NEEDED = {
     "bool_parsing": "true or false is needed",
     "bool_type": "true or false is needed",
+    "dict_type": "keys with values are needed, such as {{key: value}}",
     "float_parsing": "a number is needed",
     "float_type": "a number is needed",
     "greater_than": "more than {gt} is needed",

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import named_arguments, shown
 from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
@@ -170,20 +170,20 @@ def read_memory(memory: object) -> MemoryPlan | Decided | None:
         return memory
     if isinstance(memory, Mapping):
         return Decided.of(memory)
-    if memory == "auto":
+    if isinstance(memory, str) and memory == "auto":
         return Decided()
-    raise UnsupportedError(f"memory={memory!r}: pass 'auto', None, a dict of choices, or an ithaca.MemoryPlan")
+    raise UnsupportedError(f"memory={shown(memory)}: pass 'auto', None, a dict of choices, or an ithaca.MemoryPlan")
 
 
 def check_settings(optimizer: object, compute_dtype: object, *, fuse: object, allow_untested: object) -> None:
     """Refuse words and types that no model takes."""
     if optimizer not in get_args(Optimizer):
-        raise UnsupportedError(f"optimizer={optimizer!r}: choose one of {', '.join(get_args(Optimizer))}")
+        raise UnsupportedError(f"optimizer={shown(optimizer)}: choose one of {', '.join(get_args(Optimizer))}")
     if compute_dtype is not None and compute_dtype not in _COMPUTE:
         raise UnsupportedError(f"compute_dtype={compute_dtype!r}: pass one of {', '.join(map(str, _COMPUTE))}, or None")
     for name, flag in (("fuse", fuse), ("allow_untested", allow_untested)):
         if not (isinstance(flag, bool) or (name == "fuse" and flag is None)):
-            raise UnsupportedError(f"{name}={flag!r}: pass True or False")
+            raise UnsupportedError(f"{name}={shown(flag)}: pass True or False")
 
 
 def read_budget(name: str, given: float | str | None) -> int | None:
@@ -195,7 +195,7 @@ def read_budget(name: str, given: float | str | None) -> int | None:
     except (ValueError, TypeError, OverflowError):
         budget = 0
     if budget < 1:
-        raise UnsupportedError(f"{name}={given!r}: pass bytes above 0, such as 40e9 or '40GB', or None")
+        raise UnsupportedError(f"{name}={shown(given)}: pass bytes above 0, such as 40e9 or '40GB', or None")
     try:
         return with_unit(budget)
     except ValueError as error:

@@ -21,6 +21,7 @@ All that backward needs lives on the autograd context, since CUDA runs backward 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,16 +31,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import check_flag, check_kind, named_arguments, shown
 from ithaca.attention.exchange import Lane, Pending, start_to_heads, start_to_tokens
 from ithaca.attention.kernels import check_name
 from ithaca.attention.kernels.interface import QKV, AttentionSpec
 from ithaca.attention.local import LocalAttention
 from ithaca.attention.tape import Anchor, Tape
-from ithaca.errors import BatchError, MeshError, UnsupportedError
+from ithaca.errors import ArgumentError, BatchError, MeshError, UnsupportedError
 from ithaca.heads import HeadSplit, Range, split_heads
 from ithaca.mesh import Mesh, check_mesh, largest_divisor
 from ithaca.sequence.layout import SequenceLayout
+from ithaca.values import as_number
 
 
 @named_arguments
@@ -63,6 +65,21 @@ def ulysses_attention(
     gradient of `sinks_H` is this rank's part: sum it over ranks like any weight's.
     """
     check_mesh(mesh)
+    for name, tensor in (("q_BLHD", q_BLHD), ("k_BLKD", k_BLKD), ("v_BLKE", v_BLKE)):
+        check_kind(name, tensor, Tensor, "pass a tensor [B, L, heads, head size] of this rank's tokens")
+        if tensor.dim() != 4 or not tensor.is_floating_point():
+            raise BatchError(
+                f"{name} is {list(tensor.shape)} of {tensor.dtype}: floating-point numbers [B, L, heads, head size] are needed"
+            )
+    check_kind("layout", layout, SequenceLayout, "pass the SequenceLayout of the batch, as shard_batch gives it")
+    check_flag("causal", causal)
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and math.isnan(as_number(number)):
+            raise ArgumentError(f"{name}={shown(number)}: pass a number, or None")
+    if window is not None:
+        check_kind("window", window, int, "pass a whole number of tokens, or None")
+    if sinks_H is not None:
+        check_kind("sinks_H", sinks_H, Tensor, "pass a tensor of one score a head, or None")
     spec = AttentionSpec(
         scale=q_BLHD.shape[-1] ** -0.5 if scale is None else float(scale), causal=causal, window=window, softcap=softcap
     )

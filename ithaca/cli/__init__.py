@@ -1,61 +1,28 @@
-"""The command line: one file a verb. Nothing heavy is imported before a verb runs."""
+"""The command line. This file imports next to nothing: signals are heard before the verbs are there, which take a while."""
 
 from __future__ import annotations
 
-import shutil
 import sys
+from typing import TYPE_CHECKING
 
-import typer
+from ithaca.cli.stopped import hearing
 
-from ithaca import __version__
-from ithaca.cli.allocator import let_segments_grow
-from ithaca.cli.doctor import doctor
-from ithaca.cli.epilogs import EPILOGS
-from ithaca.cli.export import export
-from ithaca.cli.models import models
-from ithaca.cli.plan import plan
-from ithaca.cli.prepare import prepare
-from ithaca.cli.quiet import quiet
-from ithaca.cli.rehearse import rehearse
-from ithaca.cli.train import train
-from ithaca.cli.verify import verify
-from ithaca.cli.words import TakesSettings
-from ithaca.errors import IthacaError
-
-# In narrower terminals typer's panels cut the names of options; click's plain pages break lines between words.
-_WIDE = 80
-
-app = typer.Typer(
-    help="Train Hugging Face language models, exactly, on sequences of a million tokens and more.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _WIDE else None,
-)
-for verb in (models, plan, rehearse, verify, prepare, train, export, doctor):
-    kind = TakesSettings if verb in (rehearse, verify, prepare, train) else None
-    app.command(cls=kind, epilog=EPILOGS[verb.__name__], short_help=verb.__doc__)(verb)
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"ithaca {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-) -> None:
-    """Train Hugging Face language models, exactly, on sequences of a million tokens and more."""
+if TYPE_CHECKING:
+    from ithaca.cli.verbs import app as app
 
 
 def main() -> None:
-    """The `ithaca` command. A user's mistake is one line and the error's own status, 2 of most, never a traceback."""
-    quiet()
-    let_segments_grow()
-    try:
-        app()
-    except IthacaError as error:
-        typer.echo(f"ithaca: {error}", err=True)
-        sys.exit(error.status)
+    """The `ithaca` command."""
+    # The process ends with the command only where its own first file made this call.
+    with hearing(last=sys._getframe(1).f_globals.get("__name__") == "__main__"):
+        from ithaca.cli.verbs import run
+
+        run()
+
+
+def __getattr__(name: str) -> object:
+    if name != "app":
+        raise AttributeError(f"module 'ithaca.cli' has no attribute {name!r}")
+    from ithaca.cli.verbs import app
+
+    return app

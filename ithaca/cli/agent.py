@@ -150,7 +150,7 @@ class Handover:
             self.deadline.daemon = True
             self.deadline.start()
             if self.saves:
-                _say(f"stopping: the last whole step is saved within {self.grace:g} s (Ctrl-C again ends at once)")
+                _say(f"stopping: the steps taken so far are saved within {self.grace:g} s (Ctrl-C again ends at once)")
         elif number == signal.SIGINT:
             self.agent.kill()
 

@@ -18,14 +18,14 @@ def _epilog(examples: list[str], codes: list[str], *more: str) -> str:
 
 
 EPILOGS = {
-    "models": _epilog(["ithaca models", "ithaca models qwen3", "ithaca models --json"], [_DONE, _BAD]),
+    "models": _epilog(["ithaca models", "ithaca models qwen3", "ithaca models --json"], [_DONE, _BAD, _STOPPED]),
     "plan": _epilog(
         [
             "ithaca plan --model llama-3.1-8b --length 1M --gpus 8xH100",
             "ithaca plan --model ./my-model --length max --gpus 4xA100-80GB --tune lora",
             "ithaca plan --model qwen3-8b --length 256k --tokens 2B --price 2.5 --compare",
         ],
-        ["0 when there is a plan", f"{_BAD}, or where nothing fits"],
+        ["0 when there is a plan", f"{_BAD}, or where nothing fits", _STOPPED],
     ),
     "rehearse": _epilog(
         ["ithaca rehearse run.yaml", "ithaca rehearse --model llama-3.1-8b --length 1M --gpus 8xH100 --cap 80GB"],
@@ -39,7 +39,7 @@ EPILOGS = {
     ),
     "prepare": _epilog(
         ["ithaca prepare run.yaml --show 3", "ithaca prepare model.name=MODEL_FOLDER data.sources=DOCUMENTS"],
-        [_DONE, _BAD],
+        [_DONE, _BAD, _STOPPED],
         _KEYS,
     ),
     "train": _epilog(
@@ -62,9 +62,9 @@ EPILOGS = {
     ),
     "export": _epilog(
         ["ithaca export runs/mine --to model", "ithaca export runs/mine --step 400 --to model --dtype bf16"],
-        [_DONE, _BAD],
+        [_DONE, _BAD, _STOPPED],
     ),
     "doctor": _epilog(
-        ["ithaca doctor", "ithaca doctor --json"], ["0 where training can run", "1 where it cannot", _BAD]
+        ["ithaca doctor", "ithaca doctor --json"], ["0 where training can run", "1 where it cannot", _BAD, _STOPPED]
     ),
 }

@@ -12,6 +12,7 @@ from typing import Literal
 
 import typer
 
+from ithaca.cli.stopped import cleaned_if_stopped
 from ithaca.errors import ConfigError
 
 _KEPT = ("stages", "checkpoints")
@@ -32,7 +33,7 @@ def export(
     import torch
 
     from ithaca.state.export import DESCRIPTION, export_checkpoint, find_checkpoint
-    from ithaca.state.exported import description_of, export_into, refuse_own_places, run_of
+    from ithaca.state.exported import description_of, export_into, missing_folders, refuse_own_places, run_of, take_away
     from ithaca.state.manifest import step_of
 
     checkpoint = find_checkpoint(path, step)
@@ -40,7 +41,8 @@ def export(
     _check_target(target)
     refuse_own_places(target, run_of(checkpoint), description_of(checkpoint, DESCRIPTION))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[dtype]
-    export_into(checkpoint, target, partial(export_checkpoint, checkpoint, dtype=width), force=force)
+    with cleaned_if_stopped(partial(take_away, target, missing_folders(target))):
+        export_into(checkpoint, target, partial(export_checkpoint, checkpoint, dtype=width), force=force)
     shown = _as_typed(target, path if to is None else to)
     typer.echo(f"{_as_typed(checkpoint, path)} -> {shown}")
     typer.echo(f'load it with: AutoModelForCausalLM.from_pretrained("{shown}")')

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ithaca.cli.plan_inputs import read_machine
-from ithaca.cli.stopped import told_when_stopped
 from ithaca.cli.terminal import say_loading
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 LENGTH, WORLD, NODE = "128k", 8, 8
 
 
-@told_when_stopped("rehearse")
 def rehearse(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),
@@ -47,6 +45,7 @@ def rehearse(
     from ithaca.cli.train import split_words
     from ithaca.config import load_run
     from ithaca.errors import ConfigError
+    from ithaca.models.pretrained import change_config
 
     file, overrides = split_words(words or [])
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
@@ -63,7 +62,7 @@ def rehearse(
         check_report(json_file)
     more = _layers(layers)
     limit = _bytes(cap) if cap else None
-    config = read_model_config(run.model.name, run.model.revision)
+    config = change_config(read_model_config(run.model.name, run.model.revision), run.model.config)
     if length or (model and file is None):
         run = one_length(run, length or LENGTH, ranks, config)
     from ithaca.cli.rehearse_page import as_json, page
@@ -163,15 +162,14 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
 
 def read_model_config(name: str, revision: str | None) -> Any:
     """The config of a folder, a file, the embedded model, a name of the built-in table, or one on the hub."""
-    import tempfile
-
+    from ithaca.cli.scratch import scratch_folder
     from ithaca.errors import ConfigError
     from ithaca.models.embedded import build_embedded
     from ithaca.models.pretrained import CONFIG, find_folder, known_model, read_config
 
     path = Path(name).expanduser()
     if name == "embedded":
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch_folder() as folder:
             return read_config(build_embedded(Path(folder)))
     if path.suffix == ".json" and path.name != CONFIG:
         raise ConfigError(f"{name}: name a model's folder, or the {CONFIG} in it")

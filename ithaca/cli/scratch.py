@@ -12,8 +12,10 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+from ithaca.cli.stopped import cleaned_if_stopped
 from ithaca.data.locks import take
 
 _PREFIX = "ithaca-"
@@ -32,7 +34,8 @@ def scratch_folder() -> Iterator[str]:
     try:
         os.write(handle, socket.gethostname().encode())
         born.rename(folder / _OWNER)
-        yield str(folder)
+        with cleaned_if_stopped(partial(shutil.rmtree, folder, ignore_errors=True)):
+            yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)

@@ -49,6 +49,7 @@ def train(
         typer.echo(dump_run(run), nl=False)
         return
     check_places(run)
+    _check_dropout(run)
     ended = look_ahead(run)
     if ended is not None:
         # Under another launcher each rank comes here, and one says it.
@@ -86,6 +87,14 @@ def check_places(run: Run) -> None:
     refuse_own_files(run)
 
 
+def _check_dropout(run: Run) -> None:
+    """Refuse attention dropout that a folder's config.json names; what it leaves to its type the ranks see."""
+    from ithaca.planning.config_names import refuse_attention_dropout
+
+    text = _text(Path(run.model.name).expanduser() / "config.json") | run.model.config
+    refuse_attention_dropout(text.get)
+
+
 def _check_ranks(run: Run, world: int, typed: Callable[[int], str | None]) -> None:
     """Refuse degrees that so many ranks, or the model's heads, cannot have; `typed`: how another number is typed."""
     from ithaca.training.degrees import check_degrees
@@ -95,15 +104,20 @@ def _check_ranks(run: Run, world: int, typed: Callable[[int], str | None]) -> No
 
 def _heads(config: Path) -> int | None:
     """Return the attention heads that a config.json names; None where it is not here, or for the ranks to judge."""
+    heads = _text(config).get("num_attention_heads")
+    return heads if isinstance(heads, int) and heads > 0 else None
+
+
+def _text(config: Path) -> dict[str, Any]:
+    """Return what a config.json says of its text model; nothing where it cannot be read, which the ranks tell of."""
     from ithaca.errors import IthacaError
     from ithaca.planning.config_check import read_content
     from ithaca.planning.config_names import text_of
 
     try:
-        heads = text_of(read_content(config)).get("num_attention_heads")
+        return dict(text_of(read_content(config)))
     except (IthacaError, TypeError, ValueError):
-        return None
-    return heads if isinstance(heads, int) and heads > 0 else None
+        return {}
 
 
 def split_words(words: list[str]) -> tuple[str | None, list[str]]:

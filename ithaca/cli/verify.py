@@ -13,14 +13,14 @@ import pickle
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from ithaca.cli.plan_files import check_report
 from ithaca.cli.quiet import quiet
 from ithaca.cli.scratch import scratch_folder
-from ithaca.cli.stopped import INTERRUPTED, say_stopped, told_when_stopped
+from ithaca.cli.stopped import INTERRUPTED, say_stopped
 from ithaca.cli.terminal import say_loading
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
@@ -34,7 +34,6 @@ LEAST_LENGTH = 24
 _GRACE = 5.0
 
 
-@told_when_stopped("verify")
 def verify(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", metavar="FOLDER_OR_TYPE", help="A model's folder, or an architecture such as qwen3."),
@@ -49,8 +48,10 @@ def verify(
 
     file, overrides = split_words(words or [])
     model = at_home(model) if model else model
-    named = bool(model) and file is None and not overrides
-    run = None if named else load_run(file, overrides)
+    # Values of the model's config ask for no documents: what is verified is still the model alone.
+    named = bool(model) and file is None and all(each.startswith("model.config") for each in overrides)
+    read = load_run(file, overrides)
+    changes, run = read.model.config, None if named else read
     if run is not None and model:
         run = run.model_copy(update={"model": run.model.model_copy(update={"name": model})})
     if length is not None and length < LEAST_LENGTH:
@@ -68,10 +69,10 @@ def verify(
     gpus = 0 if device == "cpu" else _count_gpus(required=device == "cuda")
     statuses = []
     if device != "cuda":
-        statuses.append(_on("cpu", degree, run, model, layers, length, report))
+        statuses.append(_on("cpu", degree, run, model, layers, length, report, changes))
     if gpus and max(statuses, default=0) < 2:
         beside = bool(statuses)
-        statuses.append(_on("cuda", min(degree, gpus), run, model, layers, length, report, beside=beside))
+        statuses.append(_on("cuda", min(degree, gpus), run, model, layers, length, report, changes, beside=beside))
     if any(statuses):
         raise typer.Exit(max(statuses))
 
@@ -102,12 +103,13 @@ def _on(
     layers: int | None,
     length: int | None,
     report: str,
+    changes: dict[str, Any],
     *,
     beside: bool = False,
 ) -> int:
     """Gather the material, and run the checks on it on `degree` ranks of a kind; gives their status.
 
-    `beside`: the ranks before have written to the report, which stays.
+    `changes`: of the config of a model without a run. `beside`: the ranks before have written to the report, which stays.
     """
     from ithaca.cli.launch import launch
     from ithaca.training.watch import PREEMPTED
@@ -121,7 +123,8 @@ def _on(
         dtype = torch.float64 if device == "cpu" else torch.float32
         # Under torchrun the ranks are there already.
         ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else degree
-        material = gather(run, model, ranks=ranks, layers=layers, length=length, dtype=dtype, scratch=Path(scratch))
+        chosen: dict[str, Any] = {"layers": layers, "length": length, "changes": changes}
+        material = gather(run, model, ranks=ranks, dtype=dtype, scratch=Path(scratch), **chosen)
         # As bytes, so that a rank is quiet, and out of Ctrl-C's way, before it imports what they are made of.
         given = (pickle.dumps(material), device, report)
         if report and not beside:

@@ -12,13 +12,16 @@ import hashlib
 import json
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -267,10 +270,11 @@ def encode_rows(
             yield from encode_batch(batch, encoder, progress)
         return
     try:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn"), follow_parent) as pool:
             waiting: list[Future[list[tuple[Raw, Encoded | RowError]]]] = []
             for batch in batches(rows):
-                waiting.append(pool.submit(encode_batch, batch, encoder))
+                with _unheard(signal.SIGINT):
+                    waiting.append(pool.submit(encode_batch, batch, encoder))
                 if len(waiting) > 2 * workers:
                     yield from waiting.pop(0).result()
             for future in waiting:
@@ -280,6 +284,28 @@ def encode_rows(
             f"one of the {workers} processes that tokenize was ended (the kernel does that when the machine's memory is "
             "full: look at `dmesg`): set data.workers to fewer"
         ) from None
+
+
+@contextmanager
+def _unheard(number: signal.Signals) -> Iterator[None]:
+    """Processes that are started in here do not hear the signal, from their first moment; this one hears it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def follow_parent() -> None:
+    """Have this process end when the one that started it does, however that ends."""
+    parent = parent_process()
+    assert parent is not None, "made by a pool"
+
+    def follow() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def batches(rows: Iterable[Raw]) -> Iterator[list[Raw]]:

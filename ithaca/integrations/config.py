@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 from accelerate.utils import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import check_count, check_flag, check_kind, named_arguments, shown
+from ithaca.attention.kernels import check_name
 from ithaca.errors import UnsupportedError
 from ithaca.integrations.accelerator import adopt
 from ithaca.integrations.names import kernel_for
@@ -57,6 +58,13 @@ class UlyssesConfig(ParallelismConfig):
         dp_size: int | None = None,
         allow_untested: bool = False,
     ) -> None:
+        check_flag("allow_untested", allow_untested)
+        check_flag("whole_logits", whole_logits)
+        for name, size in (("sp_size", sp_size), ("ring_size", ring_size)):
+            check_count(name, size)
+        if dp_size is not None:
+            check_count("dp_size", dp_size, instead=", or None")
+        check_name(kernel)
         check_versions(allow_untested=allow_untested)
         super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
         if weights not in get_args(_WEIGHTS):
@@ -73,6 +81,8 @@ class UlyssesConfig(ParallelismConfig):
             kernel = kernel_for(named)
         variable = handler.get("sp_seq_length_is_variable")
         length = handler.get("sp_seq_length") if variable is False else None
+        if length is not None:
+            check_count("sp_handler's sp_seq_length", length)
         self.settings = Settings(
             sp_size,
             ring_size,
@@ -91,6 +101,7 @@ class UlyssesConfig(ParallelismConfig):
     @classmethod
     def from_accelerate(cls, config: ParallelismConfig, **options: Any) -> UlyssesConfig:
         """From the `ParallelismConfig` that Hugging Face's DeepSpeed recipe shows; `options` as in `UlyssesConfig`."""
+        check_kind("config", config, ParallelismConfig, "pass accelerate's ParallelismConfig(sp_size=...)")
         for name in ("tp", "cp"):
             size = getattr(config, f"{name}_size") or 1
             if size > 1:
@@ -157,10 +168,10 @@ def _read_handler(handler: Any) -> dict[str, Any]:
     if handler is None:
         return {}
     if isinstance(handler, dict):
-        unknown = sorted(set(handler) - set(_HANDLER))
+        unknown = sorted(map(str, set(handler) - set(_HANDLER)))
         if unknown:
             raise UnsupportedError(f"sp_handler has {unknown[0]!r}: it takes {', '.join(_HANDLER)}")
         return handler
     if not any(hasattr(handler, name) for name in _HANDLER):
-        raise UnsupportedError(f"sp_handler is a {type(handler).__name__}: pass a dict with {', '.join(_HANDLER)}")
+        raise UnsupportedError(f"sp_handler is {shown(handler)}: pass a dict with {', '.join(_HANDLER)}")
     return {name: getattr(handler, name, None) for name in _HANDLER}

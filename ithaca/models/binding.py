@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ithaca.arguments import named_arguments
 from ithaca.attention.kernels import AttentionSpec
 from ithaca.attention.tape import AttentionCall
 from ithaca.attention.ulysses import attend_sharded
@@ -82,6 +83,7 @@ def _is_reduced(binding: Binding) -> bool:
     return binding.call is not None and binding.needs_reduction
 
 
+@named_arguments
 def unbind(model: nn.Module) -> None:
     """Take off what `bind` put on: the model computes what it did before, on whole sequences.
 
@@ -110,6 +112,7 @@ def unbound_on_refusal(model: nn.Module) -> Iterator[None]:
         raise
 
 
+@named_arguments
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Inside, the model runs whole sequences on every rank with its original attention.

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import OutOfMemoryError, Tensor, nn
 from transformers import PreTrainedModel
 
+from ithaca.arguments import shown
 from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.tape import AttentionCall
 from ithaca.errors import NOT_PICKLED, MeshError, UnsupportedError
@@ -160,7 +161,7 @@ class Binding:
 def binding_of(model: nn.Module) -> Binding:
     """The binding of a model or of what it wraps (PEFT, DDP)."""
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"the model is a {type(model).__name__}: pass what ithaca.parallelize returned")
+        raise UnsupportedError(f"the model is {shown(model)}: pass what ithaca.parallelize returned")
     for module in model.modules():
         if MARK in module.__dict__:
             binding: Binding = module.__dict__[MARK]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ithaca.config import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.mistakes import check_folder, near_paths
 from ithaca.models.config_numbers import check_computed, check_numbers
+from ithaca.models.laid_over import check_shapes, lay_over
 from ithaca.planning.config_check import Words, check_config, read_content
 from ithaca.planning.known_models import known_config, nearest_models
 
@@ -68,8 +70,11 @@ def known_model(name: str) -> PreTrainedConfig | None:
     return None if found is None else AutoConfig.for_model(found.pop("model_type"), **found)
 
 
-def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The config of a causal language model's folder; one that no model can be built with is refused, by the value."""
+def read_config(folder: str | Path, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The config of a causal language model's folder; one that no model can be built with is refused, by the value.
+
+    `changes`: a run's own values, `model.config` of its file.
+    """
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {CONFIG}: it is no Hugging Face model; name a folder that has one")
@@ -87,6 +92,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         reason = reason_of(error)
         kind = content["model_type"]
         raise CheckpointError(f"{file} is no config of a {kind} ({reason}): mend it, or copy the model anew") from error
+    config = change_config(config, changes or {})
     check_numbers(config, file)
     # A folder may name an attention whose package is not here. Ours takes its place, so none has to be.
     config._attn_implementation = None
@@ -94,6 +100,22 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     with torch.device("meta"):
         build_causal(copy.deepcopy(config))
     return config
+
+
+def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config with a run's own values; what they may not be is refused as it is in a config.json."""
+    if not changes:
+        return config
+    changed = lay_over(config, changes)
+    try:
+        check_config(changed.to_dict(), transformers_words())
+        check_shapes(config, changed, changes, build_causal)
+    except UnsupportedError as error:
+        raise ConfigError(f"model.config: {error}") from None
+    except ConfigError as error:
+        said = str(error)
+        raise ConfigError(said if said.startswith("model.config") else f"model.config: {said}") from None
+    return changed
 
 
 @cache

@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ithaca.arguments import shown
 from ithaca.errors import UnsupportedError
 from ithaca.models.bound import is_bound
 from ithaca.models.compiled import compiled_within
 from ithaca.models.draws import refuse_dropped_layers
 from ithaca.models.peft_kinds import check_adapters
-from ithaca.planning.config_names import ATTENTION_DROPOUTS
+from ithaca.planning.config_names import refuse_attention_dropout
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 _COMPILES = "parallelize itself compiles norms, activations and rotary embeddings (fuse=True)"
@@ -55,6 +56,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     kind = f"{type(model).__module__.split('.')[0]}'s {type(model).__name__}"
     if isinstance(model, str):
         raise UnsupportedError(f"{model!r} is a name: pass the model, AutoModelForCausalLM.from_pretrained({model!r})")
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"the model is {shown(model)}: pass a transformers model, as in parallelize(model, mesh)"
+        )
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(f"{kind} is compiled: pass the model inside it, model._orig_mod, {_COMPILES}")
     if hasattr(model, "module"):
@@ -149,10 +154,7 @@ def _exact_as_set(base: PreTrainedModel, row: Verdict) -> bool:
 
 def _check_settings(base: PreTrainedModel) -> None:
     config: Any = base.config.get_text_config()
-    for key in ATTENTION_DROPOUTS:
-        value = getattr(config, key, 0) or 0
-        if isinstance(value, int | float) and value > 0:
-            raise UnsupportedError(f"config.{key}={value}: attention dropout is not exact over ranks, set it to 0")
+    refuse_attention_dropout(lambda key: getattr(config, key, None))
     if getattr(config, "output_attentions", False):
         raise UnsupportedError(
             "config.output_attentions=True: attention weights are never materialised here, set it to False"

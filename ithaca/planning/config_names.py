@@ -7,8 +7,10 @@ table to transformers' own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from ithaca.errors import UnsupportedError
 
 Config = Mapping[str, Any]
 # GPT-2's names, and those of families after it.
@@ -130,6 +132,24 @@ def cautions_of(config: Config, *, built: bool = False) -> dict[str, str]:
         value = text.get(key) or 0
         if isinstance(value, int | float) and value > 0:
             found["dropout"] = (
-                f"{key} is {value:g}: attention dropout is not exact over ranks, set it to 0 in config.json"
+                f"{key} is {value:g}: attention dropout is not exact over ranks, train with model.config.{key}=0"
             )
     return found
+
+
+def refuse_attention_dropout(values: Callable[[str], object]) -> None:
+    """UnsupportedError with every attention dropout that is on; `values` gives a config's value by its key."""
+    found = {
+        key: value
+        for key in ATTENTION_DROPOUTS
+        if isinstance(value := values(key), int | float) and not isinstance(value, bool) and value > 0
+    }
+    if not found:
+        return
+    named = ", ".join(f"config.{key}={value}" for key, value in found.items())
+    typed = " ".join(f"model.config.{key}=0" for key in found)
+    passed = ", ".join(f"{key}=0.0" for key in found)
+    raise UnsupportedError(
+        f"{named}: attention dropout is not exact over ranks, set it to 0: type {typed} beside the run file or --model, or "
+        f"in Python from_pretrained(..., {passed})"
+    )

@@ -9,6 +9,7 @@ Invariant: all of it is made in one process before there are ranks, and what a r
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from ithaca.data.feed import open_feed
 from ithaca.data.prepare import check_id, prepare
 from ithaca.errors import ConfigError, DataError, UnsupportedError
 from ithaca.models.embedded import build_embedded
-from ithaca.models.pretrained import check_adapters, find_folder, known_model, read_config
+from ithaca.models.pretrained import change_config, check_adapters, find_folder, known_model, read_config
 from ithaca.models.support import verdicts
 from ithaca.models.tokenizer import load_tokenizer
+from ithaca.planning.config_names import refuse_attention_dropout
 from ithaca.planning.known_models import nearest_models
 from ithaca.proof.ahead import check_ranks, check_weights, has_weights
 from ithaca.proof.sample import Sample, from_rows, made_up
@@ -62,8 +64,12 @@ def gather(
     length: int | None,
     dtype: torch.dtype,
     scratch: Path,
+    changes: Mapping[str, Any] | None = None,
 ) -> Material:
-    """The material for `ranks` ranks: of a run, or of `model` alone. `layers`, `length`: None to have them chosen."""
+    """The material for `ranks` ranks: of a run, or of `model` alone, whose config then gets `changes`.
+
+    `layers`, `length`: None to have them chosen.
+    """
     kernel = "auto" if run is None else run.model.kernel
     check_name(kernel)
     if (
@@ -76,7 +82,13 @@ def gather(
             f"--model {model} is a config alone, without the weights and the tokenizer of a run: leave the run file and its "
             "settings out (--sp for mesh.sp), or name a folder"
         )
-    config, folder = config_of_model(model) if run is None else config_of_run(run, scratch / "embedded")
+    if run is None:
+        config, folder = config_of_model(model)
+        config = change_config(config, changes or {})
+    else:
+        config, folder = config_of_run(run, scratch / "embedded")
+    text: Any = config.get_text_config()
+    refuse_attention_dropout(lambda key: getattr(text, key, None))
     check_ranks(config, ranks)
     lora = None if run is None else run.lora
     if lora is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import check_count, named_arguments
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.sequence.documents import DOCUMENTS, IGNORE, read_documents, read_positions
@@ -54,6 +54,8 @@ class Shard:
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None = None) -> Shard:
     """Lay out, pad and cut a whole batch; every rank of a sequence group passes the same one."""
     check_mesh(mesh)
+    if vocab_size is not None:
+        check_count("vocab_size", vocab_size, instead=", or None")
     shard = cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
     embeds = batch.get("inputs_embeds")
     if embeds is not None and embeds.requires_grad and torch.is_grad_enabled():
@@ -119,7 +121,7 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
     """The [B, S, ...] tensor that says how many tokens there are."""
     if not isinstance(batch, Mapping):
         raise BatchError(f"the batch is a {type(batch).__name__}: a dict with input_ids [B, S] is needed")
-    unknown = sorted(key for key in batch if key not in KNOWN_KEYS and batch[key] is not None)
+    unknown = sorted(str(key) for key in batch if key not in KNOWN_KEYS and batch[key] is not None)
     if unknown:
         raise UnsupportedError(
             f"the batch has {unknown[0]!r}, which cannot be sharded: known are {', '.join(KNOWN_KEYS)}"

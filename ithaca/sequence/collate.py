@@ -8,16 +8,16 @@ neither learns it from the document before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import check_count, check_flag, named_arguments, shown
 from ithaca.errors import BatchError
-from ithaca.sequence.batch import IGNORE
+from ithaca.sequence.documents import IGNORE, read_ids
 
 
 @named_arguments
@@ -34,7 +34,19 @@ class SequenceCollator:
     pad_token_id: int = 0
     multiple_of: int = 1
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __post_init__(self) -> None:
+        check_flag("pack", self.pack)
+        if self.length is not None:
+            check_count("length", self.length, instead=", or None")
+        check_count(
+            "pad_token_id", self.pad_token_id, 0, ", such as tokenizer.pad_token_id or, without one, eos_token_id"
+        )
+        check_count("multiple_of", self.multiple_of)
+
+    def __call__(self, examples: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if isinstance(examples, Mapping | str | Tensor) or not isinstance(examples, Iterable):
+            raise BatchError(f"the collator got {shown(examples)}: pass a list of examples, each a dict with input_ids")
+        examples = list(examples)
         if not examples:
             raise BatchError("the collator got no examples: a batch needs at least one")
         documents = [self._document(example, index) for index, example in enumerate(examples)]
@@ -55,10 +67,13 @@ class SequenceCollator:
         return batch
 
     def _document(self, example: Mapping[str, Any], index: int) -> tuple[Tensor, Tensor]:
+        if not isinstance(example, Mapping):
+            raise BatchError(f"example {index} is {shown(example)}: a dict with input_ids is needed")
         if "input_ids" not in example:
             raise BatchError(f"example {index} has no input_ids, only {', '.join(map(str, example)) or 'nothing'}")
-        ids = torch.as_tensor(example["input_ids"], dtype=torch.long)
-        labels = torch.as_tensor(example.get("labels", ids), dtype=torch.long).clone()
+        ids = read_ids(example["input_ids"], f"example {index}: input_ids")
+        own = example.get("labels")
+        labels = ids.clone() if own is None else read_ids(own, f"example {index}: labels").clone()
         if ids.dim() != 1 or ids.shape != labels.shape or not len(ids):
             raise BatchError(
                 f"example {index}: input_ids {list(ids.shape)} and labels {list(labels.shape)} must be equally long lists"

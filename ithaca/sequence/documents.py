@@ -19,11 +19,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaca.arguments import shown
 from ithaca.errors import BatchError, UnsupportedError
 
 DOCUMENTS = ("document_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 IGNORE = -100
 _ONE = "name the documents with document_ids or cu_seqlens (one number throughout for one document)"
+
+
+def read_ids(value: Any, name: str) -> Tensor:
+    """Whole numbers of a batch as int64, wherever they lie; `name` for what is none."""
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise BatchError(f"{name} is {shown(value)}: whole numbers are needed, torch.int64") from None
+    if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
+        raise BatchError(f"{name} is of {found.dtype}: whole numbers are needed, torch.int64")
+    return found.long()
 
 
 def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
@@ -60,10 +72,7 @@ def given_positions(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | Non
     value = batch.get("position_ids")
     if value is None:
         return None
-    value = torch.as_tensor(value).cpu()
-    if value.is_floating_point() or value.dtype == torch.bool:
-        raise BatchError(f"position_ids is of {value.dtype}: positions are whole numbers, torch.int64")
-    value = value.long()
+    value = read_ids(value, "position_ids").cpu()
     if value.dim() == 1:
         value = value[None]
     if value.dim() != 2 or value.shape[1] != shape[1] or value.shape[0] not in (1, shape[0]):
@@ -146,7 +155,7 @@ def _named_documents(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | No
         return None
     if len(given) > 1:
         raise BatchError(f"the batch has {' and '.join(given)}: documents are given in one way only")
-    value = torch.as_tensor(batch[given[0]]).cpu().long()
+    value = read_ids(batch[given[0]], given[0]).cpu()
     if given[0] in ("document_ids", "seq_idx"):
         if value.shape != shape:
             raise BatchError(f"{given[0]} has shape {list(value.shape)}: it needs that of the tokens, {list(shape)}")

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ithaca.arguments import check_count, shown
 from ithaca.errors import BatchError
 
 Span = tuple[int, int]
@@ -38,6 +39,9 @@ class SequenceLayout:
     @classmethod
     def whole_rows(cls, batch: int, length: int, shards: int) -> SequenceLayout:
         """Every row one document: the layout of a plain batch."""
+        check_count("shards", shards)
+        check_count("batch", batch, 0)
+        check_count("length", length, 0)
         if batch < 1 or length < 1:
             raise BatchError(f"a batch of {batch} rows of {length} tokens is empty: at least one token is needed")
         return cls(length, _round_up(length, shards), shards, (((0, length),),) * batch, length - 1)
@@ -45,6 +49,10 @@ class SequenceLayout:
     @classmethod
     def packed(cls, documents_BS: Tensor, shards: int, max_position: int) -> SequenceLayout:
         """From a document number per token, [B, S], negative where the token is padding."""
+        if not isinstance(documents_BS, Tensor) or documents_BS.dim() != 2:
+            found = list(documents_BS.shape) if isinstance(documents_BS, Tensor) else shown(documents_BS)
+            raise BatchError(f"documents_BS is {found}: a tensor [B, S] of a document number per token is needed")
+        check_count("shards", shards)
         batch, length = documents_BS.shape
         rows = tuple(_spans(documents_BS[b], b) for b in range(batch))
         return cls(length, _round_up(length, shards), shards, rows, max_position)

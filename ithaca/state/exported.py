@@ -11,9 +11,11 @@ Invariant: no file of another model is removed, or left beside the new one, unle
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -81,21 +83,35 @@ def write_mark(folder: Path, mark: Mark) -> None:
 def export_into(checkpoint: Path, to: Path, write: Callable[[Path], object], *, force: bool = False) -> None:
     """Have `write` put the model of `checkpoint` into the folder `to`; what cannot be done is refused in a sentence."""
     mark = mark_of(checkpoint)
+    made = missing_folders(to)
     try:
         to.mkdir(parents=True, exist_ok=True)
         before = _check_content(to, mark, force=force)
         part = to / _PART
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        try:
-            write(part)
-            _exchange(part, to, before, mark)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        write(part)
+        _exchange(part, to, before, mark)
+        made = []
     except FileExistsError:
         raise ConfigError(f"--to {to} is a file, or a link that leads nowhere: name a folder") from None
     except OSError as error:
         raise ConfigError(f"--to {to} cannot be written ({error.strerror or error}): name another folder") from None
+    finally:
+        take_away(to, made)
+
+
+def missing_folders(to: Path) -> list[Path]:
+    """Return the folders that `to` needs and that are not there, the innermost first."""
+    return [folder for folder in (to, *to.parents) if not os.path.lexists(folder)]
+
+
+def take_away(to: Path, made: Sequence[Path]) -> None:
+    """Remove what an export that came to no end has left in `to`, and the folders it had made, where they are empty."""
+    shutil.rmtree(to / _PART, ignore_errors=True)
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _check_content(to: Path, mark: Mark, *, force: bool) -> set[str]:

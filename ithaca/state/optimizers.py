@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import check_flag, check_kind, named_arguments, shown
 from ithaca.errors import UnsupportedError
 from ithaca.planning.plan import Optimizer as Name
 from ithaca.state.earlier import FOLLOWER
@@ -71,6 +71,10 @@ def build_optimizer(
     """
     _check_settings(model, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas)
     _check_name(name, betas)
+    check_kind("seed", seed, int, "pass a whole number, the same on every rank")
+    says = {"in_backward": in_backward, "clips": clips, "accumulates": accumulates, "skips_bad_steps": skips_bad_steps}
+    for said, flag in says.items():
+        check_flag(said, flag)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     _check_parameters(name, trained)
     if in_backward:
@@ -124,13 +128,13 @@ def _groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[
 
 def _check_settings(model: object, numbers: dict[str, float], betas: object) -> None:
     if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"build_optimizer was given a {type(model).__name__}: pass the model itself")
+        raise UnsupportedError(f"build_optimizer was given {shown(model)}: pass the model itself")
     for key, value in numbers.items():
         if not as_number(value) >= 0:
-            raise UnsupportedError(f"{key}={value!r}: a number of at least 0 is needed, such as {key}=1e-5")
+            raise UnsupportedError(f"{key}={shown(value)}: a number of at least 0 is needed, such as {key}=1e-5")
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= as_number(beta) < 1 for beta in betas):
         raise UnsupportedError(
-            f"betas={betas!r}: two numbers of at least 0 and below 1 are needed, such as (0.9, 0.95)"
+            f"betas={shown(betas)}: two numbers of at least 0 and below 1 are needed, such as (0.9, 0.95)"
         )
 
 
@@ -138,7 +142,7 @@ def _check_name(name: Name, betas: tuple[float, float]) -> None:
     if name == "none":
         raise UnsupportedError(f"optimizer 'none' is a word for plans: there is nothing to build; use {_or(NAMES)}")
     if name not in NAMES:
-        raise UnsupportedError(f"optimizer {name!r}: choose one of {', '.join(NAMES)}")
+        raise UnsupportedError(f"optimizer {shown(name)}: choose one of {', '.join(NAMES)}")
     if name == "bf16_sr" and 1 - max(betas) < _LEAST_DECAY:
         raise UnsupportedError(
             f"betas={betas} with 'bf16_sr': its moments are bf16 and would never fall again: use betas of at most "

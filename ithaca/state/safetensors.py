@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ithaca.arguments import named_arguments
-from ithaca.errors import IthacaError, UnsupportedError
+from ithaca.arguments import check_count, check_kind, named_arguments, shown
+from ithaca.errors import ArgumentError, IthacaError, UnsupportedError
+from ithaca.values import parse_bytes
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _INDEX = "model.safetensors.index.json"
@@ -39,15 +40,38 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
 
     What the folder held before is replaced only once all files are written; if rank 0 cannot write, every rank raises.
     """
+    check_kind("model", model, nn.Module, "pass the model first, as in save_pretrained(model, folder)")
+    check_kind("folder", folder, str | PathLike, "pass a path, as in save_pretrained(model, 'out')")
+    if not str(folder):
+        raise ArgumentError("folder is '': pass a path, as in save_pretrained(model, 'out')")
+    limit = _read_size(max_shard_size)
     base: Any = model.module if isinstance(model, DistributedDataParallel) else model
     target = Path(folder)
     # Weights cannot be listed in inference mode.
     with torch.inference_mode(False), torch.no_grad():
+        if not hasattr(base, "config"):
+            raise UnsupportedError(
+                f"{type(base).__name__} has no config, so transformers could not load it: pass the transformers model itself"
+            )
         if hasattr(base, "peft_config"):
             _on_rank_0(target, lambda: _prepare_folder(target))
             _save_adapter(base, target)
         else:
-            write_model(base, target, lambda _, tensor: _gather(tensor), max_shard_size=max_shard_size)
+            write_model(base, target, lambda _, tensor: _gather(tensor), max_shard_size=limit)
+
+
+def _read_size(given: object) -> int:
+    """Bytes of the largest file; texts are those of the hub, and what else says an amount of memory."""
+    try:
+        size = parse_bytes(given)
+    except ValueError:
+        size = None
+    if isinstance(size, float) and size.is_integer():
+        size = int(size)
+    if size is None or isinstance(size, str):
+        raise ArgumentError(f"max_shard_size={shown(given)}: pass an amount of memory such as '5GB', or bytes")
+    check_count("max_shard_size", size, instead=", or a text such as '5GB'")
+    return int(size)  # type: ignore[call-overload]
 
 
 def refuse_plain_save(model: Any, dress: Callable[[Any, Callable[..., Any]], None]) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import check_kind, named_arguments
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.state.alike import make_alike
@@ -217,6 +217,7 @@ def reduction_of(model: nn.Module) -> Reduction | None:
 @named_arguments
 def recover(model: nn.Module) -> None:
     """Make a model usable again after an exception ended a step in its middle, on all ranks; gradients are dropped."""
+    check_kind("model", model, nn.Module, "pass the model, as in recover(model)")
     # The root comes before the layers.
     root: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is not None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import named_arguments, shown
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
@@ -56,7 +56,7 @@ def _scale(binding: Binding) -> int:
 def _wrong(total: object, count: object, total_count: object) -> Exception | None:
     """What is no sum and no number, held until all ranks know of it."""
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
-        found = f"{list(total.shape)} of {total.dtype}" if isinstance(total, Tensor) else type(total).__name__
+        found = f"{list(total.shape)} of {total.dtype}" if isinstance(total, Tensor) else shown(total)
         return BatchError(
             f"reduce_mean: total is {found}: pass one floating-point number, the sum over this rank's values"
         )
@@ -66,7 +66,7 @@ def _wrong(total: object, count: object, total_count: object) -> Exception | Non
         single = not isinstance(number, Tensor) or (number.numel() == 1 and not number.requires_grad)
         if not single or not 0 <= as_number(number.item() if isinstance(number, Tensor) else number) < float("inf"):
             return BatchError(
-                f"reduce_mean: {name}={number!r}: pass one number of values, 0 or more, without a gradient"
+                f"reduce_mean: {name}={shown(number)}: pass one number of values, 0 or more, without a gradient"
             )
     return None
 

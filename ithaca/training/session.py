@@ -74,7 +74,7 @@ def precision_of(run: Run, device: torch.device) -> tuple[torch.dtype, torch.dty
 
 def stage_config(run: Run, source: str, number: int) -> Any:
     """The model's config in stage `number`: its positions as the stages up to it leave them."""
-    config = read_config(source)
+    config = read_config(source, run.model.config)
     random = run.model.weights == "random" or run.model.name == "embedded"
     return apply_stages(config, run.stages[: number + 1], random=random)
 

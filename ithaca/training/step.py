@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ithaca.arguments import named_arguments
+from ithaca.arguments import check_kind, named_arguments, shown
 from ithaca.errors import BatchError, PeerError, UnsupportedError
 from ithaca.memory.anchors import WHOLE_BACKWARD
 from ithaca.mesh import Mesh, check_mesh
@@ -58,6 +58,8 @@ def causal_loss(
     refuse_added(model)
     check_same_mesh(binding.mesh, mesh)
     _check_options(count, label_smoothing, z_loss)
+    if by_position is not None:
+        check_kind("by_position", by_position, LossByPosition, "pass None, or a LossByPosition(length, device)")
     _refuse_items(batch, count)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
     own = agree(mesh, batch, shard, error).count
@@ -79,10 +81,10 @@ def causal_loss(
 def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
     """Refuse what is no number, or none that a loss has; nan fails every comparison."""
     if count is not None and (not as_number(count) >= 0 or as_number(count) % 1):
-        raise BatchError(f"count={count!r}: pass what ithaca.count_tokens(batches, mesh) gives")
+        raise BatchError(f"count={shown(count)}: pass what ithaca.count_tokens(batches, mesh) gives")
     if not (0 <= as_number(label_smoothing) < 1 and as_number(z_loss) >= 0):
         raise BatchError(
-            f"label_smoothing={label_smoothing!r}, z_loss={z_loss!r}: use 0 <= label_smoothing < 1 and z_loss >= 0"
+            f"label_smoothing={shown(label_smoothing)}, z_loss={shown(z_loss)}: use 0 <= label_smoothing < 1 and z_loss >= 0"
         )
 
 
@@ -184,10 +186,14 @@ def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
     check_mesh(mesh)
     own, error = 0, None
     try:
+        if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
+            raise BatchError(f"batches is {shown(batches)}: pass a list of batches, as in count_tokens([batch], mesh)")
         own = sum(count_targets(batch) for batch in batches)
     except Exception as caught:
         error = caught
-    if mesh.world == 1 and error is None:
+    if mesh.world == 1:
+        if error is not None:
+            raise error
         return own
     # A sequence group has one batch: its first rank counts it.
     counts = [own if mesh.sequence_rank == 0 else 0, int(error is not None)]

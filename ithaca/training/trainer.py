@@ -153,7 +153,7 @@ class _Trainer:
             folder=Path(run.data.cache or self.folder.root / "data"),
             progress=self.mesh.rank == 0,
         )
-        prepared.check_vocabulary(read_config(self.source).get_text_config().vocab_size)
+        prepared.check_vocabulary(read_config(self.source, self.run.model.config).get_text_config().vocab_size)
         return prepared
 
     def _own_tokenizer(self) -> None:
@@ -171,15 +171,18 @@ class _Trainer:
         """Refuse stages that the model or the mesh cannot do, and warn of jumps, before anything is read or built."""
         for number in range(len(self.run.stages)):
             stage_config(self.run, self.source, number)
-        heads = int(read_config(self.source).get_text_config().num_attention_heads)
+        heads = int(read_config(self.source, self.run.model.config).get_text_config().num_attention_heads)
         check_degrees(self.run, self.mesh.world, heads, another_launcher)
         if self.run.lora is not None:
-            check_adapters(read_config(self.source), self.run.lora)
-        known = getattr(read_config(self.source).get_text_config(), "max_position_embeddings", 0) or 0
+            check_adapters(read_config(self.source, self.run.model.config), self.run.lora)
+        known = (
+            getattr(read_config(self.source, self.run.model.config).get_text_config(), "max_position_embeddings", 0)
+            or 0
+        )
         pretrained = self.run.model.weights == "pretrained" and self.run.model.name != "embedded"
         warnings = advise_between(int(known) if pretrained else 0, self.run.stages)
         if pretrained:
-            text = read_config(self.source).get_text_config()
+            text = read_config(self.source, self.run.model.config).get_text_config()
             warnings += advise_settings(text, self.run.stages, adapters=self.run.lora is not None)
         for warning in warnings:
             self.display.say(f"warning: {warning}")
@@ -339,7 +342,8 @@ class _Trainer:
         A disk that does not take it makes the stop no failure: the run goes on from what was saved before. `unwritten`:
         what could not be written as the stop came; the same is not tried again.
         """
-        told = ", saved: the same command goes on from there"
+        goes_on = "goes on from the last checkpoint" if place.total else "begins at step 1"
+        told = f" with nothing new to save: the same command {goes_on}"
         with self.watch.patient(self.run.limits.grace, "saving before the end"):
             try:
                 self.checkpoints.wait()
@@ -347,6 +351,7 @@ class _Trainer:
                 self.saved = None
             if self.session is not None and self.loop is not None:
                 place = self.loop.settle()
+                told = ", saved: the same command goes on from there"
                 if place != self.saved and unwritten is None:
                     reason = self._save_at_stop(place)
                     told = f", not saved ({reason}): {self._goes_on()}" if reason else told

@@ -280,7 +280,7 @@ def test_a_gpt2_is_planned_as_far_as_its_positions_go(run: Any) -> None:
     status, out, _ = run(*words, "1k")
     assert status == 0
     assert "0.12 B parameters" in out
-    assert "attn_pdrop is 0.1: attention dropout is not exact over ranks, set it to 0" in out
+    assert "attn_pdrop is 0.1: attention dropout is not exact over ranks, train with model.config.attn_pdrop=0" in out
     assert "exactness" not in out
     said = json.loads(run(*words, "max", "--json")[1])
     assert {said["length"], *said["reach"].values()} == {1024}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ithaca.cli import app
 from ithaca.cli.train import split_words
 from ithaca.config import Run, load_run, read_run
-from ithaca.errors import ConfigError, MeshError
+from ithaca.errors import ConfigError, MeshError, UnsupportedError
 from tests.training.runs import small_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -45,6 +45,15 @@ def test_the_first_word_is_a_file_unless_it_is_a_setting() -> None:
     assert split_words(["run.yaml", "seed=3"]) == ("run.yaml", ["seed=3"])
     assert split_words(["seed=3"]) == (None, ["seed=3"])
     assert split_words([]) == (None, [])
+
+
+def test_attention_dropout_is_refused_before_ranks_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_head": 2, "attn_pdrop": 0.1}')
+    words = ["train", f"model.name={tmp_path}", "stages.0.length=64"]
+    with pytest.raises(UnsupportedError, match=r"^config\.attn_pdrop=0\.1: .* type model\.config\.attn_pdrop=0 beside"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    monkeypatch.setattr("ithaca.cli.launch.launch", lambda *_, **__: 0)
+    assert CliRunner().invoke(app, [*words, "model.config.attn_pdrop=0"]).exit_code == 0
 
 
 TWO = ["launch.device=cpu", "launch.processes=2"]

@@ -244,6 +244,15 @@ def test_dropout_in_attention_is_refused_before(tmp_path: Path) -> None:
     refused(UnsupportedError, "attention dropout is not exact over ranks", "--model", str(tmp_path))
 
 
+def test_a_value_of_the_models_config_is_typed_beside_model(tmp_path: Path, launched: list[Material]) -> None:
+    tiny_model(tmp_path, attention_dropout=0.1)
+    typed("--model", str(tmp_path), "model.config.attention_dropout=0")
+    assert launched[0].subject.config.attention_dropout == 0.0
+    refused(
+        ConfigError, "did you mean 'attention_dropout'", "--model", str(tmp_path), "model.config.atention_dropout=0"
+    )
+
+
 def test_tokens_that_the_model_has_not_are_told(tmp_path: Path) -> None:
     run = small_run(tmp_path, "unused")
     tiny_model(tmp_path / "model", vocab_size=100)

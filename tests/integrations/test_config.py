@@ -78,7 +78,7 @@ def test_unknown_names_are_refused() -> None:
         kernel_for("paged")
     with pytest.raises(UnsupportedError, match="sp_handler has 'seq'"):
         UlyssesConfig(2, sp_handler={"seq": 1})
-    with pytest.raises(UnsupportedError, match="sp_handler is a int"):
+    with pytest.raises(UnsupportedError, match="sp_handler is 4: pass a dict"):
         UlyssesConfig(2, sp_handler=4)
     with pytest.raises(UnsupportedError, match=r"weights='none'.* choose 'shard' or 'replicate'"):
         UlyssesConfig(2, weights="none")  # type: ignore[arg-type]

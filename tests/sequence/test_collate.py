@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.errors import BatchError
+from ithaca.errors import ArgumentError, BatchError
 from ithaca.proof.promote import promoted
 from ithaca.proof.small import small_model
 from ithaca.sequence.batch import IGNORE, count_targets, cut_batch
@@ -136,3 +136,44 @@ def test_a_packed_and_padded_batch_costs_transformers_what_its_documents_cost_al
     # Seen to fail: under a mask transformers takes the row for one document.
     masked = batch | {"attention_mask": (batch["document_ids"] >= 0).long()}
     assert abs(summed_loss(model, masked) - expected) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"length": "512"}, "length='512': pass a whole number of at least 1, or None"),
+        ({"length": True}, "length=True"),
+        ({"length": 0}, "length=0"),
+        ({"multiple_of": 0}, "multiple_of=0: pass a whole number of at least 1"),
+        ({"multiple_of": -3}, "multiple_of=-3"),
+        ({"pad_token_id": "<pad>"}, "pad_token_id='<pad>': pass a whole number of at least 0, such as"),
+        ({"pad_token_id": None}, "pad_token_id=None: pass a whole number"),
+        ({"pack": 512}, "pack=512: pass True or False"),
+    ],
+)
+def test_wrong_settings_are_refused_at_once(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        SequenceCollator(**given)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"input_ids": [1]}, "the collator got a dict: pass a list of examples"),
+        (3, "the collator got 3"),
+        (["a"], "example 0 is 'a': a dict with input_ids is needed"),
+        ([{"input_ids": "abc"}], "example 0: input_ids is 'abc': whole numbers"),
+        ([{"input_ids": [1.5, 2]}], "example 0: input_ids is of torch.float32"),
+        ([{"input_ids": None}], "example 0: input_ids is None"),
+    ],
+)
+def test_what_is_no_list_of_examples_is_refused(rows: Any, said: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        SequenceCollator()(rows)
+    assert str(caught.value).startswith(said)
+
+
+def test_examples_may_come_one_by_one_and_without_labels() -> None:
+    batch = SequenceCollator()(iter([{"input_ids": [1, 2], "labels": None}]))
+    assert batch["labels"].tolist() == [[IGNORE, 2]]

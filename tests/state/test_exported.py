@@ -21,8 +21,8 @@ from ithaca.models.pretrained import add_adapters
 from ithaca.parallelize import parallelize
 from ithaca.proof.small import small_model
 from ithaca.state.checkpoints import Checkpoints
-from ithaca.state.export import describe_model
-from ithaca.state.exported import MARK, read_mark
+from ithaca.state.export import describe_model, find_checkpoint
+from ithaca.state.exported import MARK, export_into, read_mark
 from ithaca.state.safetensors import save_pretrained
 from ithaca.state.tensors import state_tensors
 from tests.ranks import expect_refusal, run_ranks
@@ -236,3 +236,19 @@ def test_places_are_said_as_the_run_was_typed(run: Path, tmp_path: Path, monkeyp
         ([run.name, "--to", tmp_path / "o"], f"{run.name}/checkpoints/step-00000002 -> {tmp_path / 'o'}\n"),
     ):
         assert CliRunner().invoke(app, ["export", *map(str, words)]).stdout.startswith(said)
+
+
+def test_an_export_that_is_stopped_leaves_no_folder(run: Path, tmp_path: Path) -> None:
+    """Neither its own nor those above it that it had made; a folder that was there stays, with what was in it."""
+    checkpoint = find_checkpoint(run)
+    there = tmp_path / "there"
+    there.mkdir()
+
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    for target in (tmp_path / "new", tmp_path / "above" / "new", there):
+        with pytest.raises(KeyboardInterrupt):
+            export_into(checkpoint, target, stop)
+    assert sorted(tmp_path.iterdir()) == [run, there]
+    assert not list(there.iterdir())

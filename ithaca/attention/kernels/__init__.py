@@ -13,6 +13,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from ithaca.arguments import shown
 from ithaca.attention.kernels.blockwise import BlockwiseKernel
 from ithaca.attention.kernels.cpu import CpuKernel
 from ithaca.attention.kernels.cudnn import CudnnKernel
@@ -72,8 +73,8 @@ def choose(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec, *, va
 
 def check_name(name: str) -> None:
     """Refuse a name no kernel has."""
-    if name != "auto" and name not in KERNELS:
-        raise UnsupportedError(f"no attention kernel is called {name!r}: use one of auto, {', '.join(KERNELS)}")
+    if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
+        raise UnsupportedError(f"no attention kernel is called {shown(name)}: use one of auto, {', '.join(KERNELS)}")
 
 
 def _named(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> Kernel:

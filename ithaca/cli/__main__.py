@@ -1,5 +1,0 @@
-"""`python -m ithaca.cli` is `ithaca`."""
-
-from ithaca.cli import main
-
-main()
