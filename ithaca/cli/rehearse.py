@@ -50,8 +50,6 @@ def rehearse(
     file, overrides = split_words(words or [])
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
     ranks = (counted_cards(gpus) or _usual_world(run)) if world is None else world
-    if world is None and not counted_cards(gpus):
-        typer.echo(f"ithaca: the job has {ranks} ranks, {_why_so_many(run)}: --world sets another number", err=True)
     if ranks < 1 or not 0 <= rank < ranks:
         raise ConfigError(f"--world {ranks} --rank {rank}: ranks count from 0 to the world less one")
     if stage is not None and not 1 <= stage <= len(run.stages):
@@ -80,6 +78,9 @@ def rehearse(
         cap=limit,
         typed=partial(_typed, gpus, machine.device.name, world is not None),
     )
+    # Not before the checks above: a mistake in the settings is one line.
+    if world is None and not counted_cards(gpus):
+        typer.echo(f"ithaca: the job has {ranks} ranks, {_why_so_many(run)}: --world sets another number", err=True)
     result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
     from ithaca.cli.terminal import print_page
 
@@ -170,7 +171,7 @@ def read_model_config(name: str, revision: str | None) -> Any:
     path = Path(name).expanduser()
     if name == "embedded":
         with scratch_folder() as folder:
-            return read_config(build_embedded(Path(folder)))
+            return read_config(build_embedded(Path(folder) / name))
     if path.suffix == ".json" and path.name != CONFIG:
         raise ConfigError(f"{name}: name a model's folder, or the {CONFIG} in it")
     if path.is_dir() or path.suffix == ".json":

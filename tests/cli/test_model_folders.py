@@ -44,7 +44,7 @@ def verbs(typed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         words = {
             "plan": ("--length", "1k", "--gpus", "1xH100", "--write", "-"),
             "verify": ("--device", "cpu"),
-            "rehearse": ("--length", "64"),
+            "rehearse": ("--length", "64", "--world", "8"),
         }
         ends = {}
         for verb, more in words.items():

@@ -133,7 +133,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"labels": IDS}, "BatchError: .*neither input_ids nor inputs_embeds"),
     "a list": ({"input_ids": [[1, 2, 3]]}, "BatchError: input_ids is a list: a tensor is needed"),
     "floats": ({"input_ids": IDS.float()}, "BatchError: input_ids is of torch.float32: ids are whole numbers"),
-    "ragged cu_seqlens": (GOOD | {"cu_seqlens": [[0, 1], [2]]}, "ValueError"),
+    "ragged cu_seqlens": (GOOD | {"cu_seqlens": [[0, 1], [2]]}, "BatchError: cu_seqlens is a list: whole numbers"),
     "not a batch": ([1, 2, 3], "BatchError: the batch is a list: a dict with"),  # type: ignore[dict-item]
 }
 
