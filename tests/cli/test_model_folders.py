@@ -75,7 +75,7 @@ def test_a_whole_folder_goes_through_all_of_them(verbs: Any, folder: Path) -> No
     assert verbs(folder) == dict.fromkeys(("plan", "verify", "rehearse", "train"), (0, ""))
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_a_config_with_a_bad_value_is_refused_by_every_verb(verbs: Any, folder: Path, name: str) -> None:
     file = folder / "config.json"
