@@ -98,7 +98,7 @@ class WholeBatches:
         vocabulary = self.binding.model.config.get_text_config().vocab_size
         shard, error = try_shard(batch, self.mesh, vocabulary)
         error = error or self._wrong_length(shard) or (_miscounted(batch, shard) if items is not None else None)
-        targets = agree(self.mesh, batch, None if error else shard, error).count
+        targets = agree(self.mesh, batch, None if error else shard, error, self.model).count
         assert shard is not None
         kind = self._kind(learned, fused)
         # What is drawn again is drawn where the call was made: a model in evaluation draws nothing.

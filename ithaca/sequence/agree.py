@@ -6,15 +6,16 @@ were handed different rows train on a mixture without a word.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ithaca.errors import BatchError, PeerError
+from ithaca.errors import BatchError, PeerError, UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.sequence.batch import Shard, shard_batch
 
@@ -27,6 +28,7 @@ _COLUMNS = (
     "labels' content",
     "documents and positions",
     "embeddings that need a gradient",
+    "trained weights",
 )
 _CONTENTS = (
     ("input_ids", "inputs_embeds"),
@@ -58,7 +60,9 @@ def try_shard(batch: Mapping[str, Any], mesh: Mesh, vocab_size: int) -> tuple[Sh
         return None, error
 
 
-def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exception | None) -> Agreement:
+def agree(
+    mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exception | None, model: nn.Module
+) -> Agreement:
     """Compare notes with every rank. `error` is what this rank found wrong with its batch, if anything."""
     if mesh.world == 1:
         # Nobody to ask, and no device to wait for.
@@ -66,7 +70,7 @@ def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exce
             raise error
         assert shard is not None
         return Agreement(shard.count)
-    mine = torch.tensor(_note(batch, shard), dtype=torch.int64, device=mesh.device)
+    mine = torch.tensor(_note(batch, shard, model), dtype=torch.int64, device=mesh.device)
     notes = mine.new_zeros(mesh.world, mine.numel())
     notes[mesh.rank] = mine
     # A sum of rows that are zero elsewhere gathers them; the gather's own name differs between torch releases.
@@ -80,16 +84,39 @@ def agree(mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exce
     groups = [table[start : start + mesh.shards] for start in range(0, mesh.world, mesh.shards)]
     for group, notes_of_group in enumerate(groups):
         _same(notes_of_group, group * mesh.shards)
+    _same_trained([note[-1] for note in table])
     return Agreement(count=sum(group[0][2] for group in groups))
 
 
-def _note(batch: Mapping[str, Any], shard: Shard | None) -> list[int]:
+def _note(batch: Mapping[str, Any], shard: Shard | None, model: nn.Module) -> list[int]:
     if shard is None:
         return [_FAILED] + [0] * (len(_COLUMNS) - 1)
     layout = shard.layout
     contents = (_fingerprint(batch, keys) for keys in _CONTENTS)
     trained = any(isinstance(value, Tensor) and value.requires_grad for value in shard.inputs.values())
-    return [layout.batch, layout.length, shard.count, *contents, int(trained)]
+    return [layout.batch, layout.length, shard.count, *contents, int(trained), _trained(model)]
+
+
+def _trained(model: nn.Module) -> int:
+    """Return a checksum of which weights are trained; 0 where no gradients are recorded."""
+    if not torch.is_grad_enabled():
+        return 0
+    return 1 + zlib.crc32(bytes(parameter.requires_grad for parameter in model.parameters()))
+
+
+def _same_trained(of_ranks: list[int]) -> None:
+    """Refuse ranks that train different weights: a gradient is reduced by all ranks, and the others would wait."""
+    other = next((rank for rank, trained in enumerate(of_ranks) if trained != of_ranks[0]), None)
+    if other is None:
+        return
+    if of_ranks[0] and of_ranks[other]:
+        raise UnsupportedError(
+            f"ranks 0 and {other} train different weights: set the same requires_grad on every rank, before parallelize"
+        )
+    raise UnsupportedError(
+        f"rank {other if of_ranks[0] else 0} runs under torch.no_grad() and rank {0 if of_ranks[0] else other} does not: "
+        "record gradients on all ranks, or on none"
+    )
 
 
 def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
@@ -109,7 +136,7 @@ def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 
 def _same(notes: list[list[int]], first_rank: int) -> None:
     for offset, note in enumerate(notes):
-        for what, mine, other in zip(_COLUMNS, notes[0], note, strict=True):
+        for what, mine, other in zip(_COLUMNS[:-1], notes[0][:-1], note[:-1], strict=True):
             if mine != other:
                 raise BatchError(
                     f"ranks {first_rank} and {first_rank + offset} share one sequence but were handed different batches "

@@ -28,11 +28,11 @@ def make_alike(model: nn.Module, mesh: Mesh) -> None:
     if mesh.world == 1:
         return
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    structure = repr([(key, tuple(x.shape), x.dtype, x.is_meta) for key, x in named.items()])
+    structure = repr([(key, tuple(x.shape), x.dtype, x.requires_grad, x.is_meta) for key, x in named.items()])
     if differing_of([digest(structure.encode())], mesh):
         raise UnsupportedError(
-            "the ranks' models differ in their weights' names, shapes, dtypes or being on the meta device: build the "
-            "same model on every rank"
+            "the ranks' models differ in their weights' names, shapes, dtypes, requires_grad or being on the meta device: "
+            "build the same model on every rank, and freeze the same weights"
         )
     held = {key: x.detach() for key, x in named.items() if x.numel() and not x.is_meta}
     differing = differing_of([fingerprint(x) for x in held.values()], mesh)

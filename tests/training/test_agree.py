@@ -96,6 +96,34 @@ def test_a_group_elsewhere_stops_all_ranks() -> None:
     expect_refusal(4, unlike, 3, batch, change, 2, error="BatchError", match="ranks 2 and 3 share one sequence")
 
 
+def frozen_on_one(when: str, sp: int) -> None:
+    """Rank 1 alone does not train one weight, from `when` on; or records no gradients in its second step."""
+    mesh, model = init_mesh(sp=sp), small_model("llama", dtype=torch.float32)
+    weight = "model.layers.1.mlp.down_proj.weight"
+    model.get_parameter(weight).requires_grad_(not (when == "before" and mesh.rank == 1))
+    model = parallelize(model, mesh, allow_untested=True)
+    model.get_parameter(weight).requires_grad_(not (when == "after" and mesh.rank == 1))
+    causal_loss(model, GOOD, mesh).backward()
+    with torch.set_grad_enabled(not (when == "no_grad" and mesh.rank == 1)):
+        model.get_parameter(weight).requires_grad_(not (when == "between steps" and mesh.rank == 1))
+        causal_loss(model, GOOD, mesh)
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize(
+    ("when", "match"),
+    [
+        ("before", "models differ in their weights' .* requires_grad .*: build the same model on every rank"),
+        ("after", "ranks 0 and 1 train different weights: set the same requires_grad on every rank"),
+        ("between steps", "ranks 0 and 1 train different weights"),
+        ("no_grad", r"rank 1 runs under torch.no_grad\(\) and rank 0 does not"),
+    ],
+)
+def test_ranks_that_train_different_weights_are_refused(when: str, match: str, sp: int) -> None:
+    """A gradient is reduced by all ranks: without the refusal the others wait for ever."""
+    expect_refusal(2, frozen_on_one, when, sp, error="UnsupportedError", match=match, timeout=60)
+
+
 def by_data_rank() -> float:
     model, mesh = setup()
     batch = small_batch(1 + mesh.dp_rank, 9 + 4 * mesh.dp_rank, seed=mesh.dp_rank)
