@@ -28,6 +28,7 @@ _COLUMNS = (
     "labels' content",
     "documents and positions",
     "embeddings that need a gradient",
+    "options of the loss",
     "trained weights",
 )
 _CONTENTS = (
@@ -61,16 +62,22 @@ def try_shard(batch: Mapping[str, Any], mesh: Mesh, vocab_size: int) -> tuple[Sh
 
 
 def agree(
-    mesh: Mesh, batch: Mapping[str, Any], shard: Shard | None, error: Exception | None, model: nn.Module
+    mesh: Mesh,
+    batch: Mapping[str, Any],
+    shard: Shard | None,
+    error: Exception | None,
+    model: nn.Module,
+    options: Mapping[str, float | None] | None = None,
 ) -> Agreement:
-    """Compare notes with every rank. `error` is what this rank found wrong with its batch, if anything."""
+    """Compare notes with every rank. `error` is what this rank found wrong with its batch, if anything; `options`: what
+    its loss is divided by and the like, the same number on all ranks."""
     if mesh.world == 1:
         # Nobody to ask, and no device to wait for.
         if error is not None:
             raise error
         assert shard is not None
         return Agreement(shard.count)
-    mine = torch.tensor(_note(batch, shard, model), dtype=torch.int64, device=mesh.device)
+    mine = torch.tensor(_note(batch, shard, model, options or {}), dtype=torch.int64, device=mesh.device)
     notes = mine.new_zeros(mesh.world, mine.numel())
     notes[mesh.rank] = mine
     # A sum of rows that are zero elsewhere gathers them; the gather's own name differs between torch releases.
@@ -84,17 +91,21 @@ def agree(
     groups = [table[start : start + mesh.shards] for start in range(0, mesh.world, mesh.shards)]
     for group, notes_of_group in enumerate(groups):
         _same(notes_of_group, group * mesh.shards)
+    _same_options([note[-2] for note in table], options or {})
     _same_trained([note[-1] for note in table])
     return Agreement(count=sum(group[0][2] for group in groups))
 
 
-def _note(batch: Mapping[str, Any], shard: Shard | None, model: nn.Module) -> list[int]:
+def _note(
+    batch: Mapping[str, Any], shard: Shard | None, model: nn.Module, options: Mapping[str, float | None]
+) -> list[int]:
     if shard is None:
         return [_FAILED] + [0] * (len(_COLUMNS) - 1)
     layout = shard.layout
     contents = (_fingerprint(batch, keys) for keys in _CONTENTS)
     trained = any(isinstance(value, Tensor) and value.requires_grad for value in shard.inputs.values())
-    return [layout.batch, layout.length, shard.count, *contents, int(trained), _trained(model)]
+    asked = zlib.crc32(repr([value if value is None else float(value) for value in options.values()]).encode())
+    return [layout.batch, layout.length, shard.count, *contents, int(trained), asked, _trained(model)]
 
 
 def _trained(model: nn.Module) -> int:
@@ -102,6 +113,16 @@ def _trained(model: nn.Module) -> int:
     if not torch.is_grad_enabled():
         return 0
     return 1 + zlib.crc32(bytes(parameter.requires_grad for parameter in model.parameters()))
+
+
+def _same_options(of_ranks: list[int], options: Mapping[str, float | None]) -> None:
+    """Refuse a loss that each rank divides by a number of its own: the sum of its parts would be no mean."""
+    other = next((rank for rank, asked in enumerate(of_ranks) if asked != of_ranks[0]), None)
+    if other is not None:
+        raise BatchError(
+            f"ranks 0 and {other} differ in {', '.join(options)}: pass the same on every rank; "
+            "ithaca.count_tokens(batches, mesh) counts over all of them"
+        )
 
 
 def _same_trained(of_ranks: list[int]) -> None:
@@ -136,7 +157,7 @@ def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 
 def _same(notes: list[list[int]], first_rank: int) -> None:
     for offset, note in enumerate(notes):
-        for what, mine, other in zip(_COLUMNS[:-1], notes[0][:-1], note[:-1], strict=True):
+        for what, mine, other in zip(_COLUMNS[:-2], notes[0][:-2], note[:-2], strict=True):
             if mine != other:
                 raise BatchError(
                     f"ranks {first_rank} and {first_rank + offset} share one sequence but were handed different batches "

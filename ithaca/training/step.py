@@ -62,7 +62,8 @@ def causal_loss(
         check_kind("by_position", by_position, LossByPosition, "pass None, or a LossByPosition(length, device)")
     _refuse_items(batch, count)
     shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
-    own = agree(mesh, batch, shard, error, model).count
+    options = {"count": count, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    own = agree(mesh, batch, shard, error, model, options).count
     assert shard is not None
     if mesh.rank == 0:
         binding.warn_of_labels(shard.unlearned)

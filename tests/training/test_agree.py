@@ -124,6 +124,22 @@ def test_ranks_that_train_different_weights_are_refused(when: str, match: str, s
     expect_refusal(2, frozen_on_one, when, sp, error="UnsupportedError", match=match, timeout=60)
 
 
+def own_options(options: dict[str, float], sp: int) -> None:
+    """Rank 1 alone passes `options`."""
+    model, mesh = setup(sp)
+    causal_loss(model, GOOD, mesh, **(options if mesh.rank == 1 else {"count": 22}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{"count": 11}, {}, {"count": 22, "z_loss": 1e-4}, {"count": 22, "label_smoothing": 0.1}], ids=str
+)
+def test_ranks_that_divide_by_different_numbers_are_refused(options: dict[str, float], sp: int) -> None:
+    """Such as a number of targets that each rank counted by itself: the parts would add up to no mean."""
+    said = "ranks 0 and 1 differ in count, label_smoothing, z_loss: pass the same on every rank; .*count_tokens"
+    expect_refusal(2, own_options, options, sp, error="BatchError", match=said)
+
+
 def by_data_rank() -> float:
     model, mesh = setup()
     batch = small_batch(1 + mesh.dp_rank, 9 + 4 * mesh.dp_rank, seed=mesh.dp_rank)
