@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.tensor import DTensor
@@ -86,6 +87,10 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 def freeze_layer(model: Any) -> None:
     model.model.layers[0].requires_grad_(False)
+
+
+def freeze_on_rank_1(model: Any) -> None:
+    model.model.layers[0].requires_grad_(not (dist.is_initialized() and dist.get_rank() == 1))
 
 
 def unfreeze_layer(model: Any) -> None:
@@ -298,6 +303,10 @@ HABITS: list[Habit] = [
     exact(DOOR, "freeze layers before `parallelize`", partial(trained, before=freeze_layer)),
     exact(DOOR, "freeze layers after `parallelize`", partial(trained, after=freeze_layer)),
     exact(DOOR, "freeze layers between steps", partial(trained, between=freeze_layer)),
+    refused(
+        DOOR, "freeze layers on one rank", partial(trained, between=freeze_on_rank_1),
+        says="train different weights", note="freeze the same ones on all ranks",
+    ),
     exact(DOOR, "unfreeze layers between steps", partial(trained, before=freeze_layer, between=unfreeze_layer)),
     exact(DOOR, "change weights in place", partial(trained, after=noise, between=noise)),
     exact(DOOR, "an L2 term on weights", partial(trained, penalty=l2_of_weights)),

@@ -143,6 +143,15 @@ def number_of_items(sp: int | None) -> dict[str, Any]:
     return _step(model, loss_of(model, small_batch(2, LENGTH) | {"num_items_in_batch": 7}, mesh))
 
 
+def number_by_rank(sp: int | None) -> dict[str, Any]:
+    """Each rank divides by a number of its own."""
+    model, mesh = _made(sp)
+    batch = small_batch(2, LENGTH)
+    if mesh is None:
+        return _step(model, loss_of(model, batch, mesh))
+    return _step(model, ithaca.causal_loss(model, batch, mesh, count=44 + mesh.rank))
+
+
 def own_loss(sp: int | None, *, reduced: bool) -> dict[str, Any]:
     """A focal loss over logits, whose tokens are not all learned."""
     model, mesh = _made(sp)
@@ -219,6 +228,8 @@ HABITS: list[Habit] = [
     refused(DOOR, "`loss.backward(inputs=weights)`", partial(gradients_asked, by_backward=True),
             says="call loss.backward", note="likewise, with `requires_grad_(False)` on the others"),
     refused(DOOR, "`num_items_in_batch` in the batch", number_of_items, says="pass count=", error="BatchError",
+            note="`count=ithaca.count_tokens(batches, mesh)`"),
+    refused(DOOR, "a `count` that each rank counts by itself", number_by_rank, says="differ in count", error="BatchError",
             note="`count=ithaca.count_tokens(batches, mesh)`"),
     refused(DOOR, "a loss of one's own over logits, its mean taken there", partial(own_loss, reduced=False), says=REDUCE),
     exact(DOOR, "a loss of one's own over logits through `ithaca.reduce_mean`", partial(own_loss, reduced=True)),
