@@ -61,20 +61,17 @@ def _instead(unknown: str | None, taken: Sequence[str], named: dict[str, Any]) -
 
 
 def shown(value: object) -> str:
-    """A value in a few words: a model or a batch would fill pages."""
-    if value is None or isinstance(value, str | int | float):
+    """Return a short text for a value in a message: the kind alone of a model or a batch, which would fill pages."""
+    plain = str | int | float | None
+    if isinstance(value, plain):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if (
-        isinstance(value, list | tuple)
-        and len(value) <= 8
-        and all(isinstance(each, str | int | float) for each in value)
-    ):
-        text = repr(value)
-        return text if len(text) <= 60 else f"a {type(value).__name__}"
     name = type(value).__name__
+    few = isinstance(value, list | tuple) and len(value) <= 8 and all(isinstance(each, plain) for each in value)
+    if few and len(repr(value)) <= 60:
+        return repr(value)
     return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 
 

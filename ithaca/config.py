@@ -42,7 +42,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """What is trained. `name`: a folder, a hub name, or "embedded", a small byte-level Llama made on the spot.
+    """Model to train. `name`: a folder, a hub name, or "embedded", a small byte-level Llama made on the spot.
 
     `config`: values that take the place of those in the model's config.json, such as `{attn_pdrop: 0}`.
     """

@@ -146,7 +146,7 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def places_of(section: type[BaseModel], name: str) -> list[str]:
-    """Where below `section` there is a setting of this name, or of this path, as it is typed; the nearest name's if none."""
+    """Return the full names of the settings below `section` with this name or path; those of the nearest name if none has."""
     every = _paths(section, "")
     found = [path for path in every if name in (path, path.replace(".0.", "."), path.rpartition(".")[2])]
     if found:
@@ -159,7 +159,7 @@ def places_of(section: type[BaseModel], name: str) -> list[str]:
 
 
 def _paths(section: type[BaseModel], ahead: str) -> list[str]:
-    """Every setting below `section`, as it is typed."""
+    """Return the full name of every setting below `section`."""
     found = []
     for name, field in section.model_fields.items():
         inner = _sections(field.annotation)

@@ -121,7 +121,7 @@ def _put(node: Any, keys: list[str], value: object, path: str, default: Any) -> 
 
 
 def _place(path: str, keys: list[str], places: int) -> str:
-    """What to type instead of a path whose `keys`, from the one on that stands for a place in a list, begin with none."""
+    """Return what to type instead of a path in which `keys[0]` stands where a list index is needed."""
     ahead = path.split(".")[: -len(keys)]
     if keys[0].lstrip("-").isdigit():
         return f"use 0 to {places}"

@@ -49,7 +49,7 @@ def export(
 
 
 def _as_typed(place: Path, typed: Path) -> str:
-    """A place, from here if what was typed was so, else whole."""
+    """Return a path as the user wrote the other: absolute if `typed` is, else relative to the working folder."""
     return str(place.absolute() if typed.is_absolute() else os.path.relpath(place))
 
 

@@ -96,7 +96,7 @@ def _usual_world(run: Run) -> int:
 
 
 def _why_so_many(run: Run) -> str:
-    """Why the job has as many ranks as `_usual_world` gives."""
+    """Return the reason for the number of ranks that `_usual_world` gives."""
     given = isinstance(run.launch.processes, int) or _usual_world(run) > WORLD
     return "by the run's launch.processes and degrees" if given else "as neither --world nor the run says how many"
 
@@ -110,7 +110,7 @@ def counted_cards(card: str) -> int:
 
 
 def _typed(card: str, name: str, by_world: bool, ranks: int) -> str | None:
-    """How another number of ranks is typed; None where so many are no whole nodes."""
+    """Return the options that ask for another number of ranks; None if so many are no whole nodes."""
     if ranks > NODE and ranks % NODE:
         return None
     words = [f"--world {ranks}"] if by_world or not counted_cards(card) else []

@@ -36,7 +36,7 @@ _VERBS = (*_STAYS, "models", "plan", "rehearse", "verify", "doctor")
 
 
 class _State:
-    """How far the command is: before its verb, in it, or done; and what to remove where it ends at once."""
+    """Progress of the command (before its verb, in it, done), and the clean-up to run if the process ends at once."""
 
     def __init__(self) -> None:
         self.verb = ""
@@ -79,7 +79,7 @@ def hearing(*, last: bool) -> Iterator[None]:
 
 
 def _heard() -> tuple[signal.Signals, ...]:
-    """What is listened to: of a training also what schedulers send some time before they end it."""
+    """Return the signals to handle: for `train` also SIGUSR1, which schedulers send before they end a job."""
     return (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if _state.verb == "train" else ()))
 
 
@@ -96,7 +96,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _end(number: int, _frame: object) -> None:
-    """End at once, with no way out for anybody."""
+    """Run the clean-ups, write one line and end the process, without unwinding the stack."""
     for other in _heard():
         signal.signal(other, signal.SIG_IGN)
     for clean in reversed(_state.cleaners):
@@ -109,7 +109,7 @@ def _end(number: int, _frame: object) -> None:
 
 
 def status_of(number: int) -> int:
-    """What the process ends with; of a training that was told to end, what schedulers requeue."""
+    """Return the exit status for a signal: for `train` under SIGTERM or SIGUSR1 the one that schedulers requeue."""
     if number in (signal.SIGINT, signal.SIGALRM):
         return INTERRUPTED
     return REQUEUED if _state.verb == "train" else 128 + number
@@ -151,7 +151,7 @@ def told_when_stopped(verb: str) -> Iterator[None]:
 
 
 def say_stopped(verb: str) -> None:
-    """Write the one line, where nothing is cut off that stderr may be in the middle of."""
+    """Write the line to sys.stderr, where the stack is unwound and the stream may be used."""
     sys.stderr.write(_line(verb))
     sys.stderr.flush()
 

@@ -123,8 +123,9 @@ def _on(
         dtype = torch.float64 if device == "cpu" else torch.float32
         # Under torchrun the ranks are there already.
         ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else degree
-        chosen: dict[str, Any] = {"layers": layers, "length": length, "changes": changes}
-        material = gather(run, model, ranks=ranks, dtype=dtype, scratch=Path(scratch), **chosen)
+        material = gather(
+            run, model, ranks=ranks, layers=layers, length=length, dtype=dtype, scratch=Path(scratch), changes=changes
+        )
         # As bytes, so that a rank is quiet, and out of Ctrl-C's way, before it imports what they are made of.
         given = (pickle.dumps(material), device, report)
         if report and not beside:

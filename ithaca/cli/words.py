@@ -1,4 +1,4 @@
-"""The words of verbs that take settings: an option that is none, but is called as a setting is, is told how to type it."""
+"""Command lines of verbs that take settings: `--steps 200` is refused with the setting to type, stages.0.steps=200."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ithaca.errors import ConfigError
 
 
 class TakesSettings(TyperCommand):
-    """A verb whose words are a run file and settings."""
+    """Command of a verb whose arguments are a run file and settings."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -27,7 +27,7 @@ class TakesSettings(TyperCommand):
 
 
 def _typed(option: str, value: str) -> str:
-    """The settings that an option's name may mean, as they are typed; nothing where there is none."""
+    """Return the settings that an unknown option may mean, as they are typed; empty if none is near."""
     from ithaca.config import Run
     from ithaca.mistakes import places_of
 

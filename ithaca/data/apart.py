@@ -28,7 +28,7 @@ _CACHE = (f"{24 * '0'}/about.json",)
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A file that the run will write, and the setting that puts it there with its value."""
+    """File that the run will write, with the setting that puts it there and the setting's value."""
 
     file: Path
     setting: str
@@ -46,7 +46,7 @@ def refuse_own_files(run: Run) -> None:
 
 
 def _read_again(run: Run) -> Iterator[tuple[Source, Typed, _Written]]:
-    """What the run writes and reads, with the source that does."""
+    """Yield each file that the run would write and a source would read, with that source."""
     for source, typed in sources_of(run):
         if source.path != STDLIB:
             yield from ((source, typed, each) for each in _written(run) if _reads(source, each.file, typed))
@@ -101,7 +101,7 @@ def _fits(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
 
 
 def _elsewhere(run: Run, source: Source, written: _Written) -> str:
-    """A folder beside the source, or above it, that no source reads; written as the user wrote the other."""
+    """Return a folder that no source reads, beside the source or above it; absolute if the refused one is."""
     given = Path(source.path).expanduser()
     while glob.has_magic(str(given)):
         given = given.parent

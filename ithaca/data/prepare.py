@@ -108,7 +108,7 @@ class Prepared:
 
 
 def changed_sources(saved: list[list[Any]] | None, now: list[list[Any]]) -> str:
-    """Which documents are others than in `saved`, in words; None is saved in checkpoints of earlier versions."""
+    """Name the sources whose documents differ from `saved`, which is None in checkpoints of earlier versions."""
     if not saved or len(saved) != len(now):
         return "the documents"
     pairs = [(was, there) for was, there in zip(saved, now, strict=True) if was[1] != there[1]]

@@ -60,7 +60,7 @@ class Located:
 
     @property
     def advice(self) -> str:
-        """How a folder's files are chosen, to stand after other advice; nothing for a file."""
+        """Return the advice to choose a folder's files by `include`, to follow other advice; empty for a single file."""
         if len(self.files) < 2 and not self.texts:
             return ""
         files = f"*{self.texts}" if self.texts else f"part-*{PurePath(self.files[0]).suffix}"
@@ -167,7 +167,7 @@ def _one_format(files: Sequence[str], source: Source, typed: Typed) -> str:
 
 
 def _folder_format(folder: str, source: Source, typed: Typed) -> str:
-    """A repository is code; else what the names of the files that `include` lets through say."""
+    """Return the format of a folder: code for a repository, else by the names of the files that `include` lets through."""
     if _is_repository(folder):
         return "code"
     own = _likely_format(folder, _included(walk(folder, VENDORED), source), typed)

@@ -126,7 +126,7 @@ def source_encoder(located: Located, tokenizer: Any, data: Data, template: str |
 
 
 def _first_records(located: Located, data: Data) -> tuple[list[Any], str]:
-    """Some records, and the file that the first is in."""
+    """Return the first readable records of a source, and the file of the first."""
     count, records, size = Count(), [], 0
     where = ""
     for raw in islice(raw_rows(located, open_rows(located, streaming=data.streaming)), _PEEK):

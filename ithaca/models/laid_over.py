@@ -1,4 +1,4 @@
-"""A run's own values of a model's config, such as no attention dropout, laid over what the model's folder has.
+"""Values of `model.config` in a run file, which replace those in the model's config.json, such as `attn_pdrop: 0`.
 
 Weights stay the folder's: what changes their shapes is refused, and so is what the run file says elsewhere.
 """
@@ -26,7 +26,7 @@ _ELSEWHERE = {
 
 
 def lay_over(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """A config with `changes`; ConfigError for a key that it has not, or a value of another kind."""
+    """Return a copy of the config with `changes`; ConfigError for an unknown key or a value of another kind."""
     changed = copy.deepcopy(config)
     text: Any = changed.get_text_config()
     for key, value in changes.items():
@@ -42,7 +42,7 @@ def lay_over(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrained
 
 
 def _of_kind(key: str, value: Any, before: Any) -> Any:
-    """The value, a whole number as a fraction where the config has one."""
+    """Return the value, an int as a float if the config holds a float; ConfigError for another kind."""
     if isinstance(before, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if before is not None and value is not None and type(value) is not type(before):

@@ -1,7 +1,8 @@
 """One small gather before a step: every rank says what it is about to run, and all raise or none.
 
 Without it a bad batch on one rank leaves the others waiting in an all-to-all, and ranks of one sequence group that
-were handed different rows train on a mixture without a word.
+were handed different rows train on a mixture without a word. Ranks that divide their loss by different numbers would
+add up parts of no mean, and ranks that freeze different weights would wait for each other's gradients.
 """
 
 from __future__ import annotations
@@ -69,8 +70,11 @@ def agree(
     model: nn.Module,
     options: Mapping[str, float | None] | None = None,
 ) -> Agreement:
-    """Compare notes with every rank. `error` is what this rank found wrong with its batch, if anything; `options`: what
-    its loss is divided by and the like, the same number on all ranks."""
+    """Compare with every rank what each is about to run, and raise on all or none.
+
+    `error`: the exception that this rank's batch raised, if any. `options`: numbers that the loss depends on, such as
+    the number of targets it is divided by, which must be equal on all ranks.
+    """
     if mesh.world == 1:
         # Nobody to ask, and no device to wait for.
         if error is not None:
@@ -131,9 +135,7 @@ def _same_trained(of_ranks: list[int]) -> None:
     if other is None:
         return
     if of_ranks[0] and of_ranks[other]:
-        raise UnsupportedError(
-            f"ranks 0 and {other} train different weights: set the same requires_grad on every rank, before parallelize"
-        )
+        raise UnsupportedError(f"ranks 0 and {other} train different weights: set the same requires_grad on every rank")
     raise UnsupportedError(
         f"rank {other if of_ranks[0] else 0} runs under torch.no_grad() and rank {0 if of_ranks[0] else other} does not: "
         "record gradients on all ranks, or on none"

@@ -28,7 +28,7 @@ _ONE = "name the documents with document_ids or cu_seqlens (one number throughou
 
 
 def read_ids(value: Any, name: str) -> Tensor:
-    """Whole numbers of a batch as int64, wherever they lie; `name` for what is none."""
+    """Return integers of a batch as an int64 tensor; BatchError that calls the value `name` if it holds others."""
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

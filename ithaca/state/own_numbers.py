@@ -45,20 +45,20 @@ def refuse_own_numbers(model: nn.Module) -> None:
 
 
 def overloads(names: Iterable[str]) -> list[Any]:
-    """Every form of torch's operations of these names."""
+    """Return all overloads of torch's operations of these names."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
 def handle(operations: Iterable[Any], handler: Callable[..., Any]) -> None:
-    """From now on ask `handler(operation, args, kwargs)` for what these operations give of DTensors."""
+    """Register `handler(operation, args, kwargs)` for these operations on DTensors, in this process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in operations:
         handlers.setdefault(operation, handler)
 
 
 def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch itself gives."""
+    """Call an operation without its handler, as torch does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     # None while another thread is here.
     own = handlers.pop(operation, None)
@@ -95,7 +95,7 @@ def _read(_operation: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> An
 
 
 def _format(value: DTensor, how: str) -> str:
-    """`f"{norm:.4f}"`, which torch has for plain tensors alone."""
+    """Format a DTensor of one number, as in `f"{norm:.4f}"`, which torch does for plain tensors alone."""
     number: Any = value.item() if is_spread(value) and value.dim() == 0 else value
     return number.__format__(how) if number is not value else Tensor.__format__(value, how)
 

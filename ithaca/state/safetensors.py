@@ -61,7 +61,7 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
 
 
 def _read_size(given: object) -> int:
-    """Bytes of the largest file; texts are those of the hub, and what else says an amount of memory."""
+    """Return the largest size of a file in bytes, from a number or a text such as "5GB"."""
     try:
         size = parse_bytes(given)
     except ValueError:

@@ -52,7 +52,7 @@ class _Origin:
 
 
 class CopiedRows(DTensor):
-    """A view, in plain torch, of a weight that is split; here a copy, written back after every write to it."""
+    """Copy of rows of a split weight, which plain torch would give as a view; each in-place write is written back."""
 
     _origin: _Origin
 
@@ -81,7 +81,7 @@ class CopiedRows(DTensor):
 
 
 def write_rows_back() -> None:
-    """From now on let writes to views of spread weights, their gradients and an optimizer's state be those of one process."""
+    """Make in-place writes to views of split weights, gradients and optimizer state reach the tensor that was viewed."""
     handle(overloads(_VIEWS), _viewed)
     if Version(torch.__version__) < _ASKS_SUBCLASSES:
         handle(_writing(), _wrote)
@@ -89,7 +89,7 @@ def write_rows_back() -> None:
 
 @cache
 def _writing() -> list[Any]:
-    """Every operation of torch's that writes in place."""
+    """Return all in-place operations of torch."""
     schemas = [each for each in torch._C._jit_get_all_schemas() if each.name.startswith("aten::") and each.is_mutable]
     names = {each.name.removeprefix("aten::") for each in schemas if each.name.endswith("_")}
     return [form for form in overloads(sorted(names)) if form._schema.is_mutable]

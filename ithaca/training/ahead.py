@@ -1,4 +1,4 @@
-"""What a run's folder says of a start before torch is loaded: that it is refused, or that nothing is left to do.
+"""Check of a run's folder before torch is loaded: a start is refused, or the run has ended and nothing is left to do.
 
 Invariant: nothing is written and no checkpoint is judged here; where the folder cannot be read so quickly, or its newest
 checkpoint may not be whole, the ranks find out and say it.
@@ -18,7 +18,7 @@ from ithaca.training.place import Place, place_in
 
 
 def look_ahead(run: Run) -> str | None:
-    """Refuse a folder that cannot be this run's; give what is said of a run that has ended, None of any other."""
+    """Refuse a folder of another run; return the message for a run that has ended, None for any other."""
     folder = RunFolder(Path(run.output))
     above = next(path for path in (folder.root, *folder.root.absolute().parents) if path.exists())
     if not above.is_dir():

@@ -25,7 +25,7 @@ class Place:
 
 
 def place_in(facts: dict[str, Any], path: Path) -> Place:
-    """Where a checkpoint's run stood; CheckpointError where it was not written by `train`."""
+    """Return the progress that a checkpoint holds; CheckpointError if `train` did not write it."""
     try:
         found = dict(facts["place"])
         if not {"data", "fingerprint"} <= facts.keys():

@@ -171,18 +171,15 @@ class _Trainer:
         """Refuse stages that the model or the mesh cannot do, and warn of jumps, before anything is read or built."""
         for number in range(len(self.run.stages)):
             stage_config(self.run, self.source, number)
-        heads = int(read_config(self.source, self.run.model.config).get_text_config().num_attention_heads)
-        check_degrees(self.run, self.mesh.world, heads, another_launcher)
+        config = read_config(self.source, self.run.model.config)
+        text: Any = config.get_text_config()
+        check_degrees(self.run, self.mesh.world, int(text.num_attention_heads), another_launcher)
         if self.run.lora is not None:
-            check_adapters(read_config(self.source, self.run.model.config), self.run.lora)
-        known = (
-            getattr(read_config(self.source, self.run.model.config).get_text_config(), "max_position_embeddings", 0)
-            or 0
-        )
+            check_adapters(config, self.run.lora)
+        known = getattr(text, "max_position_embeddings", 0) or 0
         pretrained = self.run.model.weights == "pretrained" and self.run.model.name != "embedded"
         warnings = advise_between(int(known) if pretrained else 0, self.run.stages)
         if pretrained:
-            text = read_config(self.source, self.run.model.config).get_text_config()
             warnings += advise_settings(text, self.run.stages, adapters=self.run.lora is not None)
         for warning in warnings:
             self.display.say(f"warning: {warning}")
