@@ -94,7 +94,7 @@ def reference(tensors: tuple[Tensor, Tensor, Tensor, Tensor], spec: AttentionSpe
     return (*naive(q, k, v, spec), *naive_grads(dout, q, k, v, spec))
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("kernel", EXACT, ids=label)
 @pytest.mark.parametrize("spec", SPECS, ids=label)
 @pytest.mark.parametrize("length", LENGTHS)

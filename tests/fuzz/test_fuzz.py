@@ -60,7 +60,7 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
     return Fuzz(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("seed", range(QUICK))
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 def test_a_damaged_file_is_refused_or_changes_nothing(fuzz: Fuzz, kind: Kind, seed: int) -> None:

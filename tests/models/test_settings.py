@@ -180,14 +180,8 @@ def compiled_error(before: Change, after: Change | None = None) -> float:
         return farthest(gradients(causal_loss(model, BATCH, mesh), model), wanted)
 
 
-QUICK = (activation, two_names)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "change",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in (*QUICK, epsilon, function)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [activation, two_names, epsilon, function])
 def test_code_is_not_shared_with_layers_that_differ(change: Change) -> None:
     assert run_ranks(1, compiled_error, change)[0] < COMPILED
 

@@ -45,7 +45,7 @@ def test_every_fault_has_a_place() -> None:
     assert WHERE.keys() == FAULTS.keys()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fault", WHERE)
 def test_fault_is_seen(fault: str) -> None:
     kind, mesh, kinds, settings = WHERE[fault]

@@ -53,10 +53,11 @@ def errors(kind: str, sp: int, plans: tuple[tuple[LayerMode, ...], ...], setting
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "settings", "plans"),
     [
+        ("gemma4_unified_text", {}, ((R, R, R, R), (K, S, R, S), (K, S, B, B))),
         ("gemma4_unified_text", {}, (*MIXED, *REBUILT)),
         pytest.param("gemma4_text", {"enable_moe_block": True}, MIXED, marks=pytest.mark.slow),
         ("gemma4_text", DENSE, REBUILT),

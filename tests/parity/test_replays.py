@@ -68,7 +68,7 @@ def _same_as_unplanned(kind: str, mode: LayerMode, training: bool) -> tuple[floa
     return max(gradient_errors(planned, gradients(whole)).values()), abs(loss - same)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "training", [pytest.param(True, marks=pytest.mark.slow), False], ids=["trained", "evaluated before"]
 )
@@ -100,6 +100,7 @@ def _along_a_line(kind: str, mode: LayerMode) -> tuple[float, float]:
     return slope, (losses[0] - losses[1]) / 2e-5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["keep", "save"])
 @pytest.mark.parametrize("kind", ["starcoder2", "gpt2"])
 def test_tiles_draw_their_numbers_again(kind: str, mode: LayerMode) -> None:
@@ -305,7 +306,7 @@ def _stepped(mode: LayerMode) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["save", "rebuild", "recompute"])
 def test_a_step_after_two_backwards_is_no_change_between(mode: LayerMode) -> None:
     """FSDP2's own work on the weights it gathers is none either."""

@@ -283,7 +283,7 @@ def stopped_with_a_full_disk(text: str) -> dict[str, Any]:
         checkpoints.write_tensors = real
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [

@@ -91,7 +91,7 @@ def _over_logits(weights: str, memory: Any, add: str) -> float:
     return worst(model, mesh, weights, truth, shown, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["shard", "replicate", "none"])
 def test_a_mean_over_logits_is_that_of_one_process(weights: str) -> None:
     for memory, add in (("auto", "count"), (None, "total_count"), (SAVE, "count")):

@@ -184,6 +184,7 @@ class Frozen:
 
 
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     store, ended = Frozen(), threading.Event()
     watch = Watch(store, 1, 2, hang=0.2, poll=0.01, end=lambda status: ended.set())  # type: ignore[arg-type]
