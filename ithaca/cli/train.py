@@ -153,12 +153,17 @@ def work(text: str, restart: bool = False) -> int:
 
 
 def ending(outcome: Outcome, seconds: float) -> str:
-    """Where everything is, and what to type next."""
+    """Return where everything is, and what to type next; a journal or picture that is not there is left out."""
+    from ithaca.errors import DataError
     from ithaca.report.loss import read_metrics
     from ithaca.training.folder import RunFolder
 
     folder = RunFolder(outcome.folder)
-    steps = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
+    try:
+        steps = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
+    except DataError:
+        # `work` has warned of it, and the run has ended well.
+        steps = []
     losses = [loss for loss in steps if loss is not None]
     last = sorted(folder.checkpoints.glob("step-*"))[-1]
     minutes = f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.0f} seconds"
@@ -169,9 +174,11 @@ def ending(outcome: Outcome, seconds: float) -> str:
         ("loss", folder.picture),
         ("settings", folder.settings),
     ]
-    told = "\n".join(f"  {name:<12}{where}" for name, where in lines)
+    there = [(name, where) for name, where in lines if isinstance(where, str) or where.exists()]
+    told = "\n".join(f"  {name:<12}{where}" for name, where in there)
     place = outcome.place
-    course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else "no step had a loss"
+    none = "no step had a loss" if steps else f"the losses of its steps are not in {folder.metrics}"
+    course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else none
     for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):
         course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
     done = f"{place.total} steps, {place.tokens:,} tokens; {course}; this start took {minutes}"

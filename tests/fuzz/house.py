@@ -68,7 +68,9 @@ def train_in(root: str, output: str, stop: int | None = None, **stage: Any) -> d
         if stop is not None:
             return _train(run.model_dump_json(), stop=stop)
         status = work(run.model_dump_json())
-        return {"status": status, "metrics": metrics(run), "sum": export_sum(run)}
+        # Of a run that is done a journal that was taken away is not written again.
+        there = (Path(run.output) / "metrics.jsonl").exists()
+        return {"status": status, "metrics": metrics(run) if there else [], "sum": export_sum(run)}
     finally:
         os.chdir(before)
 

@@ -167,7 +167,7 @@ def _train_again(root: Path, output: str) -> Any:
     assert result["status"] == 0
     assert any((root / output / "checkpoints").glob("step-*/manifest.json")), "no checkpoint is left"
     losses = [(line["step"], line["loss"]) for line in result["metrics"] if line["kind"] == "step"]
-    return result["sum"], losses[-1]
+    return result["sum"], losses[-1:]
 
 
 def export(root: Path, damaged: Path) -> Any:

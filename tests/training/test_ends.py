@@ -85,6 +85,14 @@ def test_nothing_is_proposed_after_a_run_of_ones_own(tmp_path: Path) -> None:
     assert "MODEL_FOLDER" not in said
 
 
+def test_a_done_run_whose_journal_is_gone_ends_well(tmp_path: Path) -> None:
+    finished(tmp_path / "run", Run())
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    told = ending(Outcome(tmp_path / "run", Place(1, 0), True), 1.0)
+    assert f"the losses of its steps are not in {tmp_path / 'run' / 'metrics.jsonl'}; this start" in told
+    assert not [line for line in told.splitlines() if line.startswith(("  metrics ", "  loss "))]
+
+
 def test_a_folder_in_the_way_of_export_is_left_alone(tmp_path: Path) -> None:
     mine = tmp_path / "run" / "export" / "mine.txt"
     mine.parent.mkdir(parents=True)
