@@ -29,7 +29,7 @@ from ithaca.attention.kernels import KERNELS, QKV
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.attention.ulysses import UlyssesPlan, planned_attention
 from ithaca.heads import split_heads
-from ithaca.memory.loss import LossSpec, head_loss
+from ithaca.memory.head_loss import LossSpec, head_loss
 from ithaca.mesh import init_mesh
 from ithaca.sequence.layout import SequenceLayout
 

@@ -3,7 +3,8 @@
     python -m benchmarks.experts results/experts.json
 
 Qwen3-30B-A3B's block in bf16 with transformers' grouped products, forward and backward, at three lengths; then the same
-products by themselves over equal shares of the tokens. The plan's figures for experts (`planning/time.py`) are of these.
+products by themselves over equal shares of the tokens. The plan's figures for experts (`planning/terms/step_time.py`) are of
+these.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.floor import seconds
 from benchmarks.kernels import machine
 from benchmarks.step import save, show_length
-from ithaca.planning.known_models import known_config
+from ithaca.planning.model.known_models import known_config
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 LENGTHS = (16_384, 32_768, 131_072)

@@ -6,7 +6,7 @@ machine has for the shape. What is linear in its size is timed in a part and mul
 32K tokens (8K for the head), attention beyond 128K tokens with one key-value head and its query heads. A repeat runs
 for half a second and gives its mean, so that the card's clock is that of sustained work.
 
-Model FLOPs are `ithaca.planning.flops`'s: no credit for recompute.
+Model FLOPs are `ithaca.planning.model.flops`'s: no credit for recompute.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from ithaca.attention.kernels import AUTO, KERNELS, QKV, AttentionSpec
-from ithaca.planning.flops import model_flops
-from ithaca.planning.sizes import ModelSizes
+from ithaca.planning.model.flops import model_flops
+from ithaca.planning.model.model_sizes import ModelSizes
 
 LINEAR_TOKENS = 32_768
 HEAD_TOKENS = 8_192

@@ -31,10 +31,10 @@ import torch
 from benchmarks.floor import SHAPES, Shape, build_model, config_of, step_flops, synchronize
 from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
 from benchmarks.step import ALLOCATOR, Cell, load, parse_cells, record, save, show_length
-from ithaca.planning.cost import run_again
-from ithaca.planning.flops import attention_flops, token_flops
+from ithaca.planning.model.flops import attention_flops, token_flops
+from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import Job
-from ithaca.planning.sizes import ModelSizes
+from ithaca.planning.terms.cost import run_again
 
 SHORT = 8192
 # Of the head alone: enough for the device to be busy, and tiles as the plans of long sequences have them.
@@ -44,7 +44,7 @@ HEAD_TOKENS, TILE = 65536, 4096
 def run(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> None:
     """One whole step of the cell; `keep` is called after each part of it."""
     import ithaca
-    from ithaca.state.optimizers import build_optimizer
+    from ithaca.state.optimizer.build import build_optimizer
 
     settings, length = cell["settings"], cell["length"]
     shape = replace(SHAPES[cell["model"]], layers=settings["layers"])
@@ -92,7 +92,7 @@ def clock(device: torch.device) -> float:
 
 def head_seconds(shape: Shape, device: torch.device) -> float:
     """A token's share of the tiled head and loss, with its gradients, which are made beside it."""
-    from ithaca.memory.loss import LossSpec, head_loss
+    from ithaca.memory.head_loss import LossSpec, head_loss
 
     dtype, tokens = (torch.bfloat16, HEAD_TOKENS) if device.type == "cuda" else (torch.float32, 64)
     hidden = torch.randn(1, tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
@@ -112,9 +112,9 @@ def part_of_whole(
     cell: Cell, model: Any, mesh: Any, budget: int | None, host: int | None
 ) -> tuple[dict[str, Any], Any]:
     """What the whole model's plan is, and the plan of the few layers that `model` has."""
-    from ithaca.models.auto import AutoMemory, job_of
-    from ithaca.planning.choose import FREE
-    from ithaca.planning.memory import memory_of
+    from ithaca.models.planner.plan_in_force import AutoMemory, job_of
+    from ithaca.planning.search.choose import FREE
+    from ithaca.planning.terms.memory_terms import memory_of
     from ithaca.sequence.layout import SequenceLayout
 
     job = job_of(model, mesh, "shard", cell["settings"]["optimizer"], fused=True, compute_dtype=None)

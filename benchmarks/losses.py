@@ -36,7 +36,7 @@ from benchmarks.floor import seconds, synchronize
 from benchmarks.kernels import machine
 from benchmarks.step import save
 from ithaca.memory import liger as tile
-from ithaca.memory.loss import LossSpec, head_loss
+from ithaca.memory.head_loss import LossSpec, head_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

@@ -25,7 +25,7 @@ from benchmarks import longest
 from benchmarks.floor import SHAPES, build_model
 from benchmarks.peers import GIB, about, checkpointed_step, memory, outcome_of
 from benchmarks.step import ALLOCATOR, Cell, load, record, save
-from ithaca.models.auto import SHARE
+from ithaca.models.planner.plan_in_force import SHARE
 
 TIMES = 4
 FIRST, UNIT = 2048, 1024

@@ -50,7 +50,7 @@ from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load, save
 HELD = 256 * 2**20
 # What rehearsals import sooner or later.
 IMPORTED = (
-    "ithaca.proof.rehearse",
+    "ithaca.rehearse.rehearsal",
     "torch._inductor.compile_fx",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen3", "qwen3_moe")),
 )
@@ -134,7 +134,7 @@ def serve() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     from ithaca.cli import main
-    from ithaca.models.fuse import compiled_once
+    from ithaca.models.layers.fuse import compiled_once
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.proof.promote import promoted
+from ithaca.verify.fp64 import promoted
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 8,

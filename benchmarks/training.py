@@ -42,7 +42,7 @@ from torch import Tensor
 from benchmarks.floor import SHAPES, config_of, synchronize
 from benchmarks.peers import about
 from benchmarks.step import command_line, parse_length, save, show_length
-from ithaca.planning.hardware import find_device
+from ithaca.planning.machine.hardware import find_device
 
 # Steps that compile, pin and fill caches are left out of the medians.
 WARM = 10
@@ -62,7 +62,7 @@ def documents() -> Iterator[str]:
 
 def write_job(folder: Path, shape: str, length: int, steps: int, most: float = math.inf) -> Path:
     """The model's folder, the documents, up to one that makes them `most` characters, and the run file; gives the last."""
-    from ithaca.models.embedded import embedded_tokenizer
+    from ithaca.models.files.embedded import embedded_tokenizer
 
     tokenizer = embedded_tokenizer()
     sizes = replace(SHAPES[shape], vocab=max(SHAPES[shape].vocab, len(tokenizer)))
@@ -160,9 +160,9 @@ class Alone:
     """A run's only stage on one process, as the trainer builds it, to be stepped by its loop or by a bare one."""
 
     def __init__(self, folder: Path, file: Path) -> None:
-        from ithaca.config import load_run
-        from ithaca.data.prepare import prepare
-        from ithaca.models.tokenizer import load_tokenizer
+        from ithaca.config.schema import load_run
+        from ithaca.data.prepared import prepare
+        from ithaca.models.files.tokenizer import load_tokenizer
         from ithaca.training.session import build_session
 
         self.run, self.folder = load_run(str(file), []), folder
@@ -180,13 +180,13 @@ class Alone:
 
     def dividing(self, first: int, steps: int) -> float:
         """The same, the optimizer called as the trainer calls it where it clips."""
-        from ithaca.state.clipping import clipped_step
+        from ithaca.state.optimizer.clipping import clipped_step
 
         optimizer, two = self.session.optimizer, torch.full((), 2.0, device=self.session.mesh.device)
         return self._timed(first, steps, lambda loss: clipped_step(optimizer, two, loss, 1.0))
 
     def _timed(self, first: int, steps: int, step: Callable[[Tensor], None]) -> float:
-        from ithaca.training.step import causal_loss
+        from ithaca.loss.causal import causal_loss
 
         session, device = self.session, self.session.mesh.device
         rows = [session.feed.row(session.rows_of(at)[0]) for at in range(first, first + steps)]
@@ -203,10 +203,10 @@ class Alone:
     def trained(self, first: int, steps: int) -> float:
         """The same rows, for other documents are other work, through the trainer's loop."""
         from ithaca.models.support import base_model, decoder_layers
-        from ithaca.training.display import Display
         from ithaca.training.loop import StageLoop
-        from ithaca.training.metrics import Journal
-        from ithaca.training.watch import Watch
+        from ithaca.training.run.display import Display
+        from ithaca.training.run.metrics import Journal
+        from ithaca.training.watch.watch import Watch
 
         run, session, device = self.run, self.session, self.session.mesh.device
         with Watch.of(session.mesh) as watch:

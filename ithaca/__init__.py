@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from ithaca.errors import PeerError as PeerError
     from ithaca.errors import UnsupportedError as UnsupportedError
     from ithaca.integrations.config import UlyssesConfig as UlyssesConfig
+    from ithaca.loss.causal import causal_loss as causal_loss
+    from ithaca.loss.causal import count_tokens as count_tokens
+    from ithaca.loss.reduce import reduce_mean as reduce_mean
     from ithaca.mesh import Mesh as Mesh
     from ithaca.mesh import init_mesh as init_mesh
     from ithaca.models.binding import unbind as unbind
     from ithaca.models.binding import unsharded as unsharded
+    from ithaca.models.files.write_weights import save_pretrained as save_pretrained
     from ithaca.parallelize import parallelize as parallelize
     from ithaca.planning.plan import MemoryPlan as MemoryPlan
     from ithaca.sequence.batch import Shard as Shard
     from ithaca.sequence.batch import shard_batch as shard_batch
     from ithaca.sequence.collate import SequenceCollator as SequenceCollator
     from ithaca.sequence.layout import SequenceLayout as SequenceLayout
-    from ithaca.state.optimizers import build_optimizer as build_optimizer
-    from ithaca.state.safetensors import save_pretrained as save_pretrained
-    from ithaca.state.weights import recover as recover
-    from ithaca.training.reduce import reduce_mean as reduce_mean
-    from ithaca.training.step import causal_loss as causal_loss
-    from ithaca.training.step import count_tokens as count_tokens
+    from ithaca.state.optimizer.build import build_optimizer as build_optimizer
+    from ithaca.state.weights.placement import recover as recover
 
 __version__ = "0.1.0"
 
@@ -56,12 +56,12 @@ _HOMES = {
     "shard_batch": "ithaca.sequence.batch",
     "SequenceCollator": "ithaca.sequence.collate",
     "SequenceLayout": "ithaca.sequence.layout",
-    "build_optimizer": "ithaca.state.optimizers",
-    "save_pretrained": "ithaca.state.safetensors",
-    "recover": "ithaca.state.weights",
-    "reduce_mean": "ithaca.training.reduce",
-    "causal_loss": "ithaca.training.step",
-    "count_tokens": "ithaca.training.step",
+    "build_optimizer": "ithaca.state.optimizer.build",
+    "save_pretrained": "ithaca.models.files.write_weights",
+    "recover": "ithaca.state.weights.placement",
+    "reduce_mean": "ithaca.loss.reduce",
+    "causal_loss": "ithaca.loss.causal",
+    "count_tokens": "ithaca.loss.causal",
 }
 __all__ = ["__version__", "parallelize", *_HOMES]
 

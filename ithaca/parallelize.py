@@ -18,28 +18,28 @@ from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
-from ithaca.models.auto import AutoMemory, job_of
 from ithaca.models.binding import bind, unbound_on_refusal
+from ithaca.models.discover.mixing import refuse_mixing
+from ithaca.models.discover.passing import passing_of
+from ithaca.models.discover.random_weights import stand_ins
 from ithaca.models.experts import has_experts
-from ithaca.models.foreign import foreign_within
-from ithaca.models.layers import install_memory
-from ithaca.models.mixing import refuse_mixing
-from ithaca.models.passing import passing_of
+from ithaca.models.files.write_weights import refuse_plain_save
+from ithaca.models.layers.install import install_memory
+from ithaca.models.layers.method_replacement import looks_like
 from ithaca.models.placed import Placed
-from ithaca.models.plans import plan_for
-from ithaca.models.replaced import looks_like
-from ithaca.models.stand_ins import stand_ins
+from ithaca.models.planner.plan_in_force import AutoMemory, job_of
+from ithaca.models.refusals.foreign_code import foreign_within
+from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import base_model, check_model, decoder_layers, verdicts
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
-from ithaca.state.assigned import refuse_assigned
-from ithaca.state.earlier import Earlier
-from ithaca.state.on_host import held_on_host
-from ithaca.state.own_numbers import refuse_own_numbers
-from ithaca.state.safetensors import refuse_plain_save
-from ithaca.state.shardable import check_shardable
-from ithaca.state.spread import refuse_whole_weights
-from ithaca.state.unknown_operations import name_unknown_operations
-from ithaca.state.weights import (
+from ithaca.quantities import no_truth, parse_bytes, with_unit
+from ithaca.state.optimizer.made_before import Earlier
+from ithaca.state.optimizer.on_host import held_on_host
+from ithaca.state.optimizer.whole_step import watch_steps
+from ithaca.state.weights.assigned import refuse_assigned
+from ithaca.state.weights.dtensor_errors import name_unknown_operations
+from ithaca.state.weights.one_ranks_numbers import refuse_own_numbers
+from ithaca.state.weights.placement import (
     OnHost,
     Weights,
     averages_gradients,
@@ -50,9 +50,9 @@ from ithaca.state.weights import (
     reduction_of,
     takes_groups,
 )
-from ithaca.state.whole_step import watch_steps
-from ithaca.state.written_rows import write_rows_back
-from ithaca.values import no_truth, parse_bytes, with_unit
+from ithaca.state.weights.shardable import check_shardable
+from ithaca.state.weights.whole_weight_methods import refuse_whole_weights
+from ithaca.state.weights.written_rows import write_rows_back
 
 M = TypeVar("M", bound=nn.Module)
 _COMPUTE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ithaca.proof.small import small_batch
+from ithaca.verify.small_models.features import small_batch
 
 Batch = dict[str, Tensor]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ithaca.attention import exchange, local, ulysses
 from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.loss import causal
 from ithaca.models import binding, experts
 from ithaca.sequence import agree
 from ithaca.sequence.agree import Agreement
 from ithaca.sequence.batch import Shard
 from ithaca.sequence.layout import SequenceLayout
-from ithaca.training import step
 
 
 @contextmanager
@@ -166,20 +166,20 @@ def labels_shifted_after_cutting() -> AbstractContextManager[None]:
 @contextmanager
 def mean_of_means() -> Iterator[None]:
     """Each rank divides by its own count, and the ranks' means are averaged."""
-    original = step.summed_loss
+    original = causal.summed_loss
 
     def own_mean(model: Any, bound: Any, shard: Shard, **options: float) -> tuple[Tensor, Any]:
         total, routers = original(model, bound, shard, **options)
         return total / (shard.targets != -100).sum().clamp(min=1), routers
 
-    with patch.object(step, "summed_loss", own_mean), patch.object(step, "agree", lambda *a: Agreement(count=1)):
+    with patch.object(causal, "summed_loss", own_mean), patch.object(causal, "agree", lambda *a: Agreement(count=1)):
         yield
 
 
 @contextmanager
 def gradients_times_world() -> Iterator[None]:
     """Gradients too large by the number of ranks, which AdamW hides until clipping."""
-    with patch.object(step, "averages_gradients", lambda model: True):
+    with patch.object(causal, "averages_gradients", lambda model: True):
         yield
 
 
@@ -271,14 +271,14 @@ def auxiliary_loss_of_the_shard() -> Iterator[None]:
 @contextmanager
 def nan_on_masked_shards() -> Iterator[None]:
     """A mean over no tokens."""
-    original = step.summed_loss
+    original = causal.summed_loss
 
     def mean(model: Any, bound: Any, shard: Shard, **options: float) -> tuple[Tensor, Any]:
         total, routers = original(model, bound, shard, **options)
         count = (shard.targets != -100).sum()
         return total / count * count, routers
 
-    with patch.object(step, "summed_loss", mean):
+    with patch.object(causal, "summed_loss", mean):
         yield
 
 

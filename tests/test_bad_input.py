@@ -23,14 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModel, AutoModelForCausalLM
 
 from ithaca.errors import IthacaError
+from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models import support
 from ithaca.models.binding import unbind
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
-from ithaca.proof.small import small_batch, small_config, small_model
 from ithaca.sequence.batch import shard_batch
-from ithaca.training.step import causal_loss, count_tokens
+from ithaca.verify.small_models.features import small_batch, small_config, small_model
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -457,7 +457,7 @@ def test_an_unbound_model_is_what_it_was() -> None:
 SCRIPT = """
 import os, sys, time
 import torch, ithaca
-from ithaca.proof.small import small_batch, small_model
+from ithaca.verify.small_models.features import small_batch, small_model
 
 mesh = ithaca.init_mesh(sp=2)
 model = ithaca.parallelize(small_model("llama", dtype=torch.float32), mesh, allow_untested=True)

@@ -212,7 +212,7 @@ def test_the_line_that_shows_the_memory_plan_shows_it(tmp_path: Path) -> None:
     [line] = re.findall(r"^`(logging\..+?)` it says so", README, re.M)
     step = (
         "import logging, torch, ithaca\n"
-        "from ithaca.proof.small import small_batch, small_model\n"
+        "from ithaca.verify.small_models.features import small_batch, small_model\n"
         f"{line}\n"
         "mesh = ithaca.init_mesh(device='cpu')\n"
         "model = ithaca.parallelize(small_model('llama', dtype=torch.float32), mesh)\n"

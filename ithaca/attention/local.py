@@ -20,7 +20,7 @@ from torch import Tensor
 from ithaca.attention.clock import ATTENTION, CLOCK
 from ithaca.attention.kernels import choose
 from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Gradients, Kernel
-from ithaca.attention.padding import PaddingAttention
+from ithaca.attention.padding_queries import PaddingAttention
 from ithaca.heads import HeadRun
 from ithaca.sequence.layout import SequenceLayout, Span
 

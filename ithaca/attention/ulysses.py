@@ -40,8 +40,8 @@ from ithaca.attention.tape import Anchor, Tape
 from ithaca.errors import ArgumentError, BatchError, MeshError, UnsupportedError
 from ithaca.heads import HeadSplit, Range, split_heads
 from ithaca.mesh import Mesh, check_mesh, largest_divisor
+from ithaca.quantities import as_number
 from ithaca.sequence.layout import SequenceLayout
-from ithaca.values import as_number
 
 
 @named_arguments

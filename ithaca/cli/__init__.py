@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ithaca.cli.stopped import hearing
+from ithaca.launch.stopped import hearing
 
 if TYPE_CHECKING:
     from ithaca.cli.verbs import app as app

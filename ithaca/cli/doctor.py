@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from ithaca.cli.terminal import say_loading
+from ithaca.launch.terminal import say_loading
 
 _STYLES = {"good": "green", "missing": "dim", "tight": "yellow", "broken": "bold red"}
 
@@ -19,7 +19,7 @@ def doctor(
 ) -> None:
     """Say what this machine can do; exit status 1 where training cannot run on it."""
     say_loading("loading torch and trying what this machine has")
-    from ithaca.proof.doctor import examine
+    from ithaca.machine.diagnose import examine
 
     findings = examine(folder)
     broken = [finding for finding in findings if finding.state == "broken"]

@@ -12,8 +12,8 @@ from typing import Literal
 
 import typer
 
-from ithaca.cli.stopped import cleaned_if_stopped
 from ithaca.errors import ConfigError
+from ithaca.launch.stopped import cleaned_if_stopped
 
 _KEPT = ("stages", "checkpoints")
 
@@ -32,9 +32,16 @@ def export(
 
     import torch
 
-    from ithaca.state.export import DESCRIPTION, export_checkpoint, find_checkpoint
-    from ithaca.state.exported import description_of, export_into, missing_folders, refuse_own_places, run_of, take_away
-    from ithaca.state.manifest import step_of
+    from ithaca.models.files.export_checkpoint import DESCRIPTION, export_checkpoint, find_checkpoint
+    from ithaca.models.files.export_folder import (
+        description_of,
+        export_into,
+        missing_folders,
+        refuse_own_places,
+        run_of,
+        take_away,
+    )
+    from ithaca.state.checkpoint.manifest import step_of
 
     checkpoint = find_checkpoint(path, step)
     target = to or run_of(checkpoint) / f"export-step-{step_of(checkpoint)}"

@@ -11,10 +11,10 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ithaca.cli.terminal import print_page
 from ithaca.errors import UnsupportedError
-from ithaca.planning.config_check import read_content
-from ithaca.planning.known_models import find_model
+from ithaca.launch.terminal import print_page
+from ithaca.planning.model.config_check import read_content
+from ithaca.planning.model.known_models import find_model
 
 
 def models(

@@ -12,10 +12,10 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ithaca.config import Run
-    from ithaca.planning.known_models import KnownModel
-    from ithaca.planning.mesh_search import Compared, Option
-    from ithaca.planning.wanted import Wanted
+    from ithaca.config.schema import Run
+    from ithaca.planning.model.known_models import KnownModel
+    from ithaca.planning.search.best_mesh import Compared, Option
+    from ithaca.planning.search.request import Wanted
 
 LORA_RANK = 16
 NO_FILE = "-"
@@ -60,7 +60,7 @@ def plan(
             return
         raise typer.BadParameter("name the model to plan for: --model Qwen/Qwen3-8B", param_hint="--model")
     from ithaca.cli.plan_inputs import read_machine, read_model, read_tokens
-    from ithaca.planning.wanted import LEAST_HEADROOM, Wanted
+    from ithaca.planning.search.request import LEAST_HEADROOM, Wanted
 
     known = read_model(model)
     rank = _rank(_one_of("--tune", tune, ("full", "lora")), lora_rank)
@@ -76,7 +76,7 @@ def plan(
         precision=_one_of("--precision", precision, ("mixed", "bf16")),
     )
     _together(wanted)
-    from ithaca.cli.plan_files import run_of
+    from ithaca.report.plan_files import run_of
 
     total = None if tokens is None else read_tokens(tokens)
     _amounts(price, target_tok_s, tokens)
@@ -113,7 +113,7 @@ def _facts(
     target: float | None,
 ) -> dict[str, str]:
     """The plan in a few lines, what is to be known of it before it is started among them."""
-    from ithaca.cli.plan_page import cost_of, facts_of
+    from ithaca.report.plan_page import cost_of, facts_of
 
     facts = facts_of(wanted, option, known.name)
     facts |= {} if tokens is None else {"cost": cost_of(wanted, option, tokens, price)}
@@ -123,11 +123,11 @@ def _facts(
 
 def _reach(wanted: Wanted, option: Option) -> list[tuple[str, int]]:
     """Lengths a row can have: on this mesh, with any settings and which these are, with a little more of something."""
-    from ithaca.planning.cuts import Place
-    from ithaca.planning.longest import Longest, longest_length, longest_of_all
-    from ithaca.planning.mesh_search import longest_so_cut
-    from ithaca.planning.wanted import recipes
-    from ithaca.planning.what_if import gains, show_used
+    from ithaca.planning.search.best_mesh import longest_so_cut
+    from ithaca.planning.search.longest import Longest, longest_length, longest_of_all
+    from ithaca.planning.search.meshes import Place
+    from ithaca.planning.search.request import recipes
+    from ithaca.planning.search.what_if import gains, show_used
 
     used = replace(wanted, machine=option.machine)
     here = longest_so_cut(used, option.recipe, option.degrees, option.job.length)
@@ -145,7 +145,7 @@ def _reach(wanted: Wanted, option: Option) -> list[tuple[str, int]]:
 
 
 def _compared(wanted: Wanted, option: Option) -> list[Compared]:
-    from ithaca.planning.mesh_search import compare
+    from ithaca.planning.search.best_mesh import compare
 
     return compare(wanted, option)
 
@@ -153,9 +153,9 @@ def _compared(wanted: Wanted, option: Option) -> list[Compared]:
 def _chosen(wanted: Wanted, length: str, known: KnownModel) -> Option:
     from ithaca.cli.plan_inputs import read_length
     from ithaca.errors import ConfigError
-    from ithaca.planning.longest import longest_of_all
-    from ithaca.planning.mesh_search import best_options
-    from ithaca.planning.what_if import refusal
+    from ithaca.planning.search.best_mesh import best_options
+    from ithaca.planning.search.longest import longest_of_all
+    from ithaca.planning.search.what_if import refusal
 
     if length.strip().lower() == "max":
         best = longest_of_all(wanted)
@@ -182,15 +182,15 @@ def _show(
     reach: list[tuple[str, int]],
     rows: list[Compared] | None,
 ) -> None:
-    from ithaca.cli.plan_page import comparison, page, verdict
-    from ithaca.cli.terminal import print_page
+    from ithaca.launch.terminal import print_page
+    from ithaca.report.plan_page import comparison, page, verdict
 
     more: list[Table | str] = [] if rows is None else ["", comparison(option, rows), verdict(wanted, option, rows)]
     print_page(page(facts, wanted, option, reach), *more)
 
 
 def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:
-    from ithaca.cli.plan_files import rehearsal, spec_of, write_run, writing
+    from ithaca.report.plan_files import rehearsal, spec_of, write_run, writing
 
     if spec is not None:
         title = f"{run.model.name} at {option.job.length:,} tokens on {wanted.machine}"
@@ -211,7 +211,7 @@ def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec
 
 
 def _target(wanted: Wanted, option: Option, target: float) -> str:
-    from ithaca.planning.what_if import machine_for, show_gpus
+    from ithaca.planning.search.what_if import machine_for, show_gpus
 
     if option.time.tokens_per_second >= target:
         return f"{target:,.0f} tokens/s: reached"
@@ -226,7 +226,7 @@ def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
     """What a user should know before starting: exactness of the architecture, jumps of context length."""
     from importlib.resources import files
 
-    from ithaca.training.stages import advise_between
+    from ithaca.training.schedule import advise_between
 
     table = json.loads(files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8"))["architectures"]
     found = table.get(known.kind)
@@ -289,8 +289,8 @@ def _row_as_json(row: Compared) -> dict[str, Any]:
 
 def _calibrate() -> None:
     from ithaca.cli.plan_inputs import calibration_file
-    from ithaca.planning.calibrated import write_measured
-    from ithaca.proof.calibrate import this_card
+    from ithaca.machine.calibrate import this_card
+    from ithaca.planning.machine.calibrated import write_measured
 
     measured = this_card()
     write_measured(calibration_file(), measured)

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ithaca.config.messages import near_paths
 from ithaca.errors import ConfigError, UnsupportedError
-from ithaca.mistakes import near_paths
-from ithaca.planning.calibrated import read_measured, with_measured
-from ithaca.planning.config_check import read_content
-from ithaca.planning.hardware import DEVICES, Device, find_device, find_link
-from ithaca.planning.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
-from ithaca.planning.sizes import ModelSizes
-from ithaca.planning.traffic import Machine
-from ithaca.values import at_home, parse_bytes, parse_number
+from ithaca.planning.machine.calibrated import read_measured, with_measured
+from ithaca.planning.machine.hardware import DEVICES, Device, find_device, find_link
+from ithaca.planning.model.config_check import read_content
+from ithaca.planning.model.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
+from ithaca.planning.model.model_sizes import ModelSizes
+from ithaca.planning.terms.traffic import Machine
+from ithaca.quantities import at_home, parse_bytes, parse_number
 
 HUB_TIMEOUT_S = 3.0
 NODE = 8
@@ -142,7 +142,7 @@ def _read(name: str, config: dict[str, Any]) -> KnownModel:
 
 
 def _count(name: str, config: Mapping[str, Any]) -> ModelSizes | None:
-    from ithaca.models.counts import counted_sizes
+    from ithaca.models.planner.counted_sizes import counted_sizes
 
     return counted_sizes(name, config)
 

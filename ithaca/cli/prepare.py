@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ithaca.cli.terminal import print_page, say_loading
 from ithaca.cli.train import check_places, split_words
+from ithaca.launch.terminal import print_page, say_loading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ithaca.config import Run
-    from ithaca.data.prepare import Prepared
+    from ithaca.config.schema import Run
+    from ithaca.data.prepared import Prepared
 
 _SHOWN = 1500
 _LEARNED, _GIVEN, _SPECIAL = "green", "dim", "bold magenta"
@@ -34,14 +34,14 @@ def prepare(
     ),
 ) -> None:
     """Tokenize a run's documents into its cache, and say what came of them."""
-    from ithaca.config import load_run
+    from ithaca.config.schema import load_run
 
     file, overrides = split_words(words or [])
     run = load_run(file, overrides)
     check_places(run)
     say_loading("loading the tokenizer and what reads documents")
-    from ithaca.data.prepare import prepare as prepare_data
-    from ithaca.models.tokenizer import load_tokenizer
+    from ithaca.data.prepared import prepare as prepare_data
+    from ithaca.models.files.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(run.model.tokenizer or run.model.name, run.model.revision)
     prepared = prepare_data(
@@ -91,7 +91,7 @@ def _right(*names: str) -> list[Column]:
 
 def _check_validation(run: Run, prepared: Prepared) -> None:
     """Refuse, as the run will, a validation for which no document is held back; a stream's is not known yet."""
-    from ithaca.data.feed import open_feed
+    from ithaca.data.rows.feed import open_feed
 
     if prepared.stores and prepared.has_validation:
         open_feed(prepared, length=run.stages[0].length, rows=run.data.rows, seed=run.seed, split="validation")
@@ -104,7 +104,7 @@ def _bad_rows(prepared: Prepared) -> list[str]:
 
 def _stages(run: Run, prepared: Prepared) -> Table:
     """Rows and their fill, stage by stage; a stream's rows are not known before they are read."""
-    from ithaca.data.feed import open_feed
+    from ithaca.data.rows.feed import open_feed
 
     table = Table(
         *_right("stage", "length", "rows an epoch", "filled", "rows taken", "epochs"), box=None, pad_edge=False
@@ -120,7 +120,7 @@ def _stages(run: Run, prepared: Prepared) -> Table:
 
 
 def _sample(run: Run, prepared: Prepared, tokenizer: Any, index: int) -> Text:
-    from ithaca.data.feed import open_feed
+    from ithaca.data.rows.feed import open_feed
 
     feed = open_feed(prepared, length=run.stages[0].length, rows=run.data.rows, seed=run.seed)
     return Text(feed.describe(index) + "\n", style="bold") + coloured(feed.row(index), tokenizer, _SHOWN)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ithaca.cli.plan_inputs import read_machine
-from ithaca.cli.terminal import say_loading
+from ithaca.launch.terminal import say_loading
 
 if TYPE_CHECKING:
-    from ithaca.config import Run
-    from ithaca.planning.traffic import Machine
+    from ithaca.config.schema import Run
+    from ithaca.planning.terms.traffic import Machine
 
 LENGTH, WORLD, NODE = "128k", 8, 8
 
@@ -41,11 +41,11 @@ def rehearse(
 ) -> None:
     """Run one rank of a job on the one device here; memory and time beside the plan's."""
     say_loading("loading torch and transformers")
-    from ithaca.cli.plan_files import check_report, writing
     from ithaca.cli.train import split_words
-    from ithaca.config import load_run
+    from ithaca.config.schema import load_run
     from ithaca.errors import ConfigError
-    from ithaca.models.pretrained import change_config
+    from ithaca.models.files.pretrained import change_config
+    from ithaca.report.plan_files import check_report, writing
 
     file, overrides = split_words(words or [])
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
@@ -63,9 +63,9 @@ def rehearse(
     config = change_config(read_model_config(run.model.name, run.model.revision), run.model.config)
     if length or (model and file is None):
         run = one_length(run, length or LENGTH, ranks, config)
-    from ithaca.cli.rehearse_page import as_json, page
-    from ithaca.proof.rehearse import Asked
-    from ithaca.proof.rehearse import rehearse as run_rank
+    from ithaca.rehearse.rehearsal import Asked
+    from ithaca.rehearse.rehearsal import rehearse as run_rank
+    from ithaca.rehearse.rehearse_page import as_json, page
 
     machine = _machine(gpus, ranks, host_memory, link, network)
     asked = Asked(
@@ -82,7 +82,7 @@ def rehearse(
     if world is None and not counted_cards(gpus):
         typer.echo(f"ithaca: the job has {ranks} ranks, {_why_so_many(run)}: --world sets another number", err=True)
     result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
-    from ithaca.cli.terminal import print_page
+    from ithaca.launch.terminal import print_page
 
     print_page(page(asked, result))
     if json_file is not None:
@@ -131,7 +131,7 @@ def _layers(text: str) -> int | None:
 
 def _bytes(text: str) -> int:
     from ithaca.errors import ConfigError
-    from ithaca.values import parse_bytes
+    from ithaca.quantities import parse_bytes
 
     if text.strip().isdigit():
         raise ConfigError(f"--cap {text}: write a unit, such as {text.strip()}GB")
@@ -163,10 +163,10 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
 
 def read_model_config(name: str, revision: str | None) -> Any:
     """The config of a folder, a file, the embedded model, a name of the built-in table, or one on the hub."""
-    from ithaca.cli.scratch import scratch_folder
     from ithaca.errors import ConfigError
-    from ithaca.models.embedded import build_embedded
-    from ithaca.models.pretrained import CONFIG, find_folder, known_model, read_config
+    from ithaca.launch.scratch import scratch_folder
+    from ithaca.models.files.embedded import build_embedded
+    from ithaca.models.files.pretrained import CONFIG, find_folder, known_model, read_config
 
     path = Path(name).expanduser()
     if name == "embedded":
@@ -182,7 +182,7 @@ def read_model_config(name: str, revision: str | None) -> Any:
 def one_length(run: Run, length: str, world: int, config: Any) -> Run:
     """The run with one stage of this length; one row for each sequence group."""
     from ithaca.cli.plan_inputs import read_length
-    from ithaca.config import Stage
+    from ithaca.config.schema import Stage
     from ithaca.training.degrees import choose_sp
 
     stage = Stage(length=read_length(length), steps=1, batch=world, sp=run.stages[-1].sp)

@@ -18,7 +18,7 @@ import typer
 from ithaca.cli.quiet import quiet
 
 if TYPE_CHECKING:
-    from ithaca.config import Run
+    from ithaca.config.schema import Run
     from ithaca.training.trainer import Outcome
 
 
@@ -39,9 +39,9 @@ def train(
     ),
 ) -> None:
     """Train a model on long sequences; without arguments, a small one made on the spot."""
-    from ithaca.cli.launch import launch
-    from ithaca.config import dump_run, load_run
-    from ithaca.training.ahead import look_ahead
+    from ithaca.config.schema import dump_run, load_run
+    from ithaca.launch.launcher import launch
+    from ithaca.training.run.before_start import look_ahead
 
     file, overrides = split_words(words or [])
     run = load_run(file, overrides)
@@ -75,10 +75,10 @@ def train(
 
 def check_places(run: Run) -> None:
     """Refuse a mistyped folder or file here: ranks take long to start."""
-    from ithaca.data.apart import refuse_own_files
-    from ithaca.data.sources import locate
-    from ithaca.data.typed import sources_of
-    from ithaca.mistakes import check_folder
+    from ithaca.config.messages import check_folder
+    from ithaca.data.sources.locate import locate
+    from ithaca.data.sources.own_files import refuse_own_files
+    from ithaca.data.sources.source_names import sources_of
 
     check_folder(run.model.name, "model.name")
     for source, typed in sources_of(run):
@@ -89,7 +89,7 @@ def check_places(run: Run) -> None:
 
 def _check_dropout(run: Run) -> None:
     """Refuse attention dropout that a folder's config.json names; what it leaves to its type the ranks see."""
-    from ithaca.planning.config_names import refuse_attention_dropout
+    from ithaca.planning.model.config_names import refuse_attention_dropout
 
     text = _text(Path(run.model.name).expanduser() / "config.json") | run.model.config
     refuse_attention_dropout(text.get)
@@ -111,8 +111,8 @@ def _heads(config: Path) -> int | None:
 def _text(config: Path) -> dict[str, Any]:
     """Return what a config.json says of its text model; nothing where it cannot be read, which the ranks tell of."""
     from ithaca.errors import IthacaError
-    from ithaca.planning.config_check import read_content
-    from ithaca.planning.config_names import text_of
+    from ithaca.planning.model.config_check import read_content
+    from ithaca.planning.model.config_names import text_of
 
     try:
         return dict(text_of(read_content(config)))
@@ -130,12 +130,12 @@ def split_words(words: list[str]) -> tuple[str | None, list[str]]:
 def work(text: str, restart: bool = False) -> int:
     """What one rank does; gives 75 where the run was asked to stop before its end, 130 where Ctrl-C did."""
     quiet()
-    from ithaca.config import Run
+    from ithaca.config.schema import Run
     from ithaca.errors import DataError
-    from ithaca.report.loss import draw_loss
-    from ithaca.training.folder import RunFolder
+    from ithaca.report.loss_picture import draw_loss
+    from ithaca.training.run.run_folder import RunFolder
     from ithaca.training.trainer import train as train_rank
-    from ithaca.training.watch import INTERRUPTED, PREEMPTED
+    from ithaca.training.watch.watch import INTERRUPTED, PREEMPTED
 
     began = time.monotonic()
     outcome = train_rank(Run.model_validate_json(text), restart=restart)
@@ -155,8 +155,8 @@ def work(text: str, restart: bool = False) -> int:
 def ending(outcome: Outcome, seconds: float) -> str:
     """Return where everything is, and what to type next; a journal or picture that is not there is left out."""
     from ithaca.errors import DataError
-    from ithaca.report.loss import read_metrics
-    from ithaca.training.folder import RunFolder
+    from ithaca.report.loss_picture import read_metrics
+    from ithaca.training.run.run_folder import RunFolder
 
     folder = RunFolder(outcome.folder)
     try:
@@ -190,7 +190,7 @@ def _next(settings: Path) -> str:
 
     Nothing of the embedded run is in them: its rate and its RoPE are for weights that know nothing yet.
     """
-    from ithaca.config import Model, load_run
+    from ithaca.config.schema import Model, load_run
 
     if load_run(settings).model.name != Model().name:
         return ""
@@ -213,7 +213,7 @@ def _cards() -> str | None:
     import torch
 
     from ithaca.errors import IthacaError
-    from ithaca.planning.hardware import find_device
+    from ithaca.planning.machine.hardware import find_device
 
     if not torch.cuda.is_available():
         return None

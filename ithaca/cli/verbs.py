@@ -10,18 +10,18 @@ import typer
 from ithaca import __version__
 from ithaca.cli.allocator import let_segments_grow
 from ithaca.cli.doctor import doctor
-from ithaca.cli.epilogs import EPILOGS
 from ithaca.cli.export import export
+from ithaca.cli.help_text import EPILOGS
 from ithaca.cli.models import models
 from ithaca.cli.plan import plan
 from ithaca.cli.prepare import prepare
 from ithaca.cli.quiet import quiet
 from ithaca.cli.rehearse import rehearse
-from ithaca.cli.stopped import told_when_stopped
+from ithaca.cli.stray_settings import TakesSettings
 from ithaca.cli.train import train
 from ithaca.cli.verify import verify
-from ithaca.cli.words import TakesSettings
 from ithaca.errors import IthacaError
+from ithaca.launch.stopped import told_when_stopped
 
 # In narrower terminals typer's panels cut the names of options; click's plain pages break lines between words.
 _WIDE = 80

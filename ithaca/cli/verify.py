@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ithaca.cli.plan_files import check_report
 from ithaca.cli.quiet import quiet
-from ithaca.cli.scratch import scratch_folder
-from ithaca.cli.stopped import INTERRUPTED, say_stopped
-from ithaca.cli.terminal import say_loading
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
-from ithaca.values import at_home
+from ithaca.launch.scratch import scratch_folder
+from ithaca.launch.stopped import INTERRUPTED, say_stopped
+from ithaca.launch.terminal import say_loading
+from ithaca.quantities import at_home
+from ithaca.report.plan_files import check_report
 
 if TYPE_CHECKING:
-    from ithaca.config import Run
+    from ithaca.config.schema import Run
 
 LEAST_LENGTH = 24
 # Ranks have nothing to save: those that a signal does not end at once wait in a collective.
@@ -44,7 +44,7 @@ def verify(
     report: str = typer.Option("", "--json", metavar="FILE", help="Write the results as JSON too."),
 ) -> None:
     """Prove on your own model and data that sequence parallelism changes nothing."""
-    from ithaca.config import load_run
+    from ithaca.config.schema import load_run
 
     file, overrides = split_words(words or [])
     model = at_home(model) if model else model
@@ -111,14 +111,14 @@ def _on(
 
     `changes`: of the config of a model without a run. `beside`: the ranks before have written to the report, which stays.
     """
-    from ithaca.cli.launch import launch
-    from ithaca.training.watch import PREEMPTED
+    from ithaca.launch.launcher import launch
+    from ithaca.training.watch.watch import PREEMPTED
 
     with scratch_folder() as scratch, warnings.catch_warnings():
         _hush()
         import torch
 
-        from ithaca.proof.material import gather
+        from ithaca.verify.inputs import gather
 
         dtype = torch.float64 if device == "cpu" else torch.float32
         # Under torchrun the ranks are there already.
@@ -147,16 +147,16 @@ def _hush() -> None:
 
 
 def work(material: bytes, device: str, report: str) -> int:
-    """What one rank does; gives 1 where something is off. `material`: a pickled `ithaca.proof.material.Material`."""
+    """What one rank does; gives 1 where something is off. `material`: a pickled `ithaca.verify.inputs.Material`."""
     quiet()
     _hush()
     # The samples are made here to be awkward, labels on padding among them: nobody is to mend them.
     logging.getLogger("ithaca").setLevel(logging.ERROR)
-    from ithaca.cli.verify_page import Page
     from ithaca.mesh import init_mesh
-    from ithaca.proof.devices import verify_devices
-    from ithaca.proof.material import Material
-    from ithaca.proof.verify import verify
+    from ithaca.verify.checklist import verify
+    from ithaca.verify.gpus import verify_devices
+    from ithaca.verify.inputs import Material
+    from ithaca.verify.verify_page import Page
 
     began = time.monotonic()
     given: Material = pickle.loads(material)

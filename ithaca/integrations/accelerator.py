@@ -24,15 +24,15 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ithaca.errors import MeshError, UnsupportedError
-from ithaca.integrations.logits import value_of
-from ithaca.integrations.prepare import Preparation
+from ithaca.integrations.accelerate_state import checkpoint_plugin
+from ithaca.integrations.late_logits import value_of
+from ithaca.integrations.preparation import Preparation
 from ithaca.integrations.settings import Settings
-from ithaca.integrations.state import checkpoint_plugin
 from ithaca.integrations.targets import LearnedOnly
 from ithaca.integrations.trainers import naming_sharded_weights
 from ithaca.mesh import Mesh
 from ithaca.models.bound import binding_of
-from ithaca.state.alike import differing_of, digest
+from ithaca.state.weights.same_start import differing_of, digest
 
 
 def adopt(accelerator: Any, mesh: Mesh, settings: Settings) -> None:

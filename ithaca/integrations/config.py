@@ -18,10 +18,10 @@ from ithaca.arguments import check_count, check_flag, check_kind, named_argument
 from ithaca.attention.kernels import check_name
 from ithaca.errors import UnsupportedError
 from ithaca.integrations.accelerator import adopt
-from ithaca.integrations.names import kernel_for
+from ithaca.integrations.kernel_names import kernel_for
+from ithaca.integrations.library_versions import check_versions
 from ithaca.integrations.settings import Settings
 from ithaca.integrations.trainers import check_trainer, name_sharded_weights, place_references, trainer_of_call
-from ithaca.integrations.versions import check_versions
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import read_budget, read_memory
 from ithaca.planning.plan import MemoryPlan

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ithaca.errors import BatchError, UnsupportedError
-from ithaca.integrations.logits import LazyLogits, RandomState, Reading
+from ithaca.integrations.late_logits import LazyLogits, RandomState, Reading
 from ithaca.integrations.targets import named_once
-from ithaca.integrations.whole import whole_tokens
+from ithaca.integrations.whole_tokens import whole_tokens
 from ithaca.mesh import Mesh
 from ithaca.models.bound import LAYOUT, Binding, binding_of
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
-from ithaca.models.loss import loss_inputs, read_loss, shown_sum
-from ithaca.models.own_loss import refuse_own_loss
+from ithaca.models.refusals.own_loss import refuse_own_loss
+from ithaca.models.shard_loss import loss_inputs, read_loss, shown_sum
 from ithaca.sequence.agree import agree, try_shard
 from ithaca.sequence.batch import IGNORE, Shard
 from ithaca.sequence.layout import Padding

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ithaca.errors import IthacaError
 from ithaca.mesh import ranks_here
-from ithaca.values import show_bytes
+from ithaca.quantities import show_bytes
 
 STAGED = 2
 # Host memory that is left to everybody else on the machine.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ithaca.memory.noted import Noted
-from ithaca.memory.rng import Rng
+from ithaca.memory.random_state import Rng
+from ithaca.memory.replay_guard import Noted
 
 
 @dataclass(eq=False, slots=True)

@@ -30,15 +30,15 @@ from ithaca.attention.tape import AttentionCall
 from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
-from ithaca.models.alone import watch_parts
 from ithaca.models.bound import LAYOUT, MARK, NAME, Binding, binding_of
-from ithaca.models.draws import watch_rates
+from ithaca.models.called_alone import watch_parts
 from ithaca.models.experts import wants_auxiliary_loss
 from ithaca.models.generate import WholeGenerate
 from ithaca.models.handed_out import mark_output, with_gradient_times
-from ithaca.models.hooks import ShownToHooks
+from ithaca.models.layers.hooks import ShownToHooks
 from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
-from ithaca.models.not_taken import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
+from ithaca.models.refusals.calls import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
+from ithaca.models.refusals.random_depth import watch_rates
 from ithaca.models.rope import pin_length
 from ithaca.sequence.layout import SequenceLayout
 

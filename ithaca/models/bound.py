@@ -21,13 +21,13 @@ from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.tape import AttentionCall
 from ithaca.errors import NOT_PICKLED, MeshError, UnsupportedError
 from ithaca.heads import split_heads
-from ithaca.memory.rng import ShardRng
+from ithaca.memory.random_state import ShardRng
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.experts import has_experts
-from ithaca.models.hooks import ShownToHooks
-from ithaca.models.not_taken import checkpoints
+from ithaca.models.layers.hooks import ShownToHooks
+from ithaca.models.layers.module_attributes import dropping
 from ithaca.models.placed import Placed
-from ithaca.models.settings import dropping
+from ithaca.models.refusals.calls import checkpoints
 from ithaca.sequence.layout import SequenceLayout
 
 NAME = "ithaca"
@@ -57,7 +57,7 @@ class Installed(Protocol):
 
 
 class Reduction(Protocol):
-    """How gradients are reduced over ranks; see state/weights.py."""
+    """How gradients are reduced over ranks; see state/weights/placement.py."""
 
     def choose(self, *, summed: bool) -> None: ...
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ithaca.mesh import Mesh
-from ithaca.models.replaced import looks_like
+from ithaca.models.layers.method_replacement import looks_like
 
 # How many arguments of transformers' generate stand before `synced_gpus` (seen in 5.23).
 _BEFORE_SYNCED = 5

@@ -1,7 +1,7 @@
 """Which models are exact here, and why the others are refused.
 
 Three sieves, all before the first collective: the wrapping (what may stand around a model), the architecture (a
-table of verdicts measured by `ithaca.proof.survey`, shipped as `verdicts.json`), and the settings of this config.
+table of verdicts measured by `tools.survey.survey`, shipped as `verdicts.json`), and the settings of this config.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from ithaca.arguments import shown
 from ithaca.errors import UnsupportedError
 from ithaca.models.bound import is_bound
-from ithaca.models.compiled import compiled_within
-from ithaca.models.draws import refuse_dropped_layers
-from ithaca.models.peft_kinds import check_adapters
-from ithaca.planning.config_names import refuse_attention_dropout
+from ithaca.models.refusals.compiled import compiled_within
+from ithaca.models.refusals.peft_kinds import check_adapters
+from ithaca.models.refusals.random_depth import refuse_dropped_layers
+from ithaca.planning.model.config_names import refuse_attention_dropout
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 _COMPILES = "parallelize itself compiles norms, activations and rotary embeddings (fuse=True)"

@@ -18,7 +18,7 @@ from ithaca.arguments import check_count, shown
 from ithaca.errors import BatchError
 
 Span = tuple[int, int]
-# The attention of padding's own queries; see attention/padding.py.
+# The attention of padding's own queries; see attention/padding_queries.py.
 Padding = Literal["zero", "masked", "averaged"]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from ithaca.config import Run
+from ithaca.config.schema import Run
 from ithaca.errors import MeshError
 from ithaca.mesh import largest_divisor
 

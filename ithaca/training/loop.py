@@ -28,13 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.clock import CLOCK, Spans
-from ithaca.config import Run
+from ithaca.config.schema import Run
 from ithaca.errors import IthacaError
-from ithaca.planning.flops import model_flops, utilisation
-from ithaca.state.clipping import clipped_step, gradient_norm
-from ithaca.state.tensors import set_rate
-from ithaca.training.display import Display
-from ithaca.training.metrics import (
+from ithaca.loss.by_position import LossByPosition
+from ithaca.loss.causal import causal_loss, count_tokens
+from ithaca.planning.model.flops import model_flops, utilisation
+from ithaca.state.checkpoint.state_tensors import set_rate
+from ithaca.state.optimizer.clipping import clipped_step, gradient_norm
+from ithaca.training.async_numbers import Told, mark
+from ithaca.training.run.display import Display
+from ithaca.training.run.metrics import (
     NEARLY_FULL,
     Journal,
     device_peak,
@@ -42,13 +45,10 @@ from ithaca.training.metrics import (
     held_bytes,
     memory_by_kind,
 )
-from ithaca.training.place import Place
-from ithaca.training.positions import LossByPosition
+from ithaca.training.run.progress import Place
+from ithaca.training.schedule import rate_at
 from ithaca.training.session import Session
-from ithaca.training.stages import rate_at
-from ithaca.training.step import causal_loss, count_tokens
-from ithaca.training.told import Told, mark
-from ithaca.training.watch import Watch
+from ithaca.training.watch.watch import Watch
 
 logger = logging.getLogger("ithaca")
 Batch = dict[str, Tensor]

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.config import Run, Stage
-from ithaca.data.feed import Feed, open_feed
-from ithaca.data.prepare import Prepared
+from ithaca.config.schema import Run, Stage
+from ithaca.data.prepared import Prepared
+from ithaca.data.rows.feed import Feed, open_feed
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.auto import AutoMemory, planner_of
-from ithaca.models.pretrained import add_adapters, empty_model, read_config
-from ithaca.models.sizes import sizes_of
+from ithaca.models.files.pretrained import add_adapters, empty_model, read_config
+from ithaca.models.files.read_weights import init_weights, load_weights
+from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.plan_in_force import AutoMemory, planner_of
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
-from ithaca.planning.advice import Words, typed_free
-from ithaca.planning.sizes import ModelSizes
-from ithaca.state.load import init_weights, load_weights
-from ithaca.state.optimizers import build_optimizer
-from ithaca.state.tensors import state_tensors
+from ithaca.planning.model.model_sizes import ModelSizes
+from ithaca.planning.search.advice import Words, typed_free
+from ithaca.state.checkpoint.state_tensors import state_tensors
+from ithaca.state.optimizer.build import build_optimizer
 from ithaca.training.degrees import choose_sp
-from ithaca.training.stages import apply_stages
+from ithaca.training.schedule import apply_stages
 
 
 @dataclass(eq=False, slots=True)

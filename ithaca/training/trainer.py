@@ -19,35 +19,35 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from ithaca.config import Run
-from ithaca.data.apart import refuse_own_files
-from ithaca.data.prepare import Prepared, changed_sources, prepare
+from ithaca.config.schema import Run
+from ithaca.data.prepared import Prepared, changed_sources, prepare
+from ithaca.data.sources.own_files import refuse_own_files
 from ithaca.errors import CheckpointError, UntrainedError, UnwrittenError
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.embedded import EMBEDDED, build_embedded, embedded_tokenizer
-from ithaca.models.pretrained import check_adapters, find_folder, read_config
+from ithaca.models.files.embedded import EMBEDDED, build_embedded, embedded_tokenizer
+from ithaca.models.files.export_checkpoint import DESCRIPTION, describe_model, export_checkpoint
+from ithaca.models.files.export_folder import RUN, mark_of
+from ithaca.models.files.origin import ORIGIN, check_origin, read_origin
+from ithaca.models.files.pretrained import check_adapters, find_folder, read_config
+from ithaca.models.files.tokenizer import load_tokenizer
 from ithaca.models.support import base_model, decoder_layers
-from ithaca.models.tokenizer import load_tokenizer
-from ithaca.state.checkpoints import Checkpoints, bytes_of
-from ithaca.state.export import DESCRIPTION, describe_model, export_checkpoint
-from ithaca.state.exported import RUN, mark_of
-from ithaca.state.origin import ORIGIN, check_origin, read_origin
-from ithaca.state.tensors import check_fingerprint, fingerprint
-from ithaca.training.changes import settle_place
-from ithaca.training.collectives import check_collectives
+from ithaca.ranks import together
+from ithaca.state.checkpoint.checkpoints import Checkpoints, bytes_of
+from ithaca.state.checkpoint.state_tensors import check_fingerprint, fingerprint
+from ithaca.training.check_links import check_collectives
 from ithaca.training.degrees import another_launcher, check_degrees
-from ithaca.training.display import Display
-from ithaca.training.folder import RunFolder
 from ithaca.training.loop import StageLoop
-from ithaca.training.metrics import Journal
-from ithaca.training.place import Place, place_in
-from ithaca.training.room import Room, model_bytes
+from ithaca.training.run.changed_settings import settle_place
+from ithaca.training.run.disk_space import Room, model_bytes
+from ithaca.training.run.display import Display
+from ithaca.training.run.metrics import Journal
+from ithaca.training.run.progress import Place, place_in
+from ithaca.training.run.run_folder import RunFolder
+from ithaca.training.schedule import advise_between
 from ithaca.training.session import Session, build_session, stage_config
-from ithaca.training.stages import advise_between
-from ithaca.training.together import together
-from ithaca.training.unusual import advise_settings
-from ithaca.training.watch import Preempted, Watch
+from ithaca.training.unusual_settings import advise_settings
+from ithaca.training.watch.watch import Preempted, Watch
 
 logger = logging.getLogger("ithaca")
 

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import rehearsal_cells, rehearsal_page, rehearsal_plan, rehearsals
 from benchmarks.step import show_length
-from ithaca.planning.choose import choose_plan
 from ithaca.planning.plan import Job
+from ithaca.planning.search.choose import choose_plan
 from tests.tolerances import PLANNED_MEMORY, PREDICTED_STEP
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
 
 
 def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
-    from ithaca.models.pretrained import read_config
+    from ithaca.models.files.pretrained import read_config
 
     config = read_config(rehearsals.write_experts(tmp_path))
     assert (config.model_type, config.num_hidden_layers, config.num_experts) == ("qwen3_moe", 6, 128)

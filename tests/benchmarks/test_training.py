@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import training
-from ithaca.config import load_run
+from ithaca.config.schema import load_run
 
 
 def test_documents_are_packages() -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ithaca.cli.launch import launch
 from ithaca.errors import DataError, PeerError
+from ithaca.launch.launcher import launch
 from ithaca.mesh import init_mesh
-from ithaca.training.watch import Preempted, Watch
+from ithaca.training.watch.watch import Preempted, Watch
 
 
 def _rank() -> int:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from ithaca.cli import app
-from ithaca.cli.epilogs import EPILOGS
-from ithaca.cli.plan_page import parameters
-from ithaca.config import load_run
+from ithaca.cli.help_text import EPILOGS
+from ithaca.config.schema import load_run
 from ithaca.errors import ConfigError
-from ithaca.models.pretrained import find_folder
-from ithaca.planning.known_models import known_names, nearest_models
+from ithaca.models.files.pretrained import find_folder
+from ithaca.planning.model.known_models import known_names, nearest_models
+from ithaca.report.plan_page import parameters
 
 VERBS = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
 ROOT = Path(__file__).parents[2]
@@ -174,7 +174,7 @@ def on_a_terminal(code: str) -> bytes:
 def test_a_message_takes_the_bars_line() -> None:
     code = (
         "import os; os.write(2, b'stage 1 ----- 9/60'); "
-        "from ithaca.cli.terminal import say_beside_a_bar; say_beside_a_bar('stopping')"
+        "from ithaca.launch.terminal import say_beside_a_bar; say_beside_a_bar('stopping')"
     )
     assert on_a_terminal(code) == b"stage 1 ----- 9/60\r\x1b[Kithaca: stopping\r\n"
 
@@ -182,7 +182,7 @@ def test_a_message_takes_the_bars_line() -> None:
 def test_what_is_loaded_is_said_before_it_is_imported() -> None:
     """On a terminal alone, and by a module that imports neither torch nor transformers."""
     code = (
-        "import sys; from ithaca.cli.terminal import say_loading; say_loading('loading torch'); "
+        "import sys; from ithaca.launch.terminal import say_loading; say_loading('loading torch'); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     assert on_a_terminal(code).endswith(b"loading torch ...\r\n")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.config import load_run
+from ithaca.config.schema import load_run
 from ithaca.errors import IthacaError
-from ithaca.models.pretrained import empty_model
-from ithaca.models.tokenizer import load_tokenizer
+from ithaca.models.files.pretrained import empty_model
+from ithaca.models.files.tokenizer import load_tokenizer
 from ithaca.training.session import stage_config
 from tests.bad_configs import BAD_FILES, BAD_VALUES
 from tests.training.runs import tiny_model
@@ -34,10 +34,10 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def verbs(typed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Status and errors of plan, verify, rehearse and train on a folder, as far as each gets before a rank is started."""
-    monkeypatch.setattr("ithaca.cli.launch.launch", lambda *a, **k: 0)
-    monkeypatch.setattr("ithaca.cli.rehearse_page.page", lambda *a: "")
+    monkeypatch.setattr("ithaca.launch.launcher.launch", lambda *a, **k: 0)
+    monkeypatch.setattr("ithaca.rehearse.rehearse_page.page", lambda *a: "")
     monkeypatch.setattr(
-        "ithaca.proof.rehearse.rehearse", lambda asked, tell: empty_model(asked.config, dtype=torch.float32)
+        "ithaca.rehearse.rehearsal.rehearse", lambda asked, tell: empty_model(asked.config, dtype=torch.float32)
     )
 
     def run(folder: Path) -> dict[str, tuple[int, str]]:
@@ -107,7 +107,7 @@ GENERATION = {
 
 @pytest.mark.parametrize("name", GENERATION)
 def test_a_generation_config_that_is_none_is_refused(typed: Any, folder: Path, monkeypatch: Any, name: str) -> None:
-    monkeypatch.setattr("ithaca.cli.launch.launch", lambda *a, **k: 0)
+    monkeypatch.setattr("ithaca.launch.launcher.launch", lambda *a, **k: 0)
     (folder / "generation_config.json").write_text(GENERATION[name])
     status, _, err = typed("verify", "--device", "cpu", "--model", str(folder))
     assert (status, err.count("\n")) == (2, 1)

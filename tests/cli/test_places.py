@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.cli.failures import judge
-from ithaca.cli.launch import _place, count_processes, launch
-from ithaca.cli.nodes import Nodes, meet
-from ithaca.cli.slurm import expand_counts, expand_hosts, read_task
-from ithaca.cli.worker import Report, resolve
 from ithaca.errors import ConfigError, DataError, PeerError
+from ithaca.launch.failures import judge
+from ithaca.launch.launcher import _place, count_processes, launch
+from ithaca.launch.nodes import Nodes, meet
+from ithaca.launch.slurm import expand_counts, expand_hosts, read_task
+from ithaca.launch.worker import Report, resolve
 
 STEP = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_NODEID": "2",
@@ -129,7 +129,7 @@ def test_one_process_runs_here() -> None:
     assert launch(lambda x: seen.append(x), [7], processes=1, device="cpu") == 0
     assert seen == [7]
     with pytest.raises(ConfigError, match="names no function"):
-        resolve("ithaca.cli.worker:nothing")
+        resolve("ithaca.launch.worker:nothing")
 
 
 # Which came first.

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ithaca.cli import app
 from ithaca.cli.prepare import coloured
-from ithaca.data.feed import open_feed
+from ithaca.data.rows.feed import open_feed
 from ithaca.errors import DataError
 from tests.data.corpus import TOKENIZER, prepared, write_documents, write_lines
 

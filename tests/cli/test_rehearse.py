@@ -15,14 +15,14 @@ from rich.console import Console
 
 from ithaca.cli.plan_inputs import read_machine
 from ithaca.cli.rehearse import _machine, _usual_world, one_length, read_model_config
-from ithaca.cli.rehearse_page import page
-from ithaca.config import load_run
+from ithaca.config.schema import load_run
 from ithaca.mesh import init_mesh
-from ithaca.planning.known_models import known_config
-from ithaca.proof import rehearse as proof
-from ithaca.proof.rehearse_group import alone
-from ithaca.proof.small import small_config
-from ithaca.training.stages import apply_stages
+from ithaca.planning.model.known_models import known_config
+from ithaca.rehearse import rehearsal as proof
+from ithaca.rehearse.lone_group import alone
+from ithaca.rehearse.rehearse_page import page
+from ithaca.training.schedule import apply_stages
+from ithaca.verify.small_models.features import small_config
 from tests.tolerances import TRACED_MEMORY
 
 
@@ -160,7 +160,7 @@ def test_without_a_clock_the_page_has_both_plans(small: str) -> None:
 
 
 def test_more_groups_take_more_rows(small: str) -> None:
-    from ithaca.config import read_run
+    from ithaca.config.schema import read_run
 
     config = read_model_config(small, None)
     run = one_length(read_run({"mesh": {"sp": 2}}), "4k", 8, config)

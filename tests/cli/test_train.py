@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ithaca.cli import app
 from ithaca.cli.train import split_words
-from ithaca.config import Run, load_run, read_run
+from ithaca.config.schema import Run, load_run, read_run
 from ithaca.errors import ConfigError, MeshError, UnsupportedError
 from tests.training.runs import small_run
 
@@ -52,7 +52,7 @@ def test_attention_dropout_is_refused_before_ranks_are_started(tmp_path: Path, m
     words = ["train", f"model.name={tmp_path}", "stages.0.length=64"]
     with pytest.raises(UnsupportedError, match=r"^config\.attn_pdrop=0\.1: .* type model\.config\.attn_pdrop=0 beside"):
         CliRunner().invoke(app, words, catch_exceptions=False)
-    monkeypatch.setattr("ithaca.cli.launch.launch", lambda *_, **__: 0)
+    monkeypatch.setattr("ithaca.launch.launcher.launch", lambda *_, **__: 0)
     assert CliRunner().invoke(app, [*words, "model.config.attn_pdrop=0"]).exit_code == 0
 
 

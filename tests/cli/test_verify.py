@@ -15,9 +15,9 @@ import yaml
 from typer.testing import CliRunner
 
 from ithaca.cli import app
-from ithaca.cli.verify_page import Page
 from ithaca.errors import ConfigError, MeshError
-from ithaca.proof.checks import Line
+from ithaca.verify.checks import Line
+from ithaca.verify.verify_page import Page
 from tests.training.runs import small_run, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ithaca.config import Data, Validation
-from ithaca.data.feed import Feed
-from ithaca.data.prepare import Prepared, prepare
-from ithaca.models.embedded import BOS, EOS, embedded_tokenizer
+from ithaca.config.schema import Data, Validation
+from ithaca.data.prepared import Prepared, prepare
+from ithaca.data.rows.feed import Feed
+from ithaca.models.files.embedded import BOS, EOS, embedded_tokenizer
 
 TOKENIZER = embedded_tokenizer()
 

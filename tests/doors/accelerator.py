@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.doors.habits import Habit, exact, refused
 from tests.doors.trainer_kinds import whole
 from tests.doors.trainer_scripts import shared_folder, weights_of

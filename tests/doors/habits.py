@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ithaca.proof.promote import promoted
+from ithaca.verify.fp64 import promoted
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ithaca
-from ithaca.proof.small import small_batch, small_model
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.doors.habits import Habit, exact, refused
 from tests.doors.loops import loss_of, norm_of
 from tests.tolerances import LOSS

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ithaca
-from ithaca.proof.small import small_batch, small_model
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.doors.habits import Habit, exact, refused
 from tests.doors.loops import loss_of, norm_of
 

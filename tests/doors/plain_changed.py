@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.nn.utils import parametrizations, prune
 
 import ithaca
-from ithaca.proof.small import small_batch
+from ithaca.verify.small_models.features import small_batch
 from tests.doors.habits import Habit, exact, refused
 from tests.doors.loops import loss_of
 from tests.doors.plain import parallel, trained, whole

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from ithaca.proof.small import small_batch
+from ithaca.verify.small_models.features import small_batch
 from tests.doors.habits import Habit, exact, refused
 from tests.doors.loops import loss_of
 from tests.doors.plain import parallel, trained, whole

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer
 
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.doors import trainer_kinds as kinds
 from tests.doors.habits import Habit, absent, exact, refused
 from tests.doors.trainer_scripts import peft_model, train, weights_of

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from trl import BEMACallback
 
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.doors import trainer_kinds as kinds
 from tests.doors.habits import Habit, exact, refused
 from tests.doors.trainer_scripts import peft_model, train

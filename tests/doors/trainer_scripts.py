@@ -12,7 +12,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import collate, config, examples, reset
 
 # What a run logs that is no number of the training.

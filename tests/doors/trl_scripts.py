@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.doors.trainer_scripts import logged, shared_folder, told
 from tests.integrations.runs import config, reset
 from tests.integrations.sft import text, tokenizer

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import ithaca
 from ithaca.errors import IthacaError
-from ithaca.proof.promote import promoted, relative_error
-from ithaca.proof.small import small_batch, small_model
+from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import FP64
 

@@ -22,9 +22,9 @@ import pyarrow
 import pyarrow.parquet
 
 from ithaca.cli.train import work
-from ithaca.config import Run, dump_run, read_run
-from ithaca.planning.calibrated import Measured, write_measured
-from ithaca.planning.hardware import H200
+from ithaca.config.schema import Run, dump_run, read_run
+from ithaca.planning.machine.calibrated import Measured, write_measured
+from ithaca.planning.machine.hardware import H200
 from tests.ranks import run_ranks
 from tests.training.runs import _train, documents, export_sum, metrics, tiny_model
 

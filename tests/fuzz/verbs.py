@@ -20,9 +20,9 @@ from typing import Any
 
 import ithaca.errors
 from ithaca.cli import main
-from ithaca.config import load_run
-from ithaca.data.prepare import prepare
-from ithaca.models.tokenizer import load_tokenizer
+from ithaca.config.schema import load_run
+from ithaca.data.prepared import prepare
+from ithaca.models.files.tokenizer import load_tokenizer
 from tests.fuzz.house import train_in
 from tests.ranks import RankError, run_ranks
 

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import collate, config, examples, reset, weights
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments
 
 from ithaca.integrations.config import UlyssesConfig
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.tolerances import EVAL_LOSS, LOSS, NORM, WEIGHT
 
 Example = dict[str, list[int]]

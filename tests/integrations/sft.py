@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import config, logged, reset
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<bot>"]

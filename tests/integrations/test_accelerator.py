@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from ithaca.integrations.config import UlyssesConfig
 from ithaca.mesh import init_mesh
-from ithaca.proof.small import small_batch, small_model
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.integrations.loops import loop
 from tests.integrations.runs import alone, farthest, hold_weights, reset
 from tests.ranks import expect_refusal, run_ranks

@@ -18,10 +18,10 @@ from transformers import TrainingArguments
 
 import ithaca
 from ithaca.errors import MemoryPlanError, UnsupportedError
-from ithaca.integrations import versions
+from ithaca.integrations import library_versions
 from ithaca.integrations.config import UlyssesConfig
-from ithaca.integrations.names import kernel_for
-from ithaca.proof.small import small_batch, small_model
+from ithaca.integrations.kernel_names import kernel_for
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.integrations.runs import reset, train
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import BF16_LOSS, LOGITS
@@ -119,7 +119,7 @@ def test_arguments_can_be_written_and_pickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
 def test_an_unknown_release_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
-    monkeypatch.setattr(versions, "version", lambda asked: "99.1.0" if asked == name else real(asked))
+    monkeypatch.setattr(library_versions, "version", lambda asked: "99.1.0" if asked == name else real(asked))
     with pytest.raises(
         UnsupportedError, match=rf"not run with {name} 99.1.0: tested are accelerate 1\.15, .*trl 1\.16"
     ):
@@ -128,7 +128,7 @@ def test_an_unknown_release_is_named(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_installed_releases_are_the_tested_ones() -> None:
-    for name, known in versions.TESTED.items():
+    for name, known in library_versions.TESTED.items():
         assert ".".join(metadata.version(name).split(".")[:2]) in known
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from ithaca.integrations.config import UlyssesConfig
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import alone, farthest, hold, logged, reset, weights
 from tests.integrations.sft import KINDS, dataset, fine_tune, tokenizer
 from tests.ranks import run_ranks

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ithaca.integrations import model_hooks
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import small_model
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import (
     alone,
     arguments,

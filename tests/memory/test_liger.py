@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ithaca.memory import liger
-from ithaca.memory.loss import IGNORE, LossSpec, loss_and_gradient
+from ithaca.memory.head_loss import IGNORE, LossSpec, loss_and_gradient
 
 SPECS = [LossSpec(), LossSpec(softcap=5.0), LossSpec(smoothing=0.1), LossSpec(softcap=5.0, smoothing=0.1, z=0.01)]
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models import fuse
 from ithaca.models.binding import unsharded
+from ithaca.models.layers.install import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
-from ithaca.proof.small import small_batch, small_model
-from ithaca.training.step import causal_loss
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import COMPILED
 

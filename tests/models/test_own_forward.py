@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ithaca.mesh import init_mesh
-from ithaca.models import fuse
 from ithaca.models.binding import unbind
+from ithaca.models.layers.install import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
-from ithaca.proof.parity import compare
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import small_batch, small_model
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.parity import compare
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import FP64
 

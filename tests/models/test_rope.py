@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.errors import UnsupportedError
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.rope import pin_length
 from ithaca.parallelize import parallelize
-from ithaca.proof.parity import gradient_errors, reference
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import build, small_batch
-from ithaca.proof.small_more import survey_config
 from ithaca.sequence.layout import SequenceLayout
-from ithaca.training.step import causal_loss
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.parity import gradient_errors, reference
+from ithaca.verify.small_models.features import build, small_batch
+from ithaca.verify.small_models.types import survey_config
 from tests.batches import packed
 from tests.ranks import run_ranks
 from tests.tolerances import FP64

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.bound import is_bound
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
-from ithaca.proof.parity import reference
-from ithaca.proof.promote import promoted, relative_error
-from ithaca.proof.small import small_batch, small_model
-from ithaca.training.step import causal_loss
+from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.parity import reference
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 

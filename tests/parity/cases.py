@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from ithaca.mesh import init_mesh
-from ithaca.proof.parity import Parity, compare
-from ithaca.proof.small import WITH_EXPERTS, small_model
+from ithaca.verify.parity import Parity, compare
+from ithaca.verify.small_models.features import WITH_EXPERTS, small_model
 from tests import faults
 from tests.batches import micro_batches
 from tests.ranks import run_ranks

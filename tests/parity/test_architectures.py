@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ithaca.proof.small import LISTED, WITH_EXPERTS
+from ithaca.verify.small_models.features import LISTED, WITH_EXPERTS
 from tests.batches import KINDS
 from tests.parity.cases import worst
 from tests.tolerances import FP64

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.auto import planner_of
+from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.parallelize import parallelize
-from ithaca.proof.parity import compare
-from ithaca.proof.small import small_batch, small_model
-from ithaca.training.step import causal_loss
+from ithaca.verify.parity import compare
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.batches import micro_batches
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64

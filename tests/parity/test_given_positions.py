@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.proof.parity import gradient_errors
-from ithaca.proof.promote import promoted, relative_error
-from ithaca.proof.small import small_batch, small_model
 from ithaca.sequence.batch import shard_batch
-from ithaca.training.step import causal_loss
+from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 

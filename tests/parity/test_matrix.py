@@ -10,7 +10,7 @@ import pytest
 
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.proof.small import small_model
+from ithaca.verify.small_models.features import small_model
 from tests.batches import KINDS
 from tests.parity.cases import worst
 from tests.ranks import expect_refusal

@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 from ithaca.attention.local import LocalAttention
-from ithaca.memory.anchors import Kept
+from ithaca.loss.causal import causal_loss, count_tokens
+from ithaca.memory.replay import Kept
 from ithaca.mesh import init_mesh
 from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
-from ithaca.proof.parity import compare, gradient_errors, reference
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import LISTED, WITH_EXPERTS, small_batch, small_model
-from ithaca.state.weights import recover
-from ithaca.training.step import causal_loss, count_tokens
+from ithaca.state.weights.placement import recover
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.small_models.features import LISTED, WITH_EXPERTS, small_batch, small_model
 from tests.batches import micro_batches
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
@@ -199,9 +199,9 @@ def test_units_are_found_by_role(kind: str, size: int) -> None:
 
 def _roles(kind: str) -> list[tuple[tuple[str, ...], bool, bool]]:
     from ithaca.models.binding import bind, unsharded
-    from ithaca.models.layers import on_trial
+    from ithaca.models.discover.trials import roles_of
+    from ithaca.models.layers.install import on_trial
     from ithaca.models.support import decoder_layers
-    from ithaca.models.trials import roles_of
 
     model = small_model(kind)
     binding = bind(model, init_mesh(sp=1))

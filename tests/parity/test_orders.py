@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import unsharded
 from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
-from ithaca.proof.parity import reference
-from ithaca.proof.promote import promoted, relative_error
-from ithaca.proof.small import small_batch, small_model
-from ithaca.training.step import causal_loss, count_tokens
+from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.parity import reference
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import FP64
 

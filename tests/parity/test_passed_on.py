@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from ithaca.errors import UnsupportedError
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.auto import planner_of
 from ithaca.models.bound import binding_of
+from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.parallelize import parallelize
-from ithaca.planning.choose import choose_plan, feasible
-from ithaca.planning.memory import memory_of
 from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
-from ithaca.proof.parity import compare, gradient_errors, reference
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import build, small_batch
-from ithaca.proof.small_more import survey_config
-from ithaca.proof.small_variants import features_on
-from ithaca.training.step import causal_loss
+from ithaca.planning.search.choose import choose_plan, feasible
+from ithaca.planning.terms.memory_terms import memory_of
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.small_models.features import build, small_batch
+from ithaca.verify.small_models.types import survey_config
+from ithaca.verify.small_models.variants import features_on
 from tests.batches import micro_batches
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64

@@ -12,17 +12,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unsharded
 from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MODES, LayerMode, MemoryPlan
-from ithaca.proof.parity import gradient_errors
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import small_batch, small_model
 from ithaca.sequence.batch import shard_batch
-from ithaca.state.weights import Weights
-from ithaca.training.step import causal_loss
+from ithaca.state.weights.placement import Weights
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 

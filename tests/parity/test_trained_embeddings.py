@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ithaca.loss.causal import causal_loss, count_tokens
+from ithaca.loss.reduce import reduce_mean
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
-from ithaca.proof.parity import gradient_errors
-from ithaca.proof.promote import promoted, relative_error
-from ithaca.proof.small import small_batch, small_model
 from ithaca.sequence.batch import shard_batch
-from ithaca.training.reduce import reduce_mean
-from ithaca.training.step import causal_loss, count_tokens
+from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.proof.parity import compare, gradient_errors, reference
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import small_model
-from ithaca.training.step import causal_loss, count_tokens
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.small_models.features import small_model
 from tests.batches import Batch, micro_batches
 from tests.ranks import run_ranks
 from tests.tolerances import FP32_LOSS_AFTER_20_STEPS, FP64

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
+from ithaca.models.files.write_weights import save_pretrained
 from ithaca.parallelize import parallelize
-from ithaca.proof.parity import reference
-from ithaca.proof.promote import promoted, relative_error
-from ithaca.proof.small import build, small_batch, small_config, small_model
 from ithaca.sequence.batch import shard_batch
-from ithaca.state.safetensors import save_pretrained
-from ithaca.training.step import causal_loss
+from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.parity import reference
+from ithaca.verify.small_models.features import build, small_batch, small_config, small_model
 from tests.batches import packed
 from tests.parity.cases import worst
 from tests.ranks import expect_refusal, run_ranks

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ithaca.errors import UnsupportedError
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import unbind, unsharded
 from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
-from ithaca.proof.parity import gradient_errors, reference
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import small_batch, small_model
 from ithaca.sequence.batch import shard_batch
-from ithaca.state import weights as placement
-from ithaca.training.step import causal_loss
+from ithaca.state.weights import placement as placement
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.parity import gradient_errors, reference
+from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FAULT, FP64
 

@@ -1,7 +1,7 @@
 """Machines that plans are made for in these tests."""
 
-from ithaca.planning.hardware import find_device, find_link
-from ithaca.planning.traffic import Machine
+from ithaca.planning.machine.hardware import find_device, find_link
+from ithaca.planning.terms.traffic import Machine
 
 
 def machine(

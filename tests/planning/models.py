@@ -1,6 +1,6 @@
 """The two models whose plans are worked out by hand in these tests."""
 
-from ithaca.planning.sizes import ModelSizes
+from ithaca.planning.model.model_sizes import ModelSizes
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ithaca.errors import ArgumentError, BatchError
-from ithaca.proof.promote import promoted
-from ithaca.proof.small import small_model
 from ithaca.sequence.batch import IGNORE, count_targets, cut_batch
 from ithaca.sequence.collate import SequenceCollator
+from ithaca.verify.fp64 import promoted
+from ithaca.verify.small_models.features import small_model
 
 N = IGNORE
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from ithaca.training.watch import Preempted, Watch
+from ithaca.training.watch.watch import Preempted, Watch
 
 PATIENCE = 20.0  # of one collective, after which its rank gives up
 FOR_EVER = 120.0

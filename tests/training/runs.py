@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ithaca.config import Run, read_run
-from ithaca.models.embedded import embedded_tokenizer
+from ithaca.config.schema import Run, read_run
+from ithaca.models.files.embedded import embedded_tokenizer
 from ithaca.training import loop
-from ithaca.training.display import Display
-from ithaca.training.place import Place
+from ithaca.training.run.display import Display
+from ithaca.training.run.progress import Place
 from ithaca.training.trainer import train
-from ithaca.training.watch import Watch
+from ithaca.training.watch.watch import Watch
 from tests.ranks import run_ranks
 
 POSITIONS = 64

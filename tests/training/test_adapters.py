@@ -12,11 +12,11 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from ithaca.config import Lora
+from ithaca.config.schema import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
-from ithaca.models.pretrained import add_adapters, check_adapters, empty_model
-from ithaca.proof.small import small_model
-from ithaca.state.export import export_checkpoint
+from ithaca.models.files.export_checkpoint import export_checkpoint
+from ithaca.models.files.pretrained import add_adapters, check_adapters, empty_model
+from ithaca.verify.small_models.features import small_model
 from tests.ranks import RankError
 from tests.training.runs import run_train, small_run
 

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from ithaca.cli import app
 from ithaca.cli.train import ending, split_words
-from ithaca.config import Rope, Run, dump_run, load_run, read_run
+from ithaca.config.schema import Rope, Run, dump_run, load_run, read_run
 from ithaca.errors import ConfigError, UntrainedError
-from ithaca.models.pretrained import read_config
-from ithaca.training.folder import RunFolder
-from ithaca.training.place import Place
-from ithaca.training.stages import advise_between
+from ithaca.models.files.pretrained import read_config
+from ithaca.training.run.progress import Place
+from ithaca.training.run.run_folder import RunFolder
+from ithaca.training.schedule import advise_between
 from ithaca.training.trainer import Outcome, train
-from ithaca.training.unusual import advise_settings
+from ithaca.training.unusual_settings import advise_settings
 from tests.ranks import RankError, expect_refusal, run_ranks
 from tests.training.runs import export_sum, metrics, run_train, small_run, tiny_model
 
@@ -274,7 +274,7 @@ def test_a_stop_that_cannot_be_saved_is_a_stop_and_says_so(tmp_path: Path, kept:
 
 
 def stopped_with_a_full_disk(text: str) -> dict[str, Any]:
-    from ithaca.state import checkpoints
+    from ithaca.state.checkpoint import checkpoints
     from tests.training.runs import _train
 
     real = checkpoints.write_tensors
@@ -323,7 +323,7 @@ def test_a_stop_as_a_stages_end_cannot_be_written_is_a_stop(tmp_path: Path, what
 
 def with_no_room_at_the_end(text: str, what: str, stops: bool) -> dict[str, Any]:
     """`stops`: the second rank is asked to stop as the stage ends."""
-    from ithaca.state import checkpoints
+    from ithaca.state.checkpoint import checkpoints
     from ithaca.training import trainer
     from tests.training.runs import _train
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ithaca.cli.train import ending
-from ithaca.report.loss import draw_loss
-from ithaca.state.storage import Saved
-from ithaca.training.folder import RunFolder
+from ithaca.report.loss_picture import draw_loss
+from ithaca.state.checkpoint.dcp import Saved
 from ithaca.training.loop import StageLoop, Step
-from ithaca.training.place import Place
+from ithaca.training.run.progress import Place
+from ithaca.training.run.run_folder import RunFolder
 from ithaca.training.trainer import Outcome
 from tests.training.runs import run_train, small_run
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ithaca.config import Metrics
+from ithaca.config.schema import Metrics
 from ithaca.errors import ConfigError
-from ithaca.training import lines
-from ithaca.training.metrics import Journal
+from ithaca.training.run import json_lines
+from ithaca.training.run.metrics import Journal
 from tests.ranks import run_ranks
 from tests.training.runs import small_run
 
@@ -67,7 +67,7 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, free, opened = tmp_path / "metrics.jsonl", threading.Event(), os.open
-    monkeypatch.setattr(lines.os, "open", lambda *given, **named: free.wait() and opened(*given, **named))
+    monkeypatch.setattr(json_lines.os, "open", lambda *given, **named: free.wait() and opened(*given, **named))
     journal = Journal(file, Metrics(), writes=True, run={})
     for step in (1, 2, 3):
         journal.write("step", step)
@@ -87,7 +87,7 @@ def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
     journal = Journal(file, Metrics(), writes=True, run={})
     for first in (1, 4):
         with monkeypatch.context() as disk:
-            disk.setattr(lines.os, "open", full)
+            disk.setattr(json_lines.os, "open", full)
             journal.write("step", first)
             journal.write("step", first + 1)
             journal.flush()

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ithaca.config import Rope, Run, Stage
-from ithaca.training.stages import rate_at
+from ithaca.config.schema import Rope, Run, Stage
+from ithaca.training.schedule import rate_at
 from tests.ranks import RankError, run_ranks
 from tests.tolerances import BF16_LOSS, FP32_LOSS_AFTER_20_STEPS
 from tests.training.runs import documents, losses, run_train, small_run, tiny_model
@@ -168,7 +168,7 @@ def test_memory_of_a_run_reaches_its_plans(place: Path) -> None:
 
 
 def _memory_of(text: str) -> tuple[int, int | None, set[str], int]:
-    from ithaca.models.auto import planner_of
+    from ithaca.models.planner.plan_in_force import planner_of
     from ithaca.training import trainer
 
     stage, planners = trainer.StageLoop.go, []
@@ -216,11 +216,11 @@ def _logits_of_checkpoint(text: str, ids: torch.Tensor) -> tuple[torch.Tensor, t
     """
     import ithaca
     from ithaca.mesh import init_mesh
-    from ithaca.training.display import Display
-    from ithaca.training.folder import RunFolder
+    from ithaca.training.run.display import Display
+    from ithaca.training.run.run_folder import RunFolder
     from ithaca.training.session import build_session
     from ithaca.training.trainer import _Trainer
-    from ithaca.training.watch import Watch
+    from ithaca.training.watch.watch import Watch
 
     run = Run.model_validate_json(text)
     run = run.model_copy(update={"memory": run.memory.model_copy(update={"plan": "none"})})
@@ -339,7 +339,7 @@ def test_another_model_another_seed_and_a_folder_in_use_are_refused(place: Path)
     other = tiny_model(place / "other", hidden_size=64)
     with pytest.raises(RankError, match=r"model\.name was .*model, is .*other: put it"):
         run_train(1, small_run(place, "taken", model={"name": str(other)}))
-    from ithaca.training.folder import RunFolder
+    from ithaca.training.run.run_folder import RunFolder
 
     with RunFolder(place / "taken").lock(), pytest.raises(RankError, match="is in use by another run"):
         run_train(2, small_run(place, "taken"))

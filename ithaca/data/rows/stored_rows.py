@@ -1,0 +1,100 @@
+"""Rows of stored documents: pieces by the plan, tokens from the stores, tensors out.
+
+Invariant: a row is [1, length]; a document's first token and padding carry the label -100, padding has document -1
+and stands at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ithaca.data.rows.packing import Piece, RowPlan
+from ithaca.data.rows.shuffle import Ints
+from ithaca.data.tokens.store import Store
+
+IGNORE = -100
+Slice = tuple[NDArray[np.int64], NDArray[np.bool_]]
+
+
+def row_tensors(slices: Sequence[Slice], length: int, pad: int) -> dict[str, Tensor]:
+    """Pieces laid end to end and padded, each a document of its own."""
+    ids = np.full(length, pad, np.int64)
+    labels = np.full(length, IGNORE, np.int64)
+    documents = np.full(length, -1, np.int64)
+    at = 0
+    for number, (tokens, learn) in enumerate(slices):
+        end = at + len(tokens)
+        ids[at:end] = tokens
+        labels[at:end] = np.where(learn, tokens, IGNORE)
+        # No token before it: nothing predicts a document's first one.
+        labels[at] = IGNORE
+        documents[at:end] = number
+        at = end
+    row = {"input_ids": ids, "labels": labels, "document_ids": documents}
+    return {name: torch.from_numpy(values)[None] for name, values in row.items()}
+
+
+def describe_pieces(index: int, pieces: Sequence[tuple[str, Piece]], most: int = 8) -> str:
+    """`row 3: docs.jsonl:17 [0:2048], ...`."""
+    named = [f"{origin} [{piece.start}:{piece.start + piece.count}]" for origin, piece in pieces[:most]]
+    more = [f"and {len(pieces) - most} more"] if len(pieces) > most else []
+    return f"row {index}: {', '.join(named + more)}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFeed:
+    """Rows of prepared documents. `documents` are the chosen ones' numbers, counted over all stores."""
+
+    stores: tuple[Store, ...]
+    documents: Ints
+    firsts: Ints
+    plan: RowPlan
+    length: int
+    pad: int
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self.plan.rows_per_epoch
+
+    @property
+    def fill(self) -> float:
+        return self.plan.fill
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        # Stored documents cannot change; their fingerprint is compared before a feed is opened.
+        return ()
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        # Told of when they were tokenized.
+        return ()
+
+    def row(self, index: int) -> dict[str, Tensor]:
+        slices = []
+        for piece in self.plan.pieces(index):
+            store, document = self._find(piece)
+            slices.append(store.piece(document, piece.start, piece.count))
+        return row_tensors(slices, self.length, self.pad)
+
+    def describe(self, index: int) -> str:
+        named = []
+        for piece in self.plan.pieces(index):
+            store, document = self._find(piece)
+            named.append((store.origin(document), piece))
+        return describe_pieces(index, named)
+
+    def state(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def _find(self, piece: Piece) -> tuple[Store, int]:
+        number = int(self.documents[piece.document])
+        store = int(np.searchsorted(self.firsts, number, side="right")) - 1
+        return self.stores[store], number - int(self.firsts[store])

@@ -1,0 +1,1 @@
+"""Files that documents come from: found, opened, watched for changes."""

@@ -1,0 +1,258 @@
+"""Raw rows of a located source, as a `datasets.IterableDataset` whatever the format: one type to drain or to stream.
+
+A raw row says where it came from and holds a line of bytes, a record, or nothing (the whole file is the document).
+Lines are parsed later, by `parse_row`, so that skipping to a place costs only the reading.
+
+A file that cannot be read to its end (cut short, bytes changed, not what its name says) is a DataError with its name;
+a row that is no document, or a cell that cannot be read, is a RowError with its place. Columns that hold no documents
+are not read where the format keeps columns apart.
+
+Invariant: files in the order of `Located.files` and rows in the files' order; the dataset is cut by file, so its own
+`state_dict` says exactly where to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ithaca.config.messages import near_paths
+from ithaca.data.sources.compressed import FAULTS, open_file
+from ithaca.data.sources.locate import Located
+from ithaca.data.sources.parquet import parquet_rows
+from ithaca.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+# The most bytes of one line or one file of text. Longer documents have to be split by their owner.
+LARGEST = 1 << 30
+_MARK = b"\xef\xbb\xbf"
+
+
+class RowError(Exception):
+    """A row that is no document; the message is the reason. Counted and named, not fatal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """What stands for a line or a cell that cannot be read; `reason` is why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Where a row stands (`row` counts from 1; 0 is the whole file), what is there, and about how many bytes of it."""
+
+    file: str
+    row: int
+    value: object
+    size: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.row}" if self.row else self.file
+
+
+def open_rows(located: Located, *, streaming: bool, columns: Sequence[str] | None = None) -> IterableDataset:
+    """The rows of a source, for `raw_rows`. From the hub, `streaming` reads over the network and keeps nothing. Of a
+    table only `columns` are read, or where they are None those that could be documents."""
+    from datasets import IterableDataset
+
+    if located.format == "hub":
+        return _open_hub(located, streaming)
+    files = list(located.files)
+    if located.format == "parquet":
+        # A list would be taken for a part of what is cut into shards.
+        wanted = None if columns is None else tuple(columns)
+        return IterableDataset.from_generator(_table_rows, gen_kwargs={"files": files, "columns": wanted})
+    readers = {"jsonl": _json_rows, "text": _whole_files, "code": _whole_files}
+    return IterableDataset.from_generator(readers[located.format], gen_kwargs={"files": files})
+
+
+def raw_rows(located: Located, rows: IterableDataset, first: int = 1) -> Iterator[Raw]:
+    """The same as `Raw`s; the hub's rows are numbered from `first`."""
+    if located.format == "hub":
+        yield from _hub_rows(located.name, rows, first)
+        return
+    for record in rows:
+        file, row, value = record["file"], record["row"], record["value"]
+        del record
+        yield Raw(file, row, value, _size(value) if row else _file_size(file))
+
+
+def _hub_rows(name: str, rows: IterableDataset, first: int) -> Iterator[Raw]:
+    number, iterator = first, iter(rows)
+    while True:
+        try:
+            record = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            # Whatever a dataset's own code raises: it is not ours, and the place is all that can be said.
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise DataError(
+                f"row {number:,} of {name} cannot be read ({why}): name its files as sources instead"
+            ) from None
+        yield Raw(name, number, record, _size(record))
+        number += 1
+
+
+def _file_size(file: str) -> int:
+    try:
+        return os.path.getsize(file)
+    except OSError:
+        return 0
+
+
+def _size(value: object) -> int:
+    """Bytes of a line; letters and ids of a record."""
+    if isinstance(value, Mapping):
+        return sum(len(inner) for inner in value.values() if isinstance(inner, str | bytes | list))
+    return len(value) if isinstance(value, bytes) else 0
+
+
+def parse_row(raw: Raw) -> Mapping[str, Any]:
+    """The record of a raw row; RowError where a line is no JSON object or a file is not UTF-8."""
+    value = raw.value
+    if value is None and not raw.row:
+        return {"text": _whole_text(raw.file)}
+    if isinstance(value, bytes):
+        value = parse_json(value)
+    if isinstance(value, Unreadable):
+        raise RowError(value.reason)
+    if not isinstance(value, Mapping):
+        raise RowError(f"{type(value).__name__} instead of an object with named fields")
+    return value
+
+
+def parse_json(line: bytes) -> Any:
+    """What a line of JSON holds; RowError where it is none."""
+    try:
+        try:
+            return json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise
+        except ValueError:
+            # A number of more digits than Python turns into one: no document needs it, so the row is not lost for it.
+            return json.loads(line, parse_int=_number)
+    except json.JSONDecodeError as error:
+        raise RowError(f"not JSON ({error.msg}, column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"not JSON ({error})") from None
+
+
+def _number(digits: str) -> float:
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
+
+
+def json_list(value: object) -> list[Any] | None:
+    """The list that a string of JSON holds, as tables keep what has no type of its own; None for all else."""
+    try:
+        items = json.loads(value) if isinstance(value, str | bytes) else None
+    except (ValueError, RecursionError):
+        return None
+    return items if isinstance(items, list) else None
+
+
+def encodable(text: str) -> str:
+    """The text itself; RowError where JSON's escapes left half of a surrogate pair in it, which no tokenizer takes."""
+    # In parts, for a text may be as long as the memory that is left.
+    for start in range(0, len(text), 1 << 20):
+        try:
+            text[start : start + (1 << 20)].encode()
+        except UnicodeEncodeError as error:
+            place = start + error.start
+            half = f"U+{ord(text[place]):04X}"
+            raise RowError(f"letter {place} is {half}, half of a surrogate pair: not Unicode text") from None
+    return text
+
+
+def _whole_text(file: str) -> str:
+    try:
+        with open_file(file) as opened:
+            content = opened.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise RowError(_too_large("a file"))
+        return str(content, "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RowError(f"not UTF-8 (byte {error.start})") from None
+    except FAULTS as error:
+        raise RowError(f"cannot be read ({error})") from None
+
+
+def _too_large(what: str) -> str:
+    return f"{what} of more than {LARGEST >> 30} GiB: split the document into several"
+
+
+def _whole_files(files: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        yield {"file": file, "row": 0, "value": None}
+
+
+def _json_rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Lines, or the items of one array where a file is that; empty lines are nothing."""
+    for file in files:
+        try:
+            with open_file(file) as opened:
+                for number, line in enumerate(_lines(opened), 1):
+                    if number == 1 and isinstance(line, bytes):
+                        line = line.removeprefix(_MARK)
+                        if line.lstrip().startswith(b"["):
+                            yield from _json_array(file, line + opened.read())
+                            break
+                    if isinstance(line, Unreadable) or line.strip():
+                        yield {"file": file, "row": number, "value": line}
+        except FAULTS as error:
+            raise DataError(f"{file} cannot be read ({error}): is it whole, and what its name says?") from None
+
+
+def _lines(opened: Any) -> Iterator[bytes | Unreadable]:
+    """Lines of up to `LARGEST` bytes; a longer one is passed over in parts."""
+    while line := opened.readline(LARGEST + 1):
+        if len(line) <= LARGEST:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = opened.readline(1 << 24)
+        yield Unreadable(_too_large("a line"))
+
+
+def _json_array(file: str, content: bytes) -> Iterator[dict[str, Any]]:
+    try:
+        items = parse_json(content)
+    except RowError:
+        # Lines that are arrays, not objects, begin the same way: they are named one by one.
+        items = [line for line in content.splitlines() if line.strip()]
+    for number, item in enumerate(items, 1):
+        yield {"file": file, "row": number, "value": item}
+
+
+def _table_rows(files: Sequence[str], columns: tuple[str, ...] | None) -> Iterator[dict[str, Any]]:
+    for file in files:
+        for number, record in enumerate(parquet_rows(file, columns, Unreadable), 1):
+            yield {"file": file, "row": number, "value": record}
+
+
+def _open_hub(located: Located, streaming: bool) -> IterableDataset:
+    from datasets import load_dataset
+
+    source = located.source
+    try:
+        opened = load_dataset(source.path, source.subset, split=source.split, streaming=streaming)
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise DataError(
+            f"{source.path!r} is no file or folder here, and the hub gave no dataset of that name ({why}): type "
+            f"{located.typed.path()}, set its subset and split, or fetch it where there is a network"
+            f"{near_paths(Path(source.path))}"
+        ) from None
+    return opened if streaming else opened.to_iterable_dataset()

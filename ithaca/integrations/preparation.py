@@ -1,0 +1,117 @@
+"""From the model and the optimizer a user hands to `prepare` to those that train: in order, what happens to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ithaca.errors import UnsupportedError
+from ithaca.integrations.accelerate_state import SavePretrained
+from ithaca.integrations.kernel_names import kernel_for
+from ithaca.integrations.model_hooks import take_whole_batches
+from ithaca.integrations.settings import Settings
+from ithaca.mesh import Mesh
+from ithaca.models.bound import is_bound
+from ithaca.models.layers.method_replacement import looks_like
+from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.refusals.calls import checkpointing_off, is_checkpointing
+from ithaca.models.support import base_model
+from ithaca.parallelize import parallelize
+from ithaca.planning.search.advice import Words
+from ithaca.state.optimizer.whole_step import reads_whole, step_whole
+
+logger = logging.getLogger("ithaca")
+_HOOKS = "_ithaca_whole_batches"
+# What makes a step fit, as it is asked for here.
+_WORDS = Words(
+    None,
+    "UlyssesConfig(..., host_budget='{}GiB')".format,
+    "UlyssesConfig(sp_size={})".format,
+    "rows of {:,} tokens".format,
+    "UlyssesConfig(..., memory_budget='{}')".format,
+    free=lambda names: "UlyssesConfig(memory='auto')",
+)
+
+
+@dataclass(eq=False)
+class Preparation:
+    """What one Accelerator does to models and optimizers. `moved`: a parameter before sharding -> after."""
+
+    mesh: Mesh
+    settings: Settings
+    compute_dtype: torch.dtype | None = None
+    moved: MutableMapping[Any, nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """Parallelized, and taking whole batches; one that is so already passes as it is."""
+        base = base_model(model)
+        self._map_checkpointing(model, base)
+        _refuse(base)
+        if is_bound(model):
+            return model
+        kernel = self.settings.kernel
+        if kernel == "auto":
+            kernel = kernel_for(base.config._attn_implementation or "sdpa")
+        before = dict(model.named_parameters())
+        parallelize(
+            model,
+            self.mesh,
+            weights=self.settings.weights,
+            kernel=kernel,
+            memory=self.settings.memory,
+            memory_budget=self.settings.memory_budget,
+            host_budget=self.settings.host_budget,
+            compute_dtype=self.compute_dtype,
+            allow_untested=self.settings.allow_untested,
+        )
+        planner = planner_of(model)
+        if planner is not None:
+            planner.words = _WORDS
+        after = dict(model.named_parameters())
+        self.moved.update({before[name]: after[name] for name in before})
+        self._dress(model)
+        return model
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Point an optimizer made before `prepare` to the parameters that are trained now."""
+        stale = any(p in self.moved for group in optimizer.param_groups for p in group["params"])
+        if stale and optimizer.state:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has state from before prepare, which is not sharded: prepare the model and "
+                "the optimizer first, then load its state with accelerator.load_state"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self.moved.get(p, p) for p in group["params"]]
+        if reads_whole(optimizer):
+            step_whole(optimizer)
+
+    def _map_checkpointing(self, model: nn.Module, base: Any) -> None:
+        """`gradient_checkpointing=True` asks for memory: the memory plan gives it, with less recomputation."""
+        if self.settings.memory is None or not is_checkpointing(base):
+            return
+        getattr(base, checkpointing_off(base))()
+        if self.mesh.rank == 0:
+            logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")
+
+    def _dress(self, model: nn.Module) -> None:
+        own = self.settings
+        model.__dict__[_HOOKS] = take_whole_batches(model, whole_logits=own.whole_logits, length=own.length)
+        # An adapter that is merged leaves the model inside, which is saved as any other.
+        for saved in dict.fromkeys((model, base_model(model))):
+            save = SavePretrained(saved, inside=saved is not model)
+            looks_like(save, save.original)
+            saved.__dict__["save_pretrained"] = save
+
+
+def _refuse(base: Any) -> None:
+    embeddings = base.get_input_embeddings()
+    if getattr(embeddings, "neftune_noise_alpha", None) is not None:
+        raise UnsupportedError(
+            "neftune_noise_alpha scales its noise by the length it sees, a shard's here: set it to None"
+        )

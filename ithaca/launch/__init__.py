@@ -1,0 +1,1 @@
+"""Ranks started, watched and ended: torchrun's elastic agent, nodes, slurm, signals."""

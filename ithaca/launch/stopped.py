@@ -1,0 +1,166 @@
+"""Ctrl-C and SIGTERM where a verb has no ranks to hand them to: one line that says what stays, and the shells' status.
+
+An import that Python's KeyboardInterrupt ends may swallow it, or fail much later of a module that is half there: while
+anything is imported the process ends at once, after what `cleaned_if_stopped` names. Elsewhere Ctrl-C is a
+KeyboardInterrupt, so that files are closed and folders removed on the way out; where that takes too long, and at the
+second Ctrl-C, the process ends all the same.
+
+This file imports nothing that takes time: it is the first of the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+# As a shell has it for what SIGINT ended; the same number as `ithaca.training.watch.watch.INTERRUPTED`, which needs torch.
+INTERRUPTED = 130
+# As `ithaca.training.watch.watch.PREEMPTED`: schedulers start a run again.
+REQUEUED = 75
+# Seconds that a KeyboardInterrupt has to end the verb.
+PATIENCE = 10.0
+
+_STAYS = {
+    "export": "the checkpoint is as it was, and the same command writes the model anew",
+    "prepare": "the sources that it had read whole stay in the cache, and the same command reads the others",
+    "train": "no step was under way, and the same command goes on from the run's last checkpoint, or begins where it has none",
+}
+_NOTHING = "it leaves nothing behind: type it again to start anew"
+_VERBS = (*_STAYS, "models", "plan", "rehearse", "verify", "doctor")
+
+
+class _State:
+    """Progress of the command (before its verb, in it, done), and the clean-up to run if the process ends at once."""
+
+    def __init__(self) -> None:
+        self.verb = ""
+        self.inside = self.done = self.asked = False
+        self.cleaners: list[Callable[[], object]] = []
+
+
+_state = _State()
+
+
+@contextmanager
+def hearing(*, last: bool) -> Iterator[None]:
+    """Inside, signals end the command in a sentence; `last`: afterwards too, as the process ends with the command."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    home = os.getpid()
+    _state.verb = next((word for word in sys.argv[1:2] if word in _VERBS), "")
+    _state.inside = _state.done = _state.asked = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != home:
+            # A forked process, which whoever forked it ends.
+            os._exit(128 + number)
+        _hear(number, frame)
+
+    # What is ignored already, as in a shell's background, stays so.
+    before: dict[signal.Signals, Any] = {
+        number: signal.signal(number, hear) for number in _heard() if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        _state.done = True
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        if not last:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _heard() -> tuple[signal.Signals, ...]:
+    """Return the signals to handle: for `train` also SIGUSR1, which schedulers send before they end a job."""
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if _state.verb == "train" else ()))
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    if _state.done:
+        os._exit(status_of(number))
+    if number == signal.SIGINT and _state.inside and not _state.asked and not _imports(frame):
+        _state.asked = True
+        # A timer of the kernel's, and no thread: this runs between any two instructions, with any lock held.
+        signal.signal(signal.SIGALRM, _end)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        raise KeyboardInterrupt
+    _end(number, frame)
+
+
+def _end(number: int, _frame: object) -> None:
+    """Run the clean-ups, write one line and end the process, without unwinding the stack."""
+    for other in _heard():
+        signal.signal(other, signal.SIG_IGN)
+    for clean in reversed(_state.cleaners):
+        with suppress(Exception):
+            clean()
+    with suppress(OSError):
+        # Straight to the descriptor: the stream may be in the middle of something else.
+        os.write(2, _line(_state.verb).encode())
+    os._exit(status_of(number))
+
+
+def status_of(number: int) -> int:
+    """Return the exit status for a signal: for `train` under SIGTERM or SIGUSR1 the one that schedulers requeue."""
+    if number in (signal.SIGINT, signal.SIGALRM):
+        return INTERRUPTED
+    return REQUEUED if _state.verb == "train" else 128 + number
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def cleaned_if_stopped(clean: Callable[[], object]) -> Iterator[None]:
+    """Inside, a process that ends at once calls `clean` before; what raises is for the caller's own `finally`."""
+    _state.cleaners.append(clean)
+    try:
+        yield
+    finally:
+        _state.cleaners.remove(clean)
+
+
+@contextmanager
+def told_when_stopped(verb: str) -> Iterator[None]:
+    """Inside, Ctrl-C ends the verb in a sentence."""
+    _state.inside = True
+    try:
+        yield
+    except KeyboardInterrupt:
+        import typer
+
+        say_stopped(verb)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        _state.inside = False
+        if _state.asked:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def say_stopped(verb: str) -> None:
+    """Write the line to sys.stderr, where the stack is unwound and the stream may be used."""
+    sys.stderr.write(_line(verb))
+    sys.stderr.flush()
+
+
+def _line(verb: str) -> str:
+    """Say what was stopped and what stays; of several ranks of one command the first says it."""
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    # A bar that is cut off leaves its line half full, and the terminal without a cursor.
+    clear = "\r\x1b[K\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
+    who = f"{verb} was stopped before its end" if verb else "stopped before anything was done"
+    return f"{clear}ithaca: {who}: {_STAYS.get(verb, _NOTHING)}\n"

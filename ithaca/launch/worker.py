@@ -1,0 +1,120 @@
+"""One rank started by `launch`: it runs the entry, and leaves a report where that fails.
+
+A report is a JSON file in a folder of the launcher's: the launcher reads all of them and shows the first cause once,
+so a rank itself prints nothing of its own end.
+
+Invariant: a rank does not outlive the launcher, and Ctrl-C reaches it by way of the launcher alone.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from ithaca.errors import ConfigError, IthacaError, PeerError
+
+Entry = str | Callable[..., int | None]
+
+# What collectives and stores say when another rank is gone.
+_CONSEQUENCES = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "Socket closed",
+    "remote process exited or there was a network error", "Failed to recv, got 0 bytes", "Stop_waiting response",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ended one rank. `user`: the caller's to mend. `consequence`: raised because another rank had ended.
+
+    `status`: what the rank, and the launcher if this was the first cause, ends with.
+    """
+
+    rank: int
+    when: float
+    error: str
+    message: str
+    traceback: str
+    user: bool
+    consequence: bool
+    status: int
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Report:
+        text = "".join(traceback.format_exception(error))
+        user = isinstance(error, IthacaError)
+        status = error.status if isinstance(error, IthacaError) else 1
+        consequence = isinstance(error, PeerError) or any(part in str(error) for part in _CONSEQUENCES)
+        return cls(rank, time.time(), type(error).__name__, str(error), text, user, consequence, status)
+
+    def write(self, folder: str) -> None:
+        Path(folder, f"rank-{self.rank}.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read_all(cls, folder: str) -> list[Report]:
+        return [
+            cls(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(Path(folder).glob("rank-*.json"))
+        ]
+
+
+def work(entry: Entry, args: Sequence[Any], folder: str) -> int:
+    """The whole life of a rank; gives its status."""
+    _follow_parent()
+    try:
+        return run_entry(entry, args)
+    except BaseException as error:
+        report = Report.of(int(os.environ["RANK"]), error)
+        report.write(folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not through the interpreter's exit: it waits for threads, and for collectives that no peer will join.
+        os._exit(report.status)
+
+
+def run_entry(entry: Entry, args: Sequence[Any]) -> int:
+    """Run `entry`; a run that stopped because it was told to has the status that schedulers requeue."""
+    from ithaca.training.watch.watch import PREEMPTED, Preempted
+
+    try:
+        return resolve(entry)(*args) or 0
+    except Preempted:
+        return PREEMPTED
+
+
+def resolve(entry: Entry) -> Callable[..., int | None]:
+    """A function, or the one that `package.module:function` names."""
+    if callable(entry):
+        return entry
+    module, _, name = entry.partition(":")
+    function = getattr(import_module(module), name, None)
+    if not callable(function):
+        raise ConfigError(f"{entry!r} names no function: write package.module:function")
+    return function
+
+
+def _follow_parent() -> None:
+    """Leave the terminal's process group, which Ctrl-C is sent to, and end when the launcher does, however it ends."""
+    if hasattr(os, "setsid"):
+        os.setsid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is a child of the launcher"
+    threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True, name="ithaca parent").start()
+
+
+def _end_after(sentinel: int) -> None:
+    wait([sentinel])
+    if hasattr(os, "killpg"):
+        # The whole group: processes that this rank started, for reading data, end with it.
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

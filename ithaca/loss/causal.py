@@ -1,0 +1,207 @@
+"""`causal_loss`: a whole batch in, the global token mean out.
+
+Every rank sums the loss of its own targets; the one division, by the number of targets over micro-batches, ranks
+and shards, is here. The value shown is reduced outside autograd, so it is the same on all ranks, while each rank's
+gradient is its own part: FSDP2 sums the parts (`weights="shard"` and `"replicate"`); where the caller's own wrapper
+averages over ranks (`weights="none"` under DDP, FSDP or DeepSpeed) the parts are scaled by the world size first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ithaca.arguments import check_kind, named_arguments, shown
+from ithaca.errors import BatchError, PeerError, UnsupportedError
+from ithaca.loss.by_position import LossByPosition
+from ithaca.memory.replay import WHOLE_BACKWARD
+from ithaca.mesh import Mesh, check_mesh
+from ithaca.models.bound import Binding, binding_of, check_same_mesh
+from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
+from ithaca.models.refusals.compiled import refuse_compiled
+from ithaca.models.shard_loss import shown_sum, summed_loss
+from ithaca.quantities import as_number
+from ithaca.sequence.agree import agree, try_shard
+from ithaca.sequence.batch import count_targets
+from ithaca.state.weights.placement import averages_gradients
+from ithaca.state.weights.shardable import refuse_added
+
+
+@named_arguments
+def causal_loss(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    count: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    by_position: LossByPosition | None = None,
+) -> Tensor:
+    """The mean loss of a whole batch's targets over all ranks; call `.backward()` on it.
+
+    Every rank of a sequence group passes the same whole batch, ranks of different `mesh.dp_rank` different ones.
+    `count`, from `count_tokens`, is the number of targets over several micro-batches: their losses then add up to
+    the mean over all. Without labels every token after a document's first is learned. `label_smoothing`: the share of
+    each target that is spread over the vocabulary. `z_loss`: the weight of the squared log of the softmax's divisor.
+    `by_position` gathers this rank's token losses by how far into its document a token is.
+    """
+    binding = binding_of(model)
+    refuse_compiled(model)
+    refuse_added(model)
+    check_same_mesh(binding.mesh, mesh)
+    _check_options(count, label_smoothing, z_loss)
+    if by_position is not None:
+        check_kind("by_position", by_position, LossByPosition, "pass None, or a LossByPosition(length, device)")
+    _refuse_items(batch, count)
+    shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
+    options = {"count": count, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    own = agree(mesh, batch, shard, error, model, options).count
+    assert shard is not None
+    if mesh.rank == 0:
+        binding.warn_of_labels(shard.unlearned)
+    if count is not None and own and not count:
+        raise BatchError(f"count={count!r} beside {own} targets: pass what ithaca.count_tokens(batches, mesh) gives")
+    divisor = max(own if count is None else count, 1)
+    each = None if by_position is None else partial(by_position.add, shard)
+    total, router_logits = summed_loss(model, binding, shard, smoothing=label_smoothing, z=z_loss, each=each)
+    if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
+        # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.
+        total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * own
+    scale = mesh.world if averages_gradients(model) else 1
+    return _accounted(shown_sum(total, mesh.world_group, binding, scale) / divisor, binding)
+
+
+def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
+    """Refuse what is no number, or none that a loss has; nan fails every comparison."""
+    if count is not None and (not as_number(count) >= 0 or as_number(count) % 1):
+        raise BatchError(f"count={shown(count)}: pass what ithaca.count_tokens(batches, mesh) gives")
+    if not (0 <= as_number(label_smoothing) < 1 and as_number(z_loss) >= 0):
+        raise BatchError(
+            f"label_smoothing={shown(label_smoothing)}, z_loss={shown(z_loss)}: use 0 <= label_smoothing < 1 and z_loss >= 0"
+        )
+
+
+def _refuse_items(batch: object, count: object) -> None:
+    """Refuse a number that plain transformers would divide by, where nothing else says what to divide by."""
+    if count is None and isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
+        raise BatchError(
+            "the batch has num_items_in_batch, which causal_loss does not divide by: leave it out, and over several "
+            "micro-batches pass count=ithaca.count_tokens(batches, mesh)"
+        )
+
+
+class Loss(Tensor):
+    """The loss with a `backward` of its own, which, should memory run out, says what held it; all else is a tensor's.
+
+    Layers that are run again say so themselves; the others' backward is autograd's alone. A class, not an attribute that
+    knows the graph of its making: `loss /= 4` changes the graph of the same tensor. What is computed from it is a plain
+    tensor.
+    """
+
+    binding: Binding
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Terms made of sharded weights, such as an L2 norm, are added as the whole numbers that they stand for."""
+        flat, tree = tree_flatten((args, kwargs or {}))
+        if func is torch.autograd.grad:
+            _refuse_shards(flat)
+        terms = any(isinstance(value, DTensor) for value in flat)
+        args, kwargs = tree_unflatten([_whole(value) for value in flat], tree) if terms else (args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            given = func(*args, **kwargs)
+        if terms and isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
+            # More terms may follow.
+            given = _accounted(given, next(value for value in flat if isinstance(value, cls)).binding)
+        return given
+
+    def __format__(self, how: str) -> str:
+        """torch formats plain tensors alone: `f"{loss:.4f}"`."""
+        return self.detach().as_subclass(Tensor).__format__(how)
+
+    def tolist(self) -> Any:
+        """torch makes numbers of plain tensors alone."""
+        return self.detach().as_subclass(Tensor).tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is pickled is a plain tensor: `torch.save({"step": step, "loss": loss}, file)`."""
+        plain = self.detach().as_subclass(Tensor).requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
+        if inputs is not None and self.binding.memory is not None and self.binding.replays:
+            raise UnsupportedError(WHOLE_BACKWARD)
+        _refuse_shards(tree_flatten(inputs)[0])
+        if create_graph:
+            raise UnsupportedError(
+                "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
+                "use a model without parallelize for them"
+            )
+        with self.binding.accounting():
+            torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
+
+
+def _refuse_shards(inputs: list[Any]) -> None:
+    """A shard is not what its layer computes with: autograd finds no way from a loss to it."""
+    if any(isinstance(value, nn.Parameter) and isinstance(value, DTensor) for value in inputs):
+        raise UnsupportedError(
+            "torch.autograd.grad and backward(inputs=...) find no gradients of sharded weights: call loss.backward() and "
+            "read weight.grad, with requires_grad_(False) on what shall have none"
+        )
+
+
+def _whole(value: Any) -> Any:
+    """The sum over ranks of a sharded term; all ranks take part. What is on the host is joined on the device."""
+    if not isinstance(value, DTensor):
+        return value
+    there: Any = value.to(value.device_mesh.device_type)
+    return there.full_tensor()
+
+
+def _accounted(loss: Tensor, binding: Binding) -> Tensor:
+    if not loss.requires_grad:
+        return loss
+    found = loss.as_subclass(Loss)
+    found.binding = binding
+    return found
+
+
+@named_arguments
+def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
+    """How many targets the micro-batches of all ranks have together; all ranks raise if one cannot count its own."""
+    check_mesh(mesh)
+    own, error = 0, None
+    try:
+        if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
+            raise BatchError(f"batches is {shown(batches)}: pass a list of batches, as in count_tokens([batch], mesh)")
+        own = sum(count_targets(batch) for batch in batches)
+    except Exception as caught:
+        error = caught
+    if mesh.world == 1:
+        if error is not None:
+            raise error
+        return own
+    # A sequence group has one batch: its first rank counts it.
+    counts = [own if mesh.sequence_rank == 0 else 0, int(error is not None)]
+    told = torch.tensor(counts, dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(told, group=mesh.world_group)
+    if error is not None:
+        raise error
+    if told[1]:
+        raise PeerError("another rank could not count its batches and says why; all ranks stop alike")
+    return int(told[0])

@@ -1,0 +1,1 @@
+"""What this machine can do: `ithaca doctor` and `ithaca plan --calibrate`."""

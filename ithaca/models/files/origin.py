@@ -1,0 +1,99 @@
+"""What a run started from: its model's config.json and, where adapters are trained, a digest of the weights below them.
+
+A checkpoint of adapters holds the adapters alone, and the config is read anew at every start: a folder in which somebody
+has put another model since would go on, or be merged on export, as if nothing had been.
+
+    {"config": {"model_type": "llama", "rope_theta": 10000.0, ...}, "weights": "9f2c..." or None}
+
+The digest is of every tensor's name, type, shape, and first and middle 4 KiB: to read it takes a moment for a model of any
+size, and another training of the same model differs in every tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ithaca.errors import CheckpointError
+from ithaca.models.files.weight_sources import weight_files
+
+ORIGIN = "origin"
+# What says nothing of the numbers that a model computes.
+_NAMES = frozenset(("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache"))
+_SAMPLE = 4096
+_SHOWN = 3
+
+
+def read_origin(folder: Path, *, weights: bool) -> dict[str, Any]:
+    """Return plain JSON of a model's folder; `weights`: with their digest."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read ({error}): copy it anew") from None
+    kept = {key: config[key] for key in sorted(config) if key not in _NAMES}
+    return {"config": kept, "weights": digest_weights(folder) if weights else None}
+
+
+def digest_weights(folder: Path) -> str:
+    """Return a digest of the folder's weights, the same however they are spread over files."""
+    lines = sorted(line for file in weight_files(folder) for line in _tensors(file))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _tensors(file: Path) -> list[str]:
+    """A line for each tensor of a safetensors file."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+            lines = []
+            for name, about in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = about["data_offsets"]
+                sample = hashlib.sha256()
+                for place in (start, (start + end) // 2):
+                    opened.seek(8 + size + place)
+                    sample.update(opened.read(min(_SAMPLE, end - place)))
+                lines.append(f"{name} {about['dtype']} {about['shape']} {sample.hexdigest()}")
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+        MemoryError,
+    ) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
+    return lines
+
+
+def check_origin(saved: Any, now: dict[str, Any], folder: str | Path) -> None:
+    """Refuse to go on from a folder whose model is another one now; checkpoints of earlier versions say nothing of it."""
+    if not saved:
+        return
+    before, after = saved["config"], now["config"]
+    differing = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    if differing:
+        named = "; ".join(f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in differing[:_SHOWN])
+        more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise CheckpointError(
+            f"{folder} is not the model that this run began with ({named}{more}): put its config.json back, or set "
+            "output=... to a new folder"
+        )
+    if saved["weights"] != now["weights"]:
+        raise CheckpointError(_other_weights(folder))
+
+
+def check_base(saved: Any, folder: Path) -> None:
+    """Refuse to merge adapters into other weights than those they were trained on."""
+    if saved and saved["weights"] is not None and saved["weights"] != digest_weights(folder):
+        raise CheckpointError(_other_weights(folder))
+
+
+def _other_weights(folder: str | Path) -> str:
+    return f"{folder} has other weights than those that the adapter was trained on: put the model back there"

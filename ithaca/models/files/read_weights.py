@@ -1,0 +1,310 @@
+"""`load_weights`: each rank reads its own part of a Hugging Face folder's safetensors, straight into its shards.
+
+The model may be empty (on the meta device) and sharded already. Names and shapes are checked against the files'
+headers first, on meta tensors and by transformers' own mapping, so that a wrong folder is refused before anything is
+read. A weight that is a plain tensor in a file is read slice by slice; one that transformers makes of several (experts
+stacked, projections fused or cut) is made one at a time, of this rank's experts only where that is possible.
+
+Invariant: at no time does a rank hold more than its shards, one such weight, and a few MiB of the files' pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ithaca.errors import CheckpointError
+from ithaca.models.files.weight_sources import Group, Headers, plan_groups, read_headers
+from ithaca.state.weights.finite import check_finite
+from ithaca.state.weights.placement import home_of
+from ithaca.state.weights.shards import bounds
+
+# Mapped pages count as this process's memory until the file is closed: close and open again after so many bytes.
+_MAPPED = 16 * 2**20
+_PIECE = 8 * 2**20
+
+
+def load_weights(model: nn.Module, folder: str | PathLike[str]) -> None:
+    """Fill `model` (empty or not, sharded or not, with adapters or not) with the folder's weights, in place.
+
+    Missing, unexpected or differently shaped weights raise CheckpointError before anything is read, and so do types
+    that cannot be trained; a weight with NaN or infinity does when it is read. Adapters keep their values. Every rank
+    calls it, and what one rank finds in its part ends all of them alike.
+    """
+    problem = None
+    try:
+        _load(model, folder)
+    except CheckpointError as error:
+        problem = error
+    _agree(problem)
+
+
+def _agree(problem: CheckpointError | None) -> None:
+    """Raise the first rank's problem on all of them."""
+    said: list[str | None] = [None if problem is None else str(problem)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if problem is None else str(problem))
+    first = next((text for text in said if text is not None), None)
+    if first is not None:
+        raise CheckpointError(first) from problem
+
+
+def _load(model: nn.Module, folder: str | PathLike[str]) -> None:
+    base = base_of(model)
+    headers = read_headers(Path(folder))
+    twin = twin_of(base)
+    groups = plan_groups(twin, headers, Path(folder))
+    base._weight_conversions = twin._weight_conversions
+    read_generation(base, Path(folder))
+    materialize(model)
+    homes = _homes(base)
+    tied: dict[str, str] = dict(twin.all_tied_weights_keys)
+    with torch.no_grad(), _Reader(headers) as reader:
+        for group in groups:
+            _fill(group, homes, tied, reader, twin)
+
+
+def read_generation(base: Any, folder: Path) -> None:
+    """How the folder says text is to be generated, to be saved again with the model.
+
+    transformers reads settings that it refuses to write: better told here than when the training is over.
+    """
+    from transformers import GenerationConfig
+
+    file = folder / "generation_config.json"
+    if not base.can_generate() or not file.is_file():
+        return
+    try:
+        base.generation_config = GenerationConfig.from_pretrained(str(folder))
+        base.generation_config.validate(strict=True)
+    except Exception as error:
+        # The file may hold anything, and transformers raises whatever its code makes of that.
+        lines = [line.removeprefix("- ") for line in str(error).splitlines() if line.strip()]
+        reason = lines[min(1, len(lines) - 1)] if lines else type(error).__name__
+        raise CheckpointError(
+            f"{file}: transformers could not save a model with it ({reason}): mend it, or delete it"
+        ) from None
+
+
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fill `model` with random weights: those of `from_config` in one process after `torch.manual_seed(seed)`.
+
+    Rank 0 draws them all and sends them one by one; every rank calls it. Adapters keep their values.
+    """
+    base = base_of(model)
+    materialize(model)
+    homes = _homes(base)
+    drawn: dict[str, Tensor] = {}
+    if _rank() == 0:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drawn = dict(twin_of(base, device="cpu").state_dict())
+    with torch.no_grad():
+        for key, home in homes.items():
+            # Only where ranks are joined can it be sent; weights kept on the host are joined on the device.
+            place = home.device_mesh.device_type if isinstance(home, DTensor) else home.device
+            whole = drawn[key].to(place) if drawn else torch.empty(home.shape, dtype=home.dtype, device=place)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast(whole, src=0)
+            local(home).copy_(whole[bounds(home)])
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model itself, taken out of a PEFT model."""
+    inner: Any = model
+    return inner.get_base_model() if hasattr(model, "peft_config") else inner
+
+
+def twin_of(base: Any, device: str = "meta") -> Any:
+    """A plain model of the same config and dtype: transformers' own names, shapes and ties, whatever wraps `base`."""
+    import copy
+
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(base.config)
+    dtype = next(p.dtype for p in base.parameters() if p.is_floating_point())
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+
+
+def plain_name(key: str) -> str:
+    """A weight's name without what adapters put around it."""
+    return key.replace(".base_layer.", ".")
+
+
+def _homes(base: Any) -> dict[str, Tensor]:
+    """Where each weight of the file goes: parameters and persistent buffers by transformers' names, once each."""
+    homes: dict[str, Tensor] = {plain_name(key): p for key, p in base.named_parameters() if ".lora_" not in key}
+    kept = base.state_dict().keys()
+    return homes | {plain_name(key): buffer for key, buffer in base.named_buffers() if key in kept}
+
+
+def materialize(model: nn.Module) -> None:
+    """Give what is on the meta device memory where it belongs; its values are whatever was there before."""
+    home = home_of(model) or torch.device("cpu")
+    sharded = any(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
+    if sharded:
+        # FSDP2 hears of it, and torch swaps DTensors in place: tied weights stay tied.
+        model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
+        return
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=home)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[parameter]  # type: ignore[assignment]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=home)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory with the whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _fill(group: Group, homes: dict[str, Tensor], tied: dict[str, str], reader: _Reader, twin: Any) -> None:
+    if group.converter is None:
+        (target,) = group.targets
+        _put(target, homes, tied, group.keys[0], reader)
+        return
+    within = _own_experts(group, homes)
+    parts = [key for at, key in enumerate(group.keys) if within is None or group.ranks[at] in within]
+    if not parts:
+        return
+    made = group.convert(twin, {key: reader.whole(key) for key in parts})
+    for target, tensor in made.items():
+        check_finite(tensor, target, reader.headers[parts[0]].file)
+        home = homes[tied.get(target, target)]
+        local(home).copy_(tensor[bounds(home)] if within is None else tensor)
+
+
+def _put(target: str, homes: dict[str, Tensor], tied: dict[str, str], key: str, reader: _Reader) -> None:
+    """Read one plain weight. Where the files hold a tied one under both names, the second is compared with the first."""
+    source = tied.get(target, target)
+    home = homes[source]
+    own = local(home)
+    again = source in reader.filled
+    for at, where in _pieces(own, bounds(home)):
+        read = check_finite(reader.part(key, where), key, reader.headers[key].file)
+        if not again:
+            own[at].copy_(read)
+        elif not torch.equal(own[at], read.to(own)):
+            raise different_copies(source, tied)
+    reader.filled.add(source)
+
+
+def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
+    """What is said where files hold a tied weight twice, and not the same."""
+    return CheckpointError(
+        f"{' and '.join(tied_to(source, tied))} are one weight by the config, but the files hold different ones: "
+        "set tie_word_embeddings to false in config.json"
+    )
+
+
+def _pieces(own: Tensor, where: tuple[slice, ...]) -> Iterator[tuple[Any, tuple[slice, ...]]]:
+    """A shard in blocks of rows of at most `_PIECE` bytes: where each lies in the shard, and where in the whole."""
+    if not where:
+        yield ..., where
+        return
+    rows = max(1, _PIECE // max(1, own.shape[1:].numel() * own.element_size()))
+    first = where[0]
+    for at in range(0, own.shape[0], rows):
+        end = min(at + rows, own.shape[0])
+        yield slice(at, end), (slice(first.start + at, first.start + end), *where[1:])
+
+
+def tied_to(source: str, tied: dict[str, str]) -> list[str]:
+    """All names of one weight."""
+    return [source, *(other for other, its in tied.items() if its == source)]
+
+
+def _own_experts(group: Group, homes: dict[str, Tensor]) -> range | None:
+    """The experts of this rank, where a stack of them is cut along the stack and nowhere else."""
+    if not group.stacked:
+        return None
+    (target,) = group.targets
+    first, *others = bounds(homes[target])
+    whole = [slice(0, size) for size in homes[target].shape[1:]]
+    return range(first.start, first.stop) if others == whole else None
+
+
+class Weights:
+    """A folder's weights by transformers' names in memory, made whole one at a time."""
+
+    def __init__(self, twin: Any, folder: Path) -> None:
+        self._twin = twin
+        self._headers = read_headers(folder)
+        groups = plan_groups(twin, self._headers, folder)
+        self._groups = {target: group for group in groups for target in group.targets}
+
+    def whole(self, key: str) -> Tensor:
+        """The weight `key`, on the host."""
+        group = self._groups[key]
+        with _Reader(self._headers) as reader:
+            read = {key: reader.whole(key).clone() for key in group.keys}
+        return next(iter(read.values())) if group.converter is None else group.convert(self._twin, read)[key]
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Open files, closed again before more than `_MAPPED` bytes are read. `filled`: weights that have their values."""
+
+    headers: Headers
+    filled: set[str] = field(default_factory=set)
+    opened: dict[Path, Any] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
+    mapped: int = 0
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def whole(self, key: str) -> Tensor:
+        return self.part(key, tuple(slice(0, size) for size in self.headers[key].shape))
+
+    def part(self, key: str, where: Iterable[slice]) -> Tensor:
+        """A piece of a tensor, in the file's own pages."""
+        where = tuple(where)
+        handle = self._open(self.headers[key].file)
+        # safetensors has no slice of a tensor without dims.
+        read: Tensor = handle.get_slice(key)[where] if where else handle.get_tensor(key)
+        if self.mapped and self.mapped + read.nbytes > _MAPPED:
+            del read
+            self.close()
+            return self.part(key, where)
+        self.mapped += read.nbytes
+        return read
+
+    def close(self) -> None:
+        self.opened.clear()
+        self.stack.close()
+        self.mapped = 0
+
+    def _open(self, file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self.opened:
+            try:
+                self.opened[file] = self.stack.enter_context(safe_open(str(file), framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
+        return self.opened[file]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,237 @@
+"""The plan in force: unless it was given, made when the first batch shows how long sequences are, and again for longer ones.
+
+The one model of memory is `planning/`'s; here it is told about this model, this mesh and this machine. All ranks see
+the same numbers but for free host memory, so the smallest of those is taken and all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from ithaca.memory.head_loss import LossSpec, in_place_kernel
+from ithaca.memory.offload import HostStore
+from ithaca.mesh import Mesh
+from ithaca.models.bound import binding_of
+from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.out_of_memory import out_of_memory
+from ithaca.models.support import base_model
+from ithaca.planning.model.model_sizes import ModelSizes
+from ithaca.planning.plan import Decided, Job, MemoryPlan, Optimizer, Weights
+from ithaca.planning.search.advice import LIBRARY, Words, explain
+from ithaca.planning.search.choose import FREE, choose_plan
+from ithaca.planning.search.request import LEAST_HEADROOM
+from ithaca.planning.terms.memory_terms import GIB, memory_of
+from ithaca.sequence.layout import SequenceLayout
+
+# What is left free on the device, for fragmentation and whatever else runs there.
+SHARE = 0.75
+# The largest share of a device or a host that anyone is advised to give to a plan.
+MOST = 1 - LEAST_HEADROOM
+# More rows than a batch has.
+_ROWS = 2**20
+
+logger = logging.getLogger("ithaca")
+
+
+@dataclass(eq=False)
+class AutoMemory:
+    """Plans for one model on one mesh. `budget` is bytes of device memory a rank may use, weights and all.
+
+    `given` is a whole plan, or what is decided of each that is made. `host_budget` is what it may take of the host, None a
+    share of what is free there. `held` gives the bytes of its state that are on the host already, `store` is where its
+    saved tensors go.
+    """
+
+    sizes: ModelSizes
+    mesh: Mesh
+    job: Job
+    budget: int
+    model: nn.Module = field(repr=False)
+    given: MemoryPlan | Decided = FREE
+    host_budget: int | None = None
+    plan: MemoryPlan | None = None
+    planned: int = 0
+    words: Words = LIBRARY
+    held: Callable[[], int] = int
+    store: HostStore | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        base: PreTrainedModel,
+        mesh: Mesh,
+        job: Job,
+        budget: int | None,
+        given: MemoryPlan | Decided,
+        host_budget: int | None = None,
+    ) -> AutoMemory:
+        budget = int(SHARE * _device_memory(mesh)) if budget is None else budget
+        return cls(sizes_of(model, base), mesh, job, budget, model, given, host_budget)
+
+    def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
+        """A plan if this batch needs more than any before, else None: the one in force, or the given one, will do."""
+        adds = not self.job.accumulate and any(p.grad is not None for p in self.model.parameters())
+        batch, tokens, adds = self._largest(layout, adds)
+        if tokens <= self.planned and not adds:
+            return None
+        if tokens > self.planned:
+            self.job = replace(self.job, length=tokens // batch, batch=batch)
+        self.job = replace(self.job, accumulate=self.job.accumulate or adds)
+        self.planned = max(tokens, self.planned)
+        if isinstance(self.given, MemoryPlan):
+            self.plan = self.given
+            return None
+        host, words = self._agree(), self._here(self.words)
+        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host, self.given, words=words)
+        if self.mesh.rank == 0:
+            memory = memory_of(self.sizes, self.job, plan)
+            logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
+        return plan
+
+    def check_fits(self, length: int, *, sp: int, dp: int, accumulate: bool, words: Words) -> None:
+        """Raise now what a row of `length` tokens, so cut, would raise when it comes."""
+        if isinstance(self.given, Decided):
+            host = self._agree()
+            job = replace(self.job, length=length, batch=1, sp=sp, dp=dp, accumulate=accumulate)
+            choose_plan(self.sizes, job, self.budget, host, self.given, words=self._here(words))
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The ranks that must choose alike: those whose weights are gathered together, or that exchange heads."""
+        return self.mesh.world_group if self.job.weights == "shard" else self.mesh.sp_group
+
+    def _largest(self, layout: SequenceLayout, adds: bool) -> tuple[int, int, bool]:
+        """Rows and tokens of the rank that has most of them in this pass, and whether one of them adds to gradients.
+
+        Ranks of a sequence group have the same batch; others may have shorter ones.
+        """
+        batch, tokens = layout.batch, layout.batch * layout.padded
+        if isinstance(self.given, MemoryPlan) or self.job.weights != "shard" or self.mesh.dp == 1:
+            return batch, tokens, adds
+        most = torch.tensor([tokens * _ROWS + batch, int(adds)], device=self.mesh.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        both, adding = most.tolist()
+        return both % _ROWS, both // _ROWS, bool(adding)
+
+    def _agree(self) -> int:
+        """Host memory that every rank may take; what else the plan goes by becomes what all ranks have."""
+        if self.mesh.device.type != "cuda":
+            return 0
+        least = torch.tensor([self._host(), self.budget, int(self.job.loss_in_place)], device=self.mesh.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        host, self.budget, in_place = least.tolist()
+        self.job = replace(self.job, loss_in_place=bool(in_place))
+        return int(host)
+
+    def _host(self) -> int:
+        """What this rank may take of the host."""
+        return host_share(self._host_there(), self.host_budget)
+
+    def _host_there(self) -> int:
+        """This rank's part of the host. What it holds there is no longer free, but the plan counts it again."""
+        held = self.held() + (0 if self.store is None else self.store.pinned)
+        return psutil.virtual_memory().available // self.mesh.local_ranks + held
+
+    def _here(self, words: Words) -> Words:
+        """`words` with the amounts that this machine would need, of which a plan is given a share."""
+        there, device = self._host_there(), more_device(_device_memory(self.mesh), words.budget)
+
+        def host(gib: int) -> str:
+            if words.host is not None and gib * GIB <= MOST * there:
+                return words.host(gib)
+            return f"{math.ceil(gib * self.mesh.local_ranks / SHARE)} GiB of free host memory"
+
+        return words._replace(host=host if self.mesh.device.type == "cuda" else None, device=device)
+
+    def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The error with an account of the plan in force."""
+        if self.plan is None:
+            return error
+        host = self._host() if self.mesh.device.type == "cuda" else 0
+        words, given = self._here(self.words), self.given
+        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, words, given)
+
+
+def host_share(there: int, budget: int | None) -> int:
+    """What a rank may take of `there` bytes of the host: what it was told, as far as that leaves room for others."""
+    return int(SHARE * there) if budget is None else min(budget, int(MOST * there))
+
+
+def more_device(there: int, budget: Callable[[str], str]) -> Callable[[int], str]:
+    """How to get a plan more GiB of a device of `there` bytes: a larger share of it, or another one."""
+
+    def words(gib: int) -> str:
+        return budget(f"{gib}GiB") if gib * GIB <= MOST * there else f"a device of {math.ceil(gib / SHARE)} GiB"
+
+    return words
+
+
+def planner_of(model: nn.Module) -> AutoMemory | None:
+    """What plans for a parallelized model; None where memory is left to autograd."""
+    planner: AutoMemory | None = getattr(binding_of(model).memory, "auto", None)
+    return planner
+
+
+def job_of(
+    model: nn.Module,
+    mesh: Mesh,
+    weights: Weights,
+    optimizer: Optimizer,
+    *,
+    fused: bool,
+    compute_dtype: torch.dtype | None,
+    replicas: int = 1,
+    on_host: bool = False,
+) -> Job:
+    """What is known of a step before its first batch. `on_host`: weights, gradients and optimizer state are there."""
+    width, trained = base_width(model), trained_width(model)
+    return Job(
+        length=1,
+        sp=mesh.sp,
+        dp=mesh.dp,
+        weights=weights if mesh.world > 1 or compute_dtype is not None or on_host else "none",
+        replicas=replicas,
+        weight_bytes=width,
+        compute_bytes=width if compute_dtype is None else compute_dtype.itemsize,
+        gradient_bytes=trained,
+        adapter_bytes=trained if compute_dtype is None else compute_dtype.itemsize,
+        optimizer=optimizer,
+        fused=fused,
+        loss_in_place=fused and in_place_kernel(mesh.device, _expected_spec(base_model(model))) is not None,
+        weights_on_host=on_host,
+        gradients_on_host=on_host,
+        optimizer_on_host=on_host,
+    )
+
+
+def _expected_spec(base: PreTrainedModel) -> LossSpec:
+    """What the config's names say of the logits, for an estimate of memory; `logits.py` reads what is computed by."""
+    config: Any = base.config.get_text_config()
+    named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling")]
+    return LossSpec(scale=next((float(value) for value in named if value), 1.0))
+
+
+def base_width(model: nn.Module) -> int:
+    return next(p.element_size() for p in model.parameters() if p.is_floating_point())
+
+
+def trained_width(model: nn.Module) -> int:
+    """Adapters are often kept in more bytes than what they adapt."""
+    return next((p.element_size() for p in model.parameters() if p.requires_grad), base_width(model))
+
+
+def _device_memory(mesh: Mesh) -> int:
+    if mesh.device.type == "cuda":
+        return torch.cuda.mem_get_info(mesh.device)[1]
+    return psutil.virtual_memory().total // mesh.local_ranks

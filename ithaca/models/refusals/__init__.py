@@ -1,0 +1,1 @@
+"""Models, calls and settings that would be silently wrong over shards, refused by name."""

@@ -1,0 +1,52 @@
+"""Which models are put under a memory plan, and which plans are not for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ithaca.errors import UnsupportedError
+from ithaca.models.layers.units import router_of
+from ithaca.models.refusals.calls import refuse_checkpointing
+from ithaca.models.support import decoder_layers, memory_refusal
+from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
+
+
+def plan_for(
+    base: PreTrainedModel, memory: MemoryPlan | Decided | None, *, allow_untested: bool
+) -> MemoryPlan | Decided | None:
+    """What the model's layers are put under. What was decided for another model is refused; where nothing was, a model that
+    cannot be put under modes is left alone: None."""
+    if memory is None:
+        return None
+    layers, decided = decoder_layers(base), isinstance(memory, MemoryPlan) or bool(memory.names)
+    if decided and not layers:
+        raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
+    refused = None if allow_untested else memory_refusal(base)
+    if refused and decided:
+        raise UnsupportedError(f"layers run again are not exact for {refused}: use memory=None or 'auto'")
+    if isinstance(memory, MemoryPlan):
+        check_plan(base, layers, memory)
+    elif decided:
+        check_modes(base, layers, memory.spread(len(layers)).modes(len(layers)) or ())
+    if refused:
+        return None
+    refuse_checkpointing(base)
+    return memory
+
+
+def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:
+    """Refuse a plan that is not for this model."""
+    if len(plan.layers) != len(layers):
+        raise UnsupportedError(
+            f"the memory plan has {len(plan.layers)} layers, the model {len(layers)}: give one mode a layer"
+        )
+    check_modes(model, layers, plan.layers)
+
+
+def check_modes(model: PreTrainedModel, layers: list[nn.Module], modes: Sequence[LayerMode]) -> None:
+    if "rebuild" in modes and any(router_of(model, layer)[0] is not None for layer in layers):
+        # Sums over experts are not repeatable bit by bit, so a rebuilt input could choose other experts.
+        raise UnsupportedError("inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead")

@@ -1,0 +1,1 @@
+"""Cards and links, from data sheets or measured on this machine."""

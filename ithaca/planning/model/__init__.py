@@ -1,0 +1,1 @@
+"""A model's sizes from its config alone, without torch or transformers."""

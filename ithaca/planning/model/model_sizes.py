@@ -1,0 +1,159 @@
+"""How large a model is, from its config alone: widths, heads, and parameters layer by layer.
+
+`ModelSizes.from_config(config)` takes the dict of a `config.json`. Parameter counts are exact for the families
+in `config_names.COUNTED`, to a percent and at any size. Others are counted as Llama would be, which may be off by half:
+for those whoever has the model counts it (`models/planner/counted_sizes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ithaca.errors import UnsupportedError
+from ithaca.heads import HeadSplit, split_heads
+from ithaca.planning.model.config_names import LEARNED_POSITIONS, UNLINKED, of_layer, text_of, widest
+from ithaca.planning.model.layer_parameters import PLAIN, LayerSizes, layer_sizes
+
+Config = Mapping[str, Any]
+_TIED_UNLESS_SAID = ("gemma", "cohere", "gpt2", "gpt_bigcode")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """One causal language model. `key_size` is the head size D of queries and keys, `value_size` E of values.
+    `final_norm`: the last norm, and a table of positions where there is one. `adapters`: what is trained where the rest
+    is frozen; of that `beside` is outside the layers, `in_place` among the model's own weights, and `trained_head` in
+    the head.
+
+    `linked`: each layer's input is the output of the one before it, so that it can be rebuilt from there.
+    `kv_stores`: layers whose keys and values later layers use.
+
+    `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
+    `widest`: the most intermediate values of a token in any layer's MLP.
+    """
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    vocabulary: int
+    tied: bool
+    layers: tuple[LayerSizes, ...]
+    final_norm: int
+    adapters: int = 0
+    beside: int = 0
+    in_place: int = 0
+    trained_head: int = 0
+    linked: bool = True
+    kv_stores: int = 0
+    kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    layer_parameters: int = field(init=False, compare=False, repr=False)
+    largest_layer: int = field(init=False, compare=False, repr=False)
+    widest: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        numbers: dict[LayerSizes, int] = {}
+        kinds = tuple(numbers.setdefault(layer, len(numbers)) for layer in self.layers)
+        object.__setattr__(self, "kinds", kinds)
+        counts = [layer.parameters for layer in self.layers]
+        object.__setattr__(self, "layer_parameters", sum(counts))
+        object.__setattr__(self, "largest_layer", max(counts) + self._layer_adapters)
+        object.__setattr__(self, "widest", max((3 if each.gated else 2) * each.width for each in numbers))
+
+    @classmethod
+    def from_config(cls, config: Config) -> ModelSizes:
+        """Sizes of the model (or of the text model of a multi-modal one) that `config` describes."""
+        config = text_of(config)
+        needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        if missing := [key for key in needed if not config.get(key)]:
+            raise UnsupportedError(
+                f"the config has no {', '.join(missing)}: a causal language model's config.json is needed"
+            )
+        kind = str(config.get("model_type", ""))
+        layers = range(int(config["num_hidden_layers"]))
+        config, each = widest(config), [of_layer(config, index) for index in layers]
+        heads = int(config["num_attention_heads"])
+        key, value = _head_sizes(config)
+        latent = config.get("kv_lora_rank") is not None
+        tied = config.get("tie_word_embeddings")
+        return cls(
+            name=kind,
+            hidden=int(config["hidden_size"]),
+            heads=heads,
+            # Latent attention makes keys and values for every head.
+            kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
+            key_size=key,
+            value_size=value,
+            vocabulary=int(config["vocab_size"]),
+            tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
+            layers=tuple(layer_sizes(own, index, *_head_sizes(own)) for index, own in zip(layers, each, strict=True)),
+            final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
+            linked=kind not in UNLINKED,
+            # Of each kind of layer the last that has its own.
+            kv_stores=len(set(config.get("layer_types") or ())) if config.get("num_kv_shared_layers") else 0,
+        )
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def head(self) -> int:
+        """The output head's own parameters: none where it is the embedding."""
+        return 0 if self.tied else self.embedding
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the decoder layers."""
+        return self.embedding + self.head + self.final_norm
+
+    @property
+    def total(self) -> int:
+        return self.root + self.layer_parameters + self.adapters - self.in_place
+
+    @property
+    def trainable(self) -> int:
+        return self.adapters or self.total
+
+    @property
+    def trainable_share(self) -> float:
+        return self.trainable / self.total
+
+    def layer_trainable(self, index: int) -> int:
+        return self._layer_adapters if self.adapters else self.layers[index].parameters
+
+    @property
+    def head_trainable(self) -> int:
+        """Parameters whose gradients the loss makes."""
+        return self.trained_head if self.adapters else self.head or self.embedding
+
+    def split(self, sp: int) -> HeadSplit:
+        """The heads of every rank, as attention has them."""
+        return split_heads(self.heads, self.kv_heads, sp)
+
+    @property
+    def _layer_adapters(self) -> int:
+        return (self.adapters - self.beside) // len(self.layers)
+
+    def with_lora(self, rank: int) -> ModelSizes:
+        """Frozen but for adapters of `rank` on every linear module; fused experts are not linear modules."""
+        if rank < 1:
+            raise UnsupportedError(f"LoRA of rank {rank}: a rank of at least 1 is needed")
+        return replace(self, adapters=rank * sum(layer.linear_edges for layer in self.layers))
+
+
+def _positions(config: Config) -> int:
+    """Weights of a table of positions."""
+    learned = str(config.get("model_type", "")) in LEARNED_POSITIONS
+    return int(config["max_position_embeddings"]) * int(config["hidden_size"]) if learned else 0
+
+
+def _head_sizes(config: Config) -> tuple[int, int]:
+    if config.get("kv_lora_rank") is not None:
+        return int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"]), int(config["v_head_dim"])
+    size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    return size, size

@@ -1,0 +1,1 @@
+"""The choice of mesh and memory plan, the longest row, and advice when nothing fits."""

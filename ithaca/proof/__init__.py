@@ -1,1 +1,0 @@
-"""Proof: the same model, sharded and in one process, compared number by number."""

@@ -1,0 +1,1 @@
+"""`ithaca rehearse`: one rank of a cluster's job, run and measured on one device."""

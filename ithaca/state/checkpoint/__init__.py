@@ -1,0 +1,1 @@
+"""Checkpoints: named tensors by torch's distributed checkpointing, proven whole by a manifest."""

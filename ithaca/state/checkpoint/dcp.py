@@ -1,0 +1,227 @@
+"""Tensors of all ranks into one folder and back, by torch's distributed checkpointing (DCP) over safetensors.
+
+DCP plans who writes which piece (copies are written once) and which pieces a rank of another world needs. Its own
+storage in Hugging Face's format is used, because its metadata are the files' headers: no pickle is read.
+
+Files are summed on their way to the disk, and only those that the manifest names are read.
+
+Invariant: a tensor is written and read without any change of dtype or value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ithaca.errors import CheckpointError
+from ithaca.state.checkpoint.low_bit_moments import BY_SHARD
+from ithaca.state.checkpoint.manifest import Sums, read_manifest, sum_of
+
+# A file is built in memory before it is written: the most that a rank holds twice.
+_FILE = 512 * 2**20
+_NAMED = 5
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Flat names; a rank that has nothing of a tensor writes nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if item.tensor_data is None or item.tensor_data.chunk.sizes.numel()]
+        self.plan = SavePlan(items)
+        return self.plan
+
+
+class _SummedStream:
+    """A file that is open for writing, and the sum of what was written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.sum = stream, sum_of(b"")
+
+    def write(self, data: bytes) -> int:
+        self.sum = sum_of(data, self.sum)
+        written: int = self._stream.write(data)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _SummedFiles(FileSystem):
+    """DCP's way to files, which keeps the sum of each that it writes. Checked with torch 2.9 to 2.13."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            summed = _SummedStream(stream)
+            yield summed
+        _force_to_disk(path)
+        self.sums[Path(path).name] = summed.sum
+
+
+def _force_to_disk(path: str | os.PathLike[str]) -> None:
+    """DCP does so while the end of a file may still be in the stream's buffer."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _NamedFiles(FileSystem):
+    """DCP's way to files, which lists those that a manifest names and no others."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [file for file in super().ls(path) if Path(file).name in self.names]
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Says what went wrong in words: DCP sends exceptions to rank 0, and one that cannot travel would leave it waiting."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise CheckpointError(str(error) or type(error).__name__) from None
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Sums:
+    """Write this rank's part of `tensors` into `folder`, forced onto the disk; every rank of `group` calls it.
+
+    Returns this rank's files with the size and checksum of what was written to them.
+    """
+    writer = _Writer(str(folder), fqn_to_index_mapping=_filed(tensors, group), save_distributed=True)
+    writer.fs = files = _SummedFiles()
+    _run(lambda: dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group))
+    own = f"shard-{dist.get_rank(group) + 1:05d}-"
+    assert files.sums.keys() == {path.name for path in folder.iterdir() if path.name.startswith(own)}, files.sums
+    return files.sums
+
+
+def _reader(folder: Path) -> tuple[HuggingFaceStorageReader, Metadata]:
+    """A reader of a checkpoint's own files, and what their headers say."""
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _NamedFiles(set(read_manifest(folder)))
+    try:
+        return reader, reader.read_metadata()
+    except Exception as error:
+        # A header may be anything: safetensors, JSON and torch each have errors of their own for it.
+        raise CheckpointError(f"{folder} cannot be read ({error}): resume from another checkpoint") from None
+
+
+def _filed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, int]:
+    """Which file of a rank's each tensor goes to, the same on all ranks; a file is about `_FILE` bytes."""
+    world = dist.get_world_size(group)
+    shares = {key: tensor.numel() * tensor.element_size() // world for key, tensor in tensors.items()}
+    if any(BY_SHARD in key for key in shares):
+        everyone: list[dict[str, int]] = [{}] * world
+        dist.all_gather_object(everyone, shares, group=group)
+        shares = {key: share for each in everyone for key, share in each.items()}
+    files: dict[str, int] = {}
+    number, filled = 1, 0
+    for key in sorted(shares):
+        if filled and filled + shares[key] > _FILE:
+            number, filled = number + 1, 0
+        files[key] = number
+        filled += shares[key]
+    return files
+
+
+def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Read this rank's part of `tensors` from `folder`, in place; every rank of `group` calls it."""
+    reader, metadata = _reader(folder)
+    _check(folder, metadata, tensors)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    found = dict(tensors)
+    _run(lambda: dcp.load(found, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None))
+
+
+class Saved:
+    """A checkpoint's tensors, made whole one at a time; no process group is needed."""
+
+    def __init__(self, folder: Path) -> None:
+        metadata: Any = _reader(folder)[1]
+        self.tensors: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
+        self._pieces: dict[str, list[tuple[Any, str]]] = {}
+        for index, info in metadata.storage_data.items():
+            self._pieces.setdefault(index.fqn, []).append((index.offset, info.relative_path))
+
+    def whole(self, key: str) -> Tensor:
+        """The tensor `key`, on the host."""
+        from safetensors import safe_open
+
+        meta = self.tensors[key]
+        tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
+        for offset, file in self._pieces[key]:
+            with safe_open(file, framework="pt") as handle:
+                piece = handle.get_tensor(key)
+            tensor[tuple(slice(at, at + size) for at, size in zip(offset, piece.shape, strict=True))] = piece
+        return tensor
+
+
+def _check(folder: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
+    """A difference of names, shapes or dtypes, before anything is overwritten."""
+    saved: Any = metadata.state_dict_metadata
+    missing = sorted(tensors.keys() - saved.keys())
+    # Shards under names of their own: every rank asks for its one.
+    unexpected = sorted(key for key in saved.keys() - tensors.keys() if BY_SHARD not in key)
+    if any(BY_SHARD in key or key.endswith((".codes", ".scale")) for key in missing + unexpected):
+        raise CheckpointError(
+            f"{folder}: 8-bit moments such as {(missing + unexpected)[0]} were cut into other blocks at the degrees it was "
+            "written at: resume with as many processes as then, or with optimizer.name 'adamw' from an export"
+        )
+    _refuse(folder, "does not hold", missing)
+    _refuse(folder, "holds, unlike this run,", unexpected)
+    wrong = [
+        f"{key} as {_described(saved[key].size, saved[key].properties.dtype)} for {_described(tensor.shape, tensor.dtype)}"
+        for key, tensor in tensors.items()
+        if saved[key].size != tensor.shape or saved[key].properties.dtype != tensor.dtype
+    ]
+    _refuse(folder, "holds", wrong)
+
+
+def _described(shape: Any, dtype: Any) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _refuse(folder: Path, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise CheckpointError(
+            f"{folder} {what} {', '.join(names[:_NAMED])}{more}: resume with the model, optimizer and precision it was "
+            "made with, or name another output folder"
+        )
+
+
+def _run(action: Any) -> None:
+    """DCP's failures carry every rank's; the first is said in one line."""
+    try:
+        action()
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"{str(cause) or type(cause).__name__} (rank {rank})") from cause

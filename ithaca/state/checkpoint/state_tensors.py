@@ -1,0 +1,109 @@
+"""`state_tensors`: everything a step changes, as named tensors: weights, moments and step counts.
+
+Names do not depend on the degrees, so that a checkpoint written by four ranks is read by one. Tensors share memory
+with the model and the optimizer: what is read into them is in force. Take them once, while the model is at rest;
+they stay right while FSDP2 has layers gathered, because they are the shards themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaca.errors import CheckpointError
+from ithaca.state.checkpoint.low_bit_moments import moment
+
+_STEP = "step"
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """Weights and buffers that are kept (of a model with adapters: what trains), and the optimizer's state by weight.
+
+    An optimizer that has not stepped is given the state it starts from.
+    """
+    adapted = hasattr(model, "peft_config")
+    trained = dict(model.named_parameters())
+    tensors = {f"model.{key}": p.detach() for key, p in trained.items() if p.requires_grad or not adapted}
+    if not adapted:
+        kept = model.state_dict().keys()
+        tensors |= {f"model.{key}": buffer for key, buffer in model.named_buffers() if key in kept}
+    if optimizer is not None:
+        start(optimizer)
+        for key, parameter in trained.items():
+            for name, value in optimizer.state.get(parameter, {}).items():
+                tensors |= moment(f"optimizer.{key}.{name}", value, parameter, getattr(optimizer, "block_size", 0))
+    # A tensor without dims has no slices in a file: its one number as a row of one.
+    return {key: tensor.view(1) if tensor.ndim == 0 else tensor for key, tensor in tensors.items()}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """The architecture with names and shapes of all weights, in few letters; the same at all degrees."""
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    lines = sorted(f"{key} {list(p.shape)} {p.requires_grad}" for key, p in model.named_parameters())
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return f"{type(base).__name__.removeprefix('FSDP')} {len(lines)} {digest}"
+
+
+def check_fingerprint(saved: str, model: nn.Module) -> None:
+    """Refuse a checkpoint of another model; `Checkpoints.load` names the weights that differ."""
+    own = fingerprint(model)
+    if saved == own:
+        return
+    (kind, count, _), (own_kind, own_count, _) = saved.split(), own.split()
+    what = f"a {kind} of {count} weights" if (kind, count) != (own_kind, own_count) else f"a {kind} of other sizes"
+    raise CheckpointError(
+        f"the checkpoint is of {what}, this model is a {own_kind} of {own_count} weights: resume with the model it was "
+        "made with, or name another output folder"
+    )
+
+
+def start(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first step would make, all zero; weights, gradients and rates stay as they are.
+
+    The way torch's own checkpointing does it: a step at a rate of zero, here one parameter at a time, so that no
+    second copy of the weights is needed for the gradients.
+    """
+    groups = optimizer.param_groups
+    whole = [list(group["params"]) for group in groups]
+    rates = [_copied(group["lr"]) for group in groups]
+    try:
+        for group in groups:
+            set_rate(group, 0.0)
+            group["params"] = []
+        for group, parameters in zip(groups, whole, strict=True):
+            for parameter in parameters:
+                if parameter.requires_grad and not optimizer.state.get(parameter):
+                    _start_one(optimizer, group, parameter)
+    finally:
+        for group, parameters, rate in zip(groups, whole, rates, strict=True):
+            group["params"] = parameters
+            set_rate(group, rate)
+
+
+def _start_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    gradient = parameter.grad
+    group["params"] = [parameter]
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    finally:
+        parameter.grad = gradient
+        group["params"] = []
+    steps = optimizer.state[parameter].get(_STEP)
+    if isinstance(steps, Tensor):
+        steps.zero_()
+
+
+def _copied(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """torchao keeps its rate in a tensor, and refuses another object."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate) if not isinstance(rate, Tensor) else group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate

@@ -1,0 +1,1 @@
+"""Optimizers over split weights: built, stepped with clipping, kept on the host."""

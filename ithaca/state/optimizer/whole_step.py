@@ -1,0 +1,159 @@
+"""Optimizers that read a weight as a whole, over weights that are sharded: one weight at a time is gathered and stepped.
+
+AdamW, SGD and most others treat every number alone, so a shard is stepped as it stands. Adafactor keeps means of a
+matrix's rows and columns and scales by the weight's norm, Muon makes a matrix orthogonal: over a shard both would be
+another optimizer. Here each weight and its gradient are gathered in turn, all ranks make the same step on the whole, and
+each keeps its shard. What it costs: one all-gather of weights and gradients a step, room for the largest weight twice,
+and state that is whole on every rank (Adafactor's is small).
+
+Frameworks hand their optimizer to `step_whole`. Of a plain loop's optimizer nothing is seen before its step, so a hook
+that torch calls before every optimizer's step does the same. An optimizer that reads all weights as one vector is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ithaca.errors import UnsupportedError
+from ithaca.state.optimizer.made_before import cut_loaded_state
+from ithaca.state.optimizer.on_host import is_noted
+from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.weights.shards import bounds
+
+# By name: transformers has an Adafactor of its own. Rprop writes by index, which DTensor refuses. As of torch 2.13 and
+# transformers 5.23.
+_READ_WHOLE = ("Adafactor", "Muon", "Rprop")
+_READ_ALL = ("LBFGS",)
+# torchao's, which code 128 or 256 numbers of a tensor together: of a shard other ones than of the whole.
+_CODE_BLOCKS = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+# Their fused kernels take no DTensor; Adam's and AdamW's do.
+_FUSED_ALONE = ("SGD", "Adagrad")
+
+
+def reads_whole(optimizer: Optimizer) -> bool:
+    """True if a step of this optimizer is not done number by number."""
+    return _is_one_of(optimizer, _READ_WHOLE)
+
+
+def _is_one_of(optimizer: Optimizer, names: tuple[str, ...]) -> bool:
+    return any(own.__name__ in names for own in type(optimizer).__mro__)
+
+
+@cache
+def watch_steps() -> None:
+    """From now on let every optimizer of the process that has spread weights step as one process would, or refuse it."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook: an optimizer without weights makes the step, and its closure is the step of whole weights."""
+    fused = _is_one_of(optimizer, _FUSED_ALONE) and any(group.get("fused") for group in optimizer.param_groups)
+    coded = _is_one_of(optimizer, _CODE_BLOCKS) and not is_noted(optimizer)
+    special = fused or coded or _is_one_of(optimizer, _READ_WHOLE + _READ_ALL)
+    if isinstance(optimizer, _StepsWhole):
+        return None
+    if not special:
+        cut_loaded_state(optimizer)
+        return None
+    if not any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        return None
+    name = type(optimizer).__name__
+    if fused:
+        raise UnsupportedError(f"{name}(fused=True) cannot step weights that are spread over ranks: pass foreach=True")
+    if coded:
+        raise UnsupportedError(
+            f"{name} codes blocks of numbers of whole weights, and a rank has parts: make it by "
+            "ithaca.build_optimizer(model, 'adamw8bit', lr=...), which codes shards, or use AdamW"
+        )
+    if _is_one_of(optimizer, _READ_ALL):
+        raise UnsupportedError(
+            f"{name} reads all weights as one vector, and these are spread over ranks: use another optimizer, such as "
+            "ithaca.build_optimizer(model, lr=...), or pass weights='none' to parallelize"
+        )
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    step: Any = _StepsWhole.step
+    empty = object.__new__(type(optimizer))
+    empty.__dict__.update(optimizer.__dict__, param_groups=[], state=defaultdict(dict))
+    return (empty, lambda: step(optimizer, closure)), {}
+
+
+def step_whole(optimizer: Optimizer) -> None:
+    """Let this one optimizer step whole weights; its groups, schedulers and hooks stay as they are."""
+    own = type(optimizer)
+    if issubclass(own, _StepsWhole):
+        return
+    step: Any = _StepsWhole.step
+    made = type(
+        own.__name__, (_StepsWhole, own), {"__module__": own.__module__, "step": Optimizer.profile_hook_step(step)}
+    )
+    made.step.hooked = True  # type: ignore[attr-defined]
+    optimizer.__class__ = made
+    _keep_tracked(optimizer)
+
+
+class _StepsWhole(Optimizer):
+    """Before the optimizer's own class in the order of classes."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        _step_one(self, group, parameter)
+        finally:
+            self.param_groups = groups
+        return loss
+
+
+@torch.no_grad()
+def _step_one(optimizer: Any, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    # A tensor of its own: what the optimizer does to it in place is done to no other.
+    stepped = nn.Parameter(whole.detach().clone())
+    stepped.grad = gradient
+    if parameter in optimizer.state:
+        optimizer.state[stepped] = optimizer.state.pop(parameter)
+    optimizer.param_groups = [{**group, "params": [stepped]}]
+    _own_step(type(optimizer))(optimizer)
+    if stepped in optimizer.state:
+        optimizer.state[parameter] = optimizer.state.pop(stepped)
+    mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    mine.copy_(stepped[bounds(parameter)])
+
+
+def _own_step(made: type) -> Any:
+    """The optimizer's own step without the hooks that torch puts around one: they belong to the step of all weights."""
+    step = next(own for own in made.__mro__ if "step" in own.__dict__ and not issubclass(own, _StepsWhole)).__dict__[
+        "step"
+    ]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _keep_tracked(optimizer: Optimizer) -> None:
+    """A scheduler that was made before has put a method of the old class on the optimizer, to see that it steps."""
+    if "step" not in optimizer.__dict__:
+        return
+    del optimizer.__dict__["step"]
+    step = optimizer.step
+
+    @wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = tracked  # type: ignore[method-assign]

@@ -1,0 +1,97 @@
+"""Methods of a model whose weights are spread over ranks that need whole weights: each says what to do instead.
+
+Without it they end in torch's words about DTensors, in the middle of their work. They stay for as long as the weights
+are spread, so an unbound model has them too.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ithaca.errors import NOT_PICKLED, PART_NOT_PICKLED, UnsupportedError
+from ithaca.state.weights.one_ranks_numbers import is_spread
+
+# Called with what stands in the place of a method, and the method.
+Dress = Callable[[Any, Callable[..., Any]], None]
+_NO_RESIZING = (
+    "resize_token_embeddings was called after parallelize, which spread the weights over ranks: resize the model before "
+    "parallelize"
+)
+
+
+def refuse_whole_weights(model: Any, base: Any, dress: Dress) -> None:
+    """Put refusals on a model, and on what it is wrapped around, if its weights are spread."""
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return
+    for each in dict.fromkeys((model, base)):
+        _put(each, "load_state_dict", _LoadWhole(each, each.load_state_dict), dress)
+    _put(base, "resize_token_embeddings", _Resize(base.resize_token_embeddings), dress)
+    copyreg.pickle(DTensor, _reduce_part)
+
+
+def refuse_copy(model: nn.Module, _memo: Any) -> nn.Module:
+    """`__deepcopy__` of a sharded module."""
+    raise UnsupportedError(
+        f"{type(model).__name__} has weights that are spread over ranks, which copy.deepcopy cannot copy: copy the model "
+        "before parallelize and parallelize the copy too (of an AveragedModel its .module), or copy the weights alone, "
+        "[p.detach().clone() for p in model.parameters()]"
+    )
+
+
+def refuse_pickle(_model: nn.Module, _protocol: int) -> Any:
+    """`__reduce_ex__` of a sharded module."""
+    raise UnsupportedError(NOT_PICKLED)
+
+
+def _reduce_part(value: DTensor) -> Any:
+    """What pickle asks of every DTensor: one of spread weights would be written as this rank's part alone."""
+    if is_spread(value):
+        raise UnsupportedError(PART_NOT_PICKLED)
+    return value.__reduce_ex__(2)
+
+
+def _put(module: nn.Module, name: str, instead: Any, dress: Dress) -> None:
+    dress(instead, getattr(module, name))
+    module.__dict__[name] = instead
+
+
+@dataclass(eq=False)
+class _LoadWhole:
+    """In place of `load_state_dict`, which shards go through."""
+
+    model: nn.Module
+    original: Callable[..., Any]
+
+    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        own = self.model.state_dict()
+        if any(
+            _is_whole(state_dict[name]) and isinstance(own[name], DTensor) for name in own.keys() & state_dict.keys()
+        ):
+            raise UnsupportedError(
+                "load_state_dict was given whole weights, and the model's are spread over ranks: load them before "
+                "parallelize, or call torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+                "options=StateDictOptions(full_state_dict=True)) on every rank"
+            )
+        return self.original(state_dict, *args, **kwargs)
+
+
+@dataclass(eq=False)
+class _Resize:
+    """In place of `resize_token_embeddings`; a call without a size only asks for the embeddings."""
+
+    original: Callable[..., Any]
+
+    def __call__(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        if new_num_tokens is None and not args and not kwargs:
+            return self.original()
+        raise UnsupportedError(_NO_RESIZING)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)

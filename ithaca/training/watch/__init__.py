@@ -1,0 +1,1 @@
+"""The watchdog: progress, hangs, signals and the distance between host and device."""

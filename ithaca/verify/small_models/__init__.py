@@ -1,0 +1,1 @@
+"""Small configs of every architecture, for proofs that need no weights."""

@@ -1,0 +1,122 @@
+"""The doctor tries kernels rather than guessing, and tells what is absent from what is broken."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from ithaca.attention.kernels import KERNELS, QKV
+from ithaca.cli import main
+from ithaca.machine import diagnose
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, diagnose.Finding]:
+    return {each.name: each for each in diagnose.examine(tmp_path_factory.mktemp("runs") / "not" / "yet")}
+
+
+def test_the_cpu_kernel_runs_and_is_chosen(findings: dict[str, diagnose.Finding]) -> None:
+    assert findings["cpu"].found == "forward and backward run"
+    assert findings["cudnn"].state == "missing"
+    assert "needs an NVIDIA GPU" in findings["cudnn"].found
+    assert findings["chosen"].found.startswith("cpu")
+    assert set(KERNELS) <= set(findings)
+
+
+def test_nothing_here_is_broken(findings: dict[str, diagnose.Finding]) -> None:
+    assert [each for each in findings.values() if each.state == "broken"] == []
+    assert findings["torch"].found == torch.__version__
+    assert findings["gloo"].state == "good"
+    assert findings["output"].topic == "disk"
+    assert all(each.fix for each in findings.values() if each.state in ("tight", "broken"))
+
+
+def test_a_kernel_that_fails_is_found_out() -> None:
+    class Wrong:
+        name, varlen = "wrong", False
+
+        def refusal(self, *_: Any) -> None:
+            return None
+
+        def forward(self, qkv: QKV, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return qkv.q, torch.full(qkv.q.shape[:3], torch.nan)
+
+        def backward(self, dout: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+            return dout, dout, dout
+
+    class Raising(Wrong):
+        def backward(self, *_: Any) -> Any:
+            raise RuntimeError("no such instruction")
+
+    cpu = torch.device("cpu")
+    assert diagnose.try_kernel(KERNELS["cpu"], cpu) is None
+    assert diagnose.try_kernel(Wrong(), cpu) == "its numbers are not finite"  # type: ignore[arg-type]
+    assert diagnose.try_kernel(Raising(), cpu) == "RuntimeError: no such instruction"  # type: ignore[arg-type]
+
+
+def test_a_package_that_is_missing_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = metadata.version
+
+    def without(name: str) -> str:
+        if name in ("peft", "pydantic"):
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "version", without)
+    missing = diagnose.optional("peft", "LoRA adapters")
+    assert (missing.state, missing.fix) == ("missing", "pip install 'ithaca[peft]'")
+    needed = diagnose.package(Requirement("pydantic>=2.7"))
+    assert (needed.state, needed.fix) == ("broken", "pip install 'pydantic>=2.7'")
+    old = diagnose.package(Requirement("torch>=99"))
+    assert old.state == "broken"
+    assert ">=99 is needed" in old.found
+
+
+def test_a_package_that_cannot_be_imported_is_not_called_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ImportError("undefined symbol")
+
+    assert importlib.util.find_spec("rich") is not None
+    monkeypatch.setattr(diagnose, "import_module", broken)
+    found = diagnose.optional("rich", "pages")
+    assert found.state == "missing"
+    assert "undefined symbol" in found.found
+
+
+def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def raises() -> Iterator[diagnose.Finding]:
+        raise RuntimeError("the driver is gone")
+
+    for check in ("versions", "kernels", "links", "limits"):
+        monkeypatch.setattr(diagnose, check, lambda: iter(()))
+    monkeypatch.setattr(diagnose, "devices", raises)
+    found = diagnose.examine(tmp_path)
+    assert [each.topic for each in found] == ["devices", "disk"]
+    assert found[0].state == "broken"
+    assert "the driver is gone" in found[0].found
+
+
+@pytest.mark.parametrize(("state", "status"), [("missing", 0), ("broken", 1)])
+def test_the_command_ends_with_a_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int
+) -> None:
+    finding = diagnose.Finding("versions", "torchao", state, "not installed", "pip install 'ithaca[torchao]'")  # type: ignore[arg-type]
+    monkeypatch.setattr(diagnose, "examine", lambda folder: [finding])
+    for words in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["ithaca", "doctor", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert int(stop.value.code or 0) == status
+        said = capsys.readouterr().out
+        assert "pip install 'ithaca[torchao]'" in said
+        if words:
+            assert json.loads(said)[0]["state"] == state

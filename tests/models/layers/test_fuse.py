@@ -1,0 +1,195 @@
+"""Compiled norms, activations and rotary embeddings give what uncompiled ones give, keep less, and come off again."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ithaca.loss.causal import causal_loss
+from ithaca.mesh import init_mesh
+from ithaca.models.binding import unbind
+from ithaca.models.layers.fuse import FusedNorm, compiled_chain, compiled_once, norms_within
+from ithaca.models.layers.install import fuse
+from ithaca.parallelize import parallelize
+from ithaca.planning.plan import MemoryPlan
+from ithaca.verify.small_models.features import small_batch, small_model
+from tests.ranks import run_ranks
+from tests.tolerances import COMPILED
+
+BATCH = small_batch(2, 24)
+MODES = {"keep": ("keep", "keep"), "mixed": ("save", "keep"), "save": ("save", "rebuild")}
+# A shard is 12 tokens a row: tiles of 8 leave a tail.
+TILE = 8
+# Norms inside attention: none, of heads, of heads after a transpose, of all heads at once, of latents.
+KINDS = ("llama", "qwen3", "gemma3_text", "olmo2", "deepseek_v3")
+# Inputs are not rebuilt through experts.
+CASES = [(kind, mode) for kind in KINDS for mode in MODES if (kind, mode) != ("deepseek_v3", "save")]
+
+
+def step(kind: str, mode: str, fused: bool, weights: str = "none", seed: int = 0) -> dict[str, Tensor]:
+    """The loss and every gradient, or this rank's shard of it, of one step in fp32."""
+    mesh = init_mesh(sp=2)
+    model = small_model(kind, dtype=torch.float32, seed=seed)
+    layers = model.config.get_text_config().num_hidden_layers
+    modes = (MODES[mode][0], *[MODES[mode][1]] * (layers - 1))
+    plan = MemoryPlan(modes, (False,) * layers, TILE, 16)  # type: ignore[arg-type]
+    model = parallelize(model, mesh, memory=plan, fuse=fused, weights=weights)
+    loss = causal_loss(model, BATCH, mesh)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+def farthest(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert got.keys() == wanted.keys()
+    return max(float((got[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-3)) for n in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mode"), CASES)
+def test_a_compiled_step_is_the_uncompiled_one(kind: str, mode: str) -> None:
+    expected = run_ranks(2, step, kind, mode, False)
+    for got, wanted in zip(run_ranks(2, step, kind, mode, True, timeout=600), expected, strict=True):
+        assert farthest(got, wanted) < COMPILED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_step_over_sharded_weights_is_the_same(mode: str) -> None:
+    """FSDP2 gathers and frees the weights that compiled work, the way back among it, was given."""
+    expected = run_ranks(2, step, "llama", mode, False, "shard")
+    for got, wanted in zip(run_ranks(2, step, "llama", mode, True, "shard", timeout=600), expected, strict=True):
+        assert farthest(got, wanted) < COMPILED
+
+
+def _scaled_step(kind: str, planted: bool) -> dict[str, Tensor]:
+    """A compiled step, norms of queries scaled; planted: the compiled norm leaves its weight out."""
+
+    def bare(norm: Any, chain: Any) -> Any:
+        # Its value alone is left out: a weight without a gradient would be seen by its name.
+        return lambda x: nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * (norm.weight - norm.weight.detach() + 1)
+
+    real = small_model
+
+    # Weights start as ones, which nothing could tell apart.
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        model = real(*args, **kwargs)
+        for name, p in model.named_parameters():
+            if "q_norm" in name:
+                p.data.fill_(1.5)
+        return model
+
+    with patch(f"{__name__}.small_model", scaled):
+        if not planted:
+            return step(kind, "keep", True)
+        with patch("ithaca.models.layers.install.FusedNorm", bare):
+            return step(kind, "keep", True)
+
+
+@pytest.mark.slow
+def test_a_norm_without_its_weight_would_be_seen() -> None:
+    wanted, planted = (run_ranks(2, _scaled_step, "qwen3", wrong, timeout=600)[0] for wrong in (False, True))
+    assert farthest(planted, wanted) > 100 * COMPILED
+
+
+def steps_of_two_models(shared: bool) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """The steps of two models of one config with unequal weights, and how much was compiled until after each of them."""
+    with compiled_once() if shared else nullcontext():
+        done, counts = [], []
+        for seed in (0, 1):
+            done.append(step("qwen3", "mixed", True, seed=seed))
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return done, counts
+
+
+@pytest.mark.slow
+def test_models_of_one_config_may_share_what_is_compiled() -> None:
+    apart, together = (run_ranks(2, steps_of_two_models, shared, timeout=900) for shared in (False, True))
+    for (wanted, own), (got, once) in zip(apart, together, strict=True):
+        assert all(farthest(*pair) == 0 for pair in zip(got, wanted, strict=True))
+        assert farthest(*wanted) > 1e-2
+        assert own[1] > own[0]
+        assert once[1] == once[0]
+
+
+def compiled_until(kind: str, tile: int, rows: int) -> list[int]:
+    """How much was compiled until after a step of each length."""
+    # What the compiler learned of lengths from other models.
+    torch._dynamo.reset()
+    mesh = init_mesh(sp=2)
+    model = small_model(kind, dtype=torch.float32)
+    layers = model.config.get_text_config().num_hidden_layers
+    plan = MemoryPlan(("save", *["keep"] * (layers - 1)), (False,) * layers, tile, tile)  # type: ignore[arg-type]
+    model = parallelize(model, mesh, memory=plan, fuse=True)
+    counts = []
+    for length in (24, 40, 96, 64):
+        causal_loss(model, small_batch(rows, length), mesh).backward()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tile", "rows"), [(8, 1), (64, 1), (64, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_new_length_waits_for_the_compiler(kind: str, tile: int, rows: int) -> None:
+    for first, *later in run_ranks(2, compiled_until, kind, tile, rows, timeout=900):
+        assert set(later) == {first}
+
+
+def put_and_taken_off(kind: str) -> tuple[set[str], set[str], set[str]]:
+    """Norms found in the first attention; those with a forward of their own when parallelized, and after."""
+    model = small_model(kind, dtype=torch.float32)
+    attention: Any = model.model.layers[0].self_attn  # type: ignore[union-attr,index]
+    found = set(norms_within(attention))
+    parallelize(model, init_mesh(sp=1), fuse=True)
+    put = {name for name in found if "forward" in getattr(attention, name).__dict__}
+    unbind(model)
+    return found, put, {name for name in found if "forward" in getattr(attention, name).__dict__}
+
+
+@pytest.mark.parametrize(("kind", "names"), [("llama", set()), ("qwen3", {"q_norm", "k_norm"})])
+def test_norms_within_attention_are_found_and_come_off(kind: str, names: set[str]) -> None:
+    assert run_ranks(1, put_and_taken_off, kind) == [(names, names, set())]
+
+
+def kept_bytes(norm: Any, x: Tensor) -> int:
+    """What autograd keeps of one call, each storage once."""
+    found: dict[int, int] = {}
+
+    def note(kept: Tensor) -> Tensor:
+        found[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+        norm(x)
+    return sum(found.values())
+
+
+def kept(transposed: bool) -> tuple[float, float, bool]:
+    """What a bf16 norm of heads keeps, over its input's bytes, uncompiled and compiled; and that strides stay."""
+    norm: Any = small_model("qwen3", dtype=torch.bfloat16).model.layers[0].self_attn.q_norm  # type: ignore[union-attr,index]
+    x = torch.randn(1, 512, 4, norm.weight.numel(), generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = x.transpose(1, 2) if transposed else x
+    x.requires_grad_()
+    fused = FusedNorm(norm, compiled_chain([norm]))
+    return kept_bytes(norm, x) / x.nbytes, kept_bytes(fused, x) / x.nbytes, fused(x).stride() == x.stride()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_compiled_norm_keeps_its_input_and_no_more(transposed: bool) -> None:
+    """Beside it, the inverse deviation of each row in fp32; uncompiled an fp32 copy and the normalised values too."""
+    [(plain, fused, same)] = run_ranks(1, kept, transposed, timeout=600)
+    assert plain > 2.9
+    assert fused < 1.3
+    assert same
+
+
+def test_numbers_that_are_drawn_are_left_alone() -> None:
+    assert not fuse.can_fuse([nn.Dropout(0.1)])

@@ -1,0 +1,20 @@
+"""Computing in fp64 for the time being leaves nothing behind."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._device import _device_constructors
+
+from ithaca.verify.fp64 import promoted
+
+
+def test_devices_are_chosen_afterwards_as_before() -> None:
+    """torch remembers the functions that make tensors from the first time that a device is chosen for them."""
+    _device_constructors.cache_clear()
+    with promoted(), torch.device("meta"):
+        inside = torch.empty(2, dtype=torch.float32)
+    with torch.device("meta"):
+        after = [torch.empty(2), torch.zeros(2), torch.full((2,), 1.0), torch.arange(2)]
+    assert (inside.is_meta, inside.dtype) == (True, torch.float64)
+    assert all(x.is_meta for x in after)
+    _device_constructors.cache_clear()

@@ -1,0 +1,1 @@
+"""Programs of the maintainers, outside the wheel."""

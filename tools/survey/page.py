@@ -1,0 +1,75 @@
+"""`docs/architectures.md`, made from the verdict table and from nothing else, so that the two cannot disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tools.survey.static import CAUSES
+
+_OPENING = """\
+# Architectures
+
+<!-- Generated from ithaca/models/verdicts.json by `python -m tools.survey.survey --write`: do not edit. -->
+
+Every causal language model type of transformers {transformers} (and the text parts of those that have several parts),
+measured with torch {torch}: {exact} exact, {refused} refused. *Exact* means that a small model of that type, in fp64,
+gives the loss, the logits and every gradient of one process with transformers' eager attention to within {tolerance:g},
+with its sequence split over 2 and over 4 ranks: on a plain batch of odd length, on right-padded and left-padded batches,
+on a packed row (against its documents one by one), and with the router's auxiliary loss where there is one. Windows are
+shorter than the rows, caps and sinks are on; each type is measured as its config's own defaults have it, and again with
+what those leave off, over 2 ranks: biases, norms of queries and keys, multipliers that are not 1, tied or untied
+embeddings, keys and values that layers share, heads of another size in some layers.
+What is not exact is refused by name before anything runs.
+
+*Run again* says whether the same holds with work in tiles and layers run again from what they saved, one in two with
+its attention: there `memory="auto"` saves memory; elsewhere autograd keeps everything.
+"""
+
+
+def page(table: dict[str, Any]) -> str:
+    """The whole page."""
+    rows: dict[str, dict[str, Any]] = table["architectures"]
+    exact = {kind: row for kind, row in rows.items() if row["verdict"] == "exact"}
+    refused = {kind: row for kind, row in rows.items() if row["verdict"] != "exact"}
+    versions = {key: table[key] for key in ("transformers", "torch", "tolerance")}
+    opening = _OPENING.format(**versions, exact=len(exact), refused=len(refused))
+    parts = [opening, "## Exact\n", _exact(exact), "## Refused\n"]
+    for cause, about in CAUSES.items():
+        those = {kind: row for kind, row in refused.items() if row["cause"] == cause}
+        if those:
+            parts += [f"### {about.heading}\n", _refused(those)]
+    return "\n".join(parts)
+
+
+def _exact(rows: dict[str, dict[str, Any]]) -> str:
+    cells = (
+        (f"`{kind}`", row["classes"], _features(row), f"{row['worst']:.0e}", _escaped(row["memory"]))
+        for kind, row in rows.items()
+    )
+    return _table(("Type", "Class", "Exercised", "Worst error", "Run again"), cells)
+
+
+def _features(row: dict[str, Any]) -> str:
+    return row["features"] + (", experts" if row["experts"] else "")
+
+
+def _refused(rows: dict[str, dict[str, Any]]) -> str:
+    together: dict[str, list[str]] = {}
+    for kind, row in rows.items():
+        together.setdefault(_reason(row), []).append(f"`{kind}`")
+    return _table(("Types", "Why"), ((", ".join(those), reason) for reason, those in together.items()))
+
+
+def _reason(row: dict[str, Any]) -> str:
+    text = _escaped(row["reason"])
+    return f"{text}. Exact without {row['exact_without']}" if "exact_without" in row else text
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
