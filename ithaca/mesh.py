@@ -2,6 +2,7 @@
 
 Three views by purpose. `data`: ranks with different rows (dp). `sequence`: the ranks that share one row
 (ring x sp, flattened). `weights`: all ranks, over which FSDP2 shards parameters and sums gradients.
+`host_group` has all ranks too, for numbers that are on the host already: no device waits for them.
 This is the one module that reads launch variables from the environment.
 """
 
@@ -48,6 +49,7 @@ class Mesh:
     device_mesh: DeviceMesh
     weights: DeviceMesh
     sequence: DeviceMesh
+    host_group: dist.ProcessGroup
 
     @property
     def dp(self) -> int:
@@ -137,7 +139,12 @@ def init_mesh(
     # _flatten is how DeviceMesh makes one group of several axes; the groups are made on all ranks alike.
     weights = box._flatten("weights")
     sequence = box["ring", "sp"]._flatten("sequence")
-    return Mesh(degrees, target, box, weights, sequence)
+    return Mesh(degrees, target, box, weights, sequence, _host_group(weights.get_group()))
+
+
+def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of all ranks that takes tensors on the host: the world's own where it does, else one over gloo."""
+    return world if "cpu:" in dist.get_backend_config(world) else dist.new_group(backend="gloo")
 
 
 def check_mesh(mesh: object) -> None:

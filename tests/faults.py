@@ -20,7 +20,6 @@ from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.loss import causal
 from ithaca.models import binding, experts
 from ithaca.sequence import agree
-from ithaca.sequence.agree import Agreement
 from ithaca.sequence.batch import Shard
 from ithaca.sequence.layout import SequenceLayout
 
@@ -166,13 +165,15 @@ def labels_shifted_after_cutting() -> AbstractContextManager[None]:
 @contextmanager
 def mean_of_means() -> Iterator[None]:
     """Each rank divides by its own count, and the ranks' means are averaged."""
-    original = causal.summed_loss
+    original = causal.loss_of
 
-    def own_mean(model: Any, bound: Any, shard: Shard, **options: float) -> tuple[Tensor, Any]:
-        total, routers = original(model, bound, shard, **options)
-        return total / (shard.targets != -100).sum().clamp(min=1), routers
+    def own_mean(bound: Any, shard: Shard, output: Any, **options: Any) -> Tensor:
+        return original(bound, shard, output, **options) / (shard.targets != -100).sum().clamp(min=1)
 
-    with patch.object(causal, "summed_loss", own_mean), patch.object(causal, "agree", lambda *a: Agreement(count=1)):
+    with (
+        patch.object(causal, "loss_of", own_mean),
+        patch.object(causal, "agree", lambda mesh, cuts, *_: [1] * len(cuts)),
+    ):
         yield
 
 
@@ -271,14 +272,13 @@ def auxiliary_loss_of_the_shard() -> Iterator[None]:
 @contextmanager
 def nan_on_masked_shards() -> Iterator[None]:
     """A mean over no tokens."""
-    original = causal.summed_loss
+    original = causal.loss_of
 
-    def mean(model: Any, bound: Any, shard: Shard, **options: float) -> tuple[Tensor, Any]:
-        total, routers = original(model, bound, shard, **options)
+    def mean(bound: Any, shard: Shard, output: Any, **options: Any) -> Tensor:
         count = (shard.targets != -100).sum()
-        return total / count * count, routers
+        return original(bound, shard, output, **options) / count * count
 
-    with patch.object(causal, "summed_loss", mean):
+    with patch.object(causal, "loss_of", mean):
         yield
 
 

@@ -33,11 +33,11 @@ from ithaca.integrations.targets import named_once
 from ithaca.integrations.whole_tokens import whole_tokens
 from ithaca.mesh import Mesh
 from ithaca.models.bound import LAYOUT, Binding, binding_of
-from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
+from ithaca.models.experts import auxiliary_loss
 from ithaca.models.refusals.own_loss import refuse_own_loss
-from ithaca.models.shard_loss import loss_inputs, read_loss, shown_sum
-from ithaca.sequence.agree import agree, try_shard
-from ithaca.sequence.batch import IGNORE, Shard
+from ithaca.models.shard_loss import loss_inputs, loss_of, shown_sum
+from ithaca.sequence.agree import Cut, agree
+from ithaca.sequence.batch import IGNORE, Shard, shard_batch
 from ithaca.sequence.layout import Padding
 
 FUSED = "fused_lm_head"
@@ -96,9 +96,10 @@ class WholeBatches:
         if learned and not fused:
             refuse_own_loss(self.model, self.binding.model)
         vocabulary = self.binding.model.config.get_text_config().vocab_size
-        shard, error = try_shard(batch, self.mesh, vocabulary)
-        error = error or self._wrong_length(shard) or (_miscounted(batch, shard) if items is not None else None)
-        targets = agree(self.mesh, batch, None if error else shard, error, self.model).count
+        cut = Cut.of(batch, partial(shard_batch, mesh=self.mesh, vocab_size=vocabulary))
+        shard = cut.shard
+        error = cut.error or self._wrong_length(shard) or (_miscounted(batch, shard) if items is not None else None)
+        (targets,) = agree(self.mesh, [replace(cut, error=error)], self.model)
         assert shard is not None
         kind = self._kind(learned, fused)
         # What is drawn again is drawn where the call was made: a model in evaluation draws nothing.
@@ -166,11 +167,9 @@ class WholeBatches:
         return "zero" if "flash" in name else "masked"
 
     def _loss(self, call: Call, output: Any) -> Tensor:
-        total, routers = read_loss(self.binding, call.shard, output)
         own = call.items is None
         divisor = _divisor(call.targets if call.items is None else call.items)
-        if wants_auxiliary_loss(self.binding.model, call.routers):
-            total = total + auxiliary_loss(self.binding.model, routers, call.shard.real, self.mesh) * divisor
+        total = loss_of(self.binding, call.shard, output, routers=call.routers, weight=divisor)
         group = self.mesh.world_group if own else self.mesh.sequence.get_group()
         return shown_sum(total, group, self.binding, 1.0 if own else 1 / self.mesh.dp) / divisor
 

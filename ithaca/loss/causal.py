@@ -4,19 +4,22 @@ Every rank sums the loss of its own targets; the one division, by the number of 
 and shards, is here. The value shown is reduced outside autograd, so it is the same on all ranks, while each rank's
 gradient is its own part: FSDP2 sums the parts (`weights="shard"` and `"replicate"`); where the caller's own wrapper
 averages over ranks (`weights="none"` under DDP, FSDP or DeepSpeed) the parts are scaled by the world size first.
+
+`agree_on` and `micro_loss` are its two halves, for a loop that knows all micro-batches of a step beforehand: one
+agreement for all of them, then one loss for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from ithaca.arguments import check_kind, named_arguments, shown
 from ithaca.errors import BatchError, PeerError, UnsupportedError
@@ -24,14 +27,15 @@ from ithaca.loss.by_position import LossByPosition
 from ithaca.memory.replay import WHOLE_BACKWARD
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
-from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.refusals.compiled import refuse_compiled
-from ithaca.models.shard_loss import shown_sum, summed_loss
+from ithaca.models.shard_loss import CROSS_ENTROPY, TokenLoss, loss_inputs, loss_of, shown_sum
 from ithaca.quantities import as_number
-from ithaca.sequence.agree import agree, try_shard
-from ithaca.sequence.batch import count_targets
+from ithaca.sequence.agree import Cut, agree, gather_rows
+from ithaca.sequence.batch import Shard, count_targets, cut_batch, shard_batch
 from ithaca.state.weights.placement import averages_gradients
 from ithaca.state.weights.shardable import refuse_added
+
+_HOST = torch.device("cpu")
 
 
 @named_arguments
@@ -53,30 +57,86 @@ def causal_loss(
     each target that is spread over the vocabulary. `z_loss`: the weight of the squared log of the softmax's divisor.
     `by_position` gathers this rank's token losses by how far into its document a token is.
     """
-    binding = binding_of(model)
-    refuse_compiled(model)
-    refuse_added(model)
-    check_same_mesh(binding.mesh, mesh)
     _check_options(count, label_smoothing, z_loss)
     if by_position is not None:
         check_kind("by_position", by_position, LossByPosition, "pass None, or a LossByPosition(length, device)")
     _refuse_items(batch, count)
-    shard, error = try_shard(batch, mesh, binding.model.config.get_text_config().vocab_size)
+    binding = _ready(model, mesh)
+    vocabulary = binding.model.config.get_text_config().vocab_size
+    cut = Cut.of(batch, partial(shard_batch, mesh=mesh, vocab_size=vocabulary))
     options = {"count": count, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    own = agree(mesh, batch, shard, error, model, options).count
-    assert shard is not None
+    (targets,) = agree(mesh, [cut], model, options)
+    assert cut.shard is not None
+    if count is not None and targets and not count:
+        raise BatchError(
+            f"count={count!r} beside {targets} targets: pass what ithaca.count_tokens(batches, mesh) gives"
+        )
+    micro = MicroBatch(cut.shard, targets)
+    divisor = targets if count is None else count
+    return micro_loss(model, micro, mesh, divisor, TokenLoss(label_smoothing, z_loss), by_position)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """This rank's shard of a micro-batch, and the number of targets on all ranks."""
+
+    shard: Shard
+    targets: int
+
+
+def agree_on(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    number: int,
+    mesh: Mesh,
+    options: Mapping[str, float] | None = None,
+) -> list[MicroBatch]:
+    """Cut the micro-batches of a step and compare them with all ranks at once; all ranks raise if one cannot.
+
+    `number`: of micro-batches on every rank, for a rank that cannot read its own has no other way to know it. Shards
+    stay on the host until `micro_loss` takes one.
+    """
+    binding = _ready(model, mesh)
+    vocabulary = binding.model.config.get_text_config().vocab_size
+    cut = partial(cut_batch, shards=mesh.shards, rank=mesh.sequence_rank, device=_HOST, vocab_size=vocabulary)
+    cuts: list[Cut] = []
+    try:
+        cuts += [Cut.of(batch, cut) for batch in batches]
+    except Exception as error:
+        cuts = [Cut({}, error=error)] * number
+    targets = agree(mesh, cuts, model, options)
+    shards = [cut.shard for cut in cuts if cut.shard is not None]
+    return [MicroBatch(shard, count) for shard, count in zip(shards, targets, strict=True)]
+
+
+def micro_loss(
+    model: nn.Module,
+    micro: MicroBatch,
+    mesh: Mesh,
+    count: int,
+    asked: TokenLoss = CROSS_ENTROPY,
+    by_position: LossByPosition | None = None,
+) -> Tensor:
+    """Return the loss of a micro-batch that all ranks have agreed on, divided by `count` targets."""
+    binding, shard = binding_of(model), micro.shard.on(mesh.device)
     if mesh.rank == 0:
         binding.warn_of_labels(shard.unlearned)
-    if count is not None and own and not count:
-        raise BatchError(f"count={count!r} beside {own} targets: pass what ithaca.count_tokens(batches, mesh) gives")
-    divisor = max(own if count is None else count, 1)
-    each = None if by_position is None else partial(by_position.add, shard)
-    total, router_logits = summed_loss(model, binding, shard, smoothing=label_smoothing, z=z_loss, each=each)
-    if wants_auxiliary_loss(binding.model, shard.inputs.get("output_router_logits")):
-        # Over micro-batches the auxiliary losses are weighted by their tokens, like everything else.
-        total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * own
+    if by_position is not None:
+        asked = replace(asked, each=partial(by_position.add, shard))
+    output = model(**loss_inputs(binding, shard, asked))
+    routers = shard.inputs.get("output_router_logits")
+    part = loss_of(binding, shard, output, asked=asked, routers=routers, weight=micro.targets)
     scale = mesh.world if averages_gradients(model) else 1
-    return _accounted(shown_sum(total, mesh.world_group, binding, scale) / divisor, binding)
+    return _accounted(shown_sum(part, mesh.world_group, binding, scale) / max(count, 1), binding)
+
+
+def _ready(model: nn.Module, mesh: Mesh) -> Binding:
+    """Return the model's binding; refuse a model that was changed since `parallelize`, and another mesh."""
+    binding = binding_of(model)
+    refuse_compiled(model)
+    refuse_added(model)
+    check_same_mesh(binding.mesh, mesh)
+    return binding
 
 
 def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
@@ -99,42 +159,23 @@ def _refuse_items(batch: object, count: object) -> None:
 
 
 class Loss(Tensor):
-    """The loss with a `backward` of its own, which, should memory run out, says what held it; all else is a tensor's.
+    """The loss, with a `backward` that refuses what would silently be wrong and says what held memory that ran out.
 
-    Layers that are run again say so themselves; the others' backward is autograd's alone. A class, not an attribute that
-    knows the graph of its making: `loss /= 4` changes the graph of the same tensor. What is computed from it is a plain
-    tensor.
+    A class, because torch has no other place for it: with `inputs=` weights of a layer that is run again are no nodes of
+    the graph, so that no code of ours would run; a function set on the tensor itself would be lost with a temporary,
+    `causal_loss(...).backward()`. What is computed from it is a plain tensor.
     """
 
     binding: Binding
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Terms made of sharded weights, such as an L2 norm, are added as the whole numbers that they stand for."""
-        flat, tree = tree_flatten((args, kwargs or {}))
-        if func is torch.autograd.grad:
-            _refuse_shards(flat)
-        terms = any(isinstance(value, DTensor) for value in flat)
-        args, kwargs = tree_unflatten([_whole(value) for value in flat], tree) if terms else (args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            given = func(*args, **kwargs)
-        if terms and isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
-            # More terms may follow.
-            given = _accounted(given, next(value for value in flat if isinstance(value, cls)).binding)
-        return given
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __format__(self, how: str) -> str:
         """torch formats plain tensors alone: `f"{loss:.4f}"`."""
-        return self.detach().as_subclass(Tensor).__format__(how)
-
-    def tolist(self) -> Any:
-        """torch makes numbers of plain tensors alone."""
-        return self.detach().as_subclass(Tensor).tolist()
+        return self.detach().__format__(how)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is pickled is a plain tensor: `torch.save({"step": step, "loss": loss}, file)`."""
-        plain = self.detach().as_subclass(Tensor).requires_grad_(self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def backward(
         self,
@@ -146,31 +187,13 @@ class Loss(Tensor):
         # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
         if inputs is not None and self.binding.memory is not None and self.binding.replays:
             raise UnsupportedError(WHOLE_BACKWARD)
-        _refuse_shards(tree_flatten(inputs)[0])
-        if create_graph:
+        if any(isinstance(value, DTensor) for value in tree_leaves(inputs)):
             raise UnsupportedError(
-                "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
-                "use a model without parallelize for them"
+                "backward(inputs=...) finds no gradients of sharded weights: call loss.backward() and read weight.grad, "
+                "with requires_grad_(False) on what shall have none"
             )
         with self.binding.accounting():
-            torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
-
-
-def _refuse_shards(inputs: list[Any]) -> None:
-    """A shard is not what its layer computes with: autograd finds no way from a loss to it."""
-    if any(isinstance(value, nn.Parameter) and isinstance(value, DTensor) for value in inputs):
-        raise UnsupportedError(
-            "torch.autograd.grad and backward(inputs=...) find no gradients of sharded weights: call loss.backward() and "
-            "read weight.grad, with requires_grad_(False) on what shall have none"
-        )
-
-
-def _whole(value: Any) -> Any:
-    """The sum over ranks of a sharded term; all ranks take part. What is on the host is joined on the device."""
-    if not isinstance(value, DTensor):
-        return value
-    there: Any = value.to(value.device_mesh.device_type)
-    return there.full_tensor()
+            torch.autograd.backward([self], [gradient], retain_graph, create_graph, inputs=inputs)
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:
@@ -192,16 +215,10 @@ def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
         own = sum(count_targets(batch) for batch in batches)
     except Exception as caught:
         error = caught
-    if mesh.world == 1:
-        if error is not None:
-            raise error
-        return own
     # A sequence group has one batch: its first rank counts it.
-    counts = [own if mesh.sequence_rank == 0 else 0, int(error is not None)]
-    told = torch.tensor(counts, dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(told, group=mesh.world_group)
+    table = gather_rows(mesh, [own if mesh.sequence_rank == 0 else 0, int(error is not None)])
     if error is not None:
         raise error
-    if told[1]:
+    if any(failed for _, failed in table):
         raise PeerError("another rank could not count its batches and says why; all ranks stop alike")
-    return int(told[0])
+    return sum(counted for counted, _ in table)

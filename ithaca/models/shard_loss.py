@@ -1,74 +1,87 @@
-"""The loss of a shard: the sum over this rank's targets, and how ranks show one number for their parts.
+"""The loss of a shard: from the model's output to one number that all ranks share.
 
-A rank's gradient is that of its own part, because FSDP2 sums the parts; the value shown is reduced outside autograd.
+    output = model(**loss_inputs(binding, shard, asked))
+    part   = loss_of(binding, shard, output, asked=asked, weight=targets)     this rank's sum over its own targets
+    loss   = shown_sum(part, group, binding) / targets                        one number; each rank's gradient is its part's
+
+`causal_loss`, Trainer's hooks and rehearsal all make their losses of these three. A rank's gradient is that of its own
+part, because FSDP2 sums the parts; the value shown is reduced outside autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ithaca.memory.head_loss import Each, token_loss
 from ithaca.models.bound import Binding
+from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.handed_out import reduced
 from ithaca.models.layers.head import EACH, SMOOTHING, TARGETS, Z
 from ithaca.sequence.batch import Shard
 
 
-def summed_loss(
-    model: nn.Module,
-    binding: Binding,
-    shard: Shard,
-    *,
-    smoothing: float = 0.0,
-    z: float = 0.0,
-    each: Each | None = None,
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """The summed loss of this rank's targets, and its router logits; `each` is shown every token's own loss."""
-    output = model(**loss_inputs(binding, shard, smoothing=smoothing, z=z, each=each))
-    return read_loss(binding, shard, output, smoothing=smoothing, z=z, each=each)
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The loss of one token: cross-entropy with label smoothing and z-loss. `each` is called with every token's own loss."""
+
+    smoothing: float = 0.0
+    z: float = 0.0
+    each: Each | None = None
 
 
-def loss_inputs(
-    binding: Binding, shard: Shard, *, smoothing: float = 0.0, z: float = 0.0, each: Each | None = None
-) -> dict[str, Any]:
-    """What the model is called with so that `read_loss` finds a loss in its output."""
+CROSS_ENTROPY = TokenLoss()
+
+
+def loss_inputs(binding: Binding, shard: Shard, asked: TokenLoss = CROSS_ENTROPY) -> dict[str, Any]:
+    """Return the arguments of a model's call whose output `loss_of` reads."""
     if binding.memory is None:
         return shard.inputs
     # The layers hand their router logits on themselves: what transformers records of a replayed layer has no graph.
     inputs = {key: value for key, value in shard.inputs.items() if key != "output_router_logits"}
     if not binding.memory.tiles_head:
         return inputs
-    return inputs | {TARGETS: shard.targets, SMOOTHING: smoothing, Z: z, EACH: each}
+    return inputs | {TARGETS: shard.targets, SMOOTHING: asked.smoothing, Z: asked.z, EACH: asked.each}
 
 
-def read_loss(
+def loss_of(
     binding: Binding,
     shard: Shard,
     output: Any,
     *,
-    smoothing: float = 0.0,
-    z: float = 0.0,
-    each: Each | None = None,
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """The summed loss and the router logits of a call with `loss_inputs`, or of one that gave logits."""
+    asked: TokenLoss = CROSS_ENTROPY,
+    routers: bool | None = None,
+    weight: Tensor | int,
+) -> Tensor:
+    """Return the sum over this rank's targets, the router's auxiliary loss among it where the model has one.
+
+    `output` comes from a call with `loss_inputs`, or is one with logits. `routers`: True or False where the call asked
+    for router logits or against them. `weight`: the targets of this batch on all ranks; over micro-batches the auxiliary
+    losses are weighted by them, like everything else.
+    """
     logits = None if isinstance(output, tuple) else output.logits
-    total = output[0] if logits is None else token_loss(logits, shard.targets, smoothing=smoothing, z=z, each=each)[0]
+    if logits is None:
+        total = output[0]
+    else:
+        total = token_loss(logits, shard.targets, smoothing=asked.smoothing, z=asked.z, each=asked.each)[0]
     if binding.memory is None:
-        return total, getattr(output, "router_logits", None) or ()
-    # Handed on, not kept: a loss that nobody goes back from is freed with its graph.
-    taken, binding.router_logits = binding.router_logits, []
-    return total, taken
+        router_logits = getattr(output, "router_logits", None) or ()
+    else:
+        # Handed on, not kept: a loss that nobody goes back from is freed with its graph.
+        router_logits, binding.router_logits = binding.router_logits, []
+    if wants_auxiliary_loss(binding.model, routers):
+        total = total + auxiliary_loss(binding.model, router_logits, shard.real, binding.mesh) * weight
+    return total
 
 
 def shown_sum(part: Tensor, group: dist.ProcessGroup, binding: Binding, scale: float = 1.0) -> Tensor:
-    """The sum of all ranks' parts, rounded once; its gradient is this rank's own part, times `scale`.
+    """Return the sum of all ranks' parts, rounded once; its gradient is this rank's own part, times `scale`.
 
-    Of sums: the mean is taken of what was rounded, as the plain model takes it, so that the two round alike.
+    The mean is taken of a sum that was rounded, as the plain model takes it, so that the two round alike.
     """
     dtype = torch.promote_types(binding.model.dtype, torch.float32)
     total = part.detach().clone()

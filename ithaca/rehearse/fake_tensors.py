@@ -6,27 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from ithaca.mesh import Mesh
-from ithaca.models.bound import Binding
-from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
-from ithaca.models.shard_loss import shown_sum, summed_loss
 from ithaca.sequence.batch import Shard
-from ithaca.state.weights.placement import averages_gradients
 
 # Smaller tensors are not kept in 8 bits.
 _CODED = 4096
-
-
-def fake_loss(model: nn.Module, binding: Binding, shard: Shard, mesh: Mesh) -> Tensor:
-    """`causal_loss` without what reads values: the ranks' agreement on a batch."""
-    total, router_logits = summed_loss(model, binding, shard)
-    divisor = max(1, shard.count)
-    if wants_auxiliary_loss(binding.model, None):
-        total = total + auxiliary_loss(binding.model, router_logits, shard.real, mesh) * divisor
-    return shown_sum(total, mesh.world_group, binding, mesh.world if averages_gradients(model) else 1) / divisor
 
 
 def fake_step(optimizer: torch.optim.Optimizer) -> None:

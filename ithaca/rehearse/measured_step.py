@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from ithaca.attention.clock import ATTENTION, CLOCK, EXCHANGE
 from ithaca.config.schema import Lora, Optimizer
 from ithaca.errors import UnsupportedError
-from ithaca.loss.causal import causal_loss
+from ithaca.loss.causal import MicroBatch, causal_loss, micro_loss
 from ithaca.memory.offload import HostStore
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh
@@ -36,7 +36,7 @@ from ithaca.models.files.read_weights import local, materialize
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
-from ithaca.rehearse.fake_tensors import fake_loss, fake_step, faked
+from ithaca.rehearse.fake_tensors import fake_step, faked
 from ithaca.rehearse.lone_group import sent_of
 from ithaca.rehearse.memory_trace import Kinds, Trace, TracedStore, held_by
 from ithaca.rehearse.no_attention import without_attention
@@ -372,7 +372,9 @@ class _Run:
         with unset_fake_temporarily():
             ids = torch.randint(0, vocabulary, (1, length), generator=draw)
             shard = shard_batch({"input_ids": ids}, self.mesh, vocab_size=vocabulary)
-        return fake_loss(self.model, binding_of(self.model), faked(shard, self.fake), self.mesh)
+        # The other ranks are taken to have said the same: fake tensors hold nothing to compare.
+        micro = MicroBatch(faked(shard, self.fake), shard.count)
+        return micro_loss(self.model, micro, self.mesh, shard.count)
 
 
 def _memory(model: nn.Module) -> Any:

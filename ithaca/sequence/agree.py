@@ -1,4 +1,4 @@
-"""One small gather before a step: every rank says what it is about to run, and all raise or none.
+"""The agreement before a step: one small gather of what each rank is about to run, after which all raise or none.
 
 Without it a bad batch on one rank leaves the others waiting in an all-to-all, and ranks of one sequence group that
 were handed different rows train on a mixture without a word. Ranks that divide their loss by different numbers would
@@ -8,7 +8,7 @@ add up parts of no mean, and ranks that freeze different weights would wait for 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ithaca.errors import BatchError, PeerError, UnsupportedError
 from ithaca.mesh import Mesh
-from ithaca.sequence.batch import Shard, shard_batch
+from ithaca.sequence.batch import Shard
 
 _FAILED = -1
 _COLUMNS = (
@@ -29,9 +29,8 @@ _COLUMNS = (
     "labels' content",
     "documents and positions",
     "embeddings that need a gradient",
-    "options of the loss",
-    "trained weights",
 )
+_TARGETS = _COLUMNS.index("targets")
 _CONTENTS = (
     ("input_ids", "inputs_embeds"),
     ("labels", "shift_labels"),
@@ -48,68 +47,77 @@ _CONTENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks together are about to run."""
+class Cut:
+    """A batch and this rank's shard of it, or the exception that cutting raised: held until all ranks know of it."""
 
-    count: int
+    batch: Mapping[str, Any]
+    shard: Shard | None = None
+    error: Exception | None = None
 
-
-def try_shard(batch: Mapping[str, Any], mesh: Mesh, vocab_size: int) -> tuple[Shard | None, Exception | None]:
-    """This rank's shard, or what is wrong with its batch: held until `agree` has told all ranks of it."""
-    try:
-        return shard_batch(batch, mesh, vocab_size=vocab_size), None
-    except Exception as error:
-        return None, error
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], cut: Callable[[Mapping[str, Any]], Shard]) -> Cut:
+        """Return `cut(batch)`, or what it raised."""
+        try:
+            return cls(batch, cut(batch))
+        except Exception as error:
+            return cls(batch, error=error)
 
 
 def agree(
-    mesh: Mesh,
-    batch: Mapping[str, Any],
-    shard: Shard | None,
-    error: Exception | None,
-    model: nn.Module,
-    options: Mapping[str, float | None] | None = None,
-) -> Agreement:
+    mesh: Mesh, cuts: Sequence[Cut], model: nn.Module, options: Mapping[str, float | None] | None = None
+) -> list[int]:
     """Compare with every rank what each is about to run, and raise on all or none.
 
-    `error`: the exception that this rank's batch raised, if any. `options`: numbers that the loss depends on, such as
-    the number of targets it is divided by, which must be equal on all ranks.
+    Every rank passes as many cuts, one for each micro-batch; returned is the number of targets of each on all ranks.
+    `options`: numbers that the loss depends on, such as the number of targets it is divided by, which must be equal on
+    all ranks. The numbers travel over the host group, so that no device waits for them.
     """
+    failure = next((cut.error for cut in cuts if cut.error is not None), None)
     if mesh.world == 1:
-        # Nobody to ask, and no device to wait for.
-        if error is not None:
-            raise error
-        assert shard is not None
-        return Agreement(shard.count)
-    mine = torch.tensor(_note(batch, shard, model, options or {}), dtype=torch.int64, device=mesh.device)
-    notes = mine.new_zeros(mesh.world, mine.numel())
-    notes[mesh.rank] = mine
-    # A sum of rows that are zero elsewhere gathers them; the gather's own name differs between torch releases.
-    dist.all_reduce(notes, group=mesh.world_group)
-    table = notes.tolist()
-    if error is not None:
-        raise error
-    failed = [rank for rank, note in enumerate(table) if note[0] == _FAILED]
+        if failure is not None:
+            raise failure
+        return [cut.shard.count for cut in cuts if cut.shard is not None]
+    mine = [number for cut in cuts for number in _note(cut)] + [_checksum(options or {}), _trained(model)]
+    table = gather_rows(mesh, mine)
+    if failure is not None:
+        raise failure
+    width = len(_COLUMNS)
+    notes = [[row[at * width : (at + 1) * width] for at in range(len(cuts))] for row in table]
+    failed = [rank for rank, of_rank in enumerate(notes) if any(note[0] == _FAILED for note in of_rank)]
     if failed:
         raise PeerError(f"rank {failed[0]} refused its batch and says why; this rank's was fine, all ranks stop alike")
-    groups = [table[start : start + mesh.shards] for start in range(0, mesh.world, mesh.shards)]
-    for group, notes_of_group in enumerate(groups):
-        _same(notes_of_group, group * mesh.shards)
-    _same_options([note[-2] for note in table], options or {})
-    _same_trained([note[-1] for note in table])
-    return Agreement(count=sum(group[0][2] for group in groups))
+    counts = []
+    for at in range(len(cuts)):
+        firsts = range(0, mesh.world, mesh.shards)
+        for first in firsts:
+            _same([notes[rank][at] for rank in range(first, first + mesh.shards)], first)
+        counts.append(sum(notes[first][at][_TARGETS] for first in firsts))
+    _same_options([row[-2] for row in table], options or {})
+    _same_trained([row[-1] for row in table])
+    return counts
 
 
-def _note(
-    batch: Mapping[str, Any], shard: Shard | None, model: nn.Module, options: Mapping[str, float | None]
-) -> list[int]:
-    if shard is None:
+def gather_rows(mesh: Mesh, mine: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of every rank, a row a rank; all ranks pass as many."""
+    rows = torch.zeros(mesh.world, len(mine), dtype=torch.int64)
+    rows[mesh.rank] = torch.tensor(mine, dtype=torch.int64)
+    # A sum of rows that are zero elsewhere gathers them; the gather's own name differs between torch releases.
+    dist.all_reduce(rows, group=mesh.host_group)
+    table: list[list[int]] = rows.tolist()
+    return table
+
+
+def _note(cut: Cut) -> list[int]:
+    if cut.shard is None or cut.error is not None:
         return [_FAILED] + [0] * (len(_COLUMNS) - 1)
-    layout = shard.layout
-    contents = (_fingerprint(batch, keys) for keys in _CONTENTS)
+    shard, layout = cut.shard, cut.shard.layout
+    contents = (_fingerprint(cut.batch, keys) for keys in _CONTENTS)
     trained = any(isinstance(value, Tensor) and value.requires_grad for value in shard.inputs.values())
-    asked = zlib.crc32(repr([value if value is None else float(value) for value in options.values()]).encode())
-    return [layout.batch, layout.length, shard.count, *contents, int(trained), asked, _trained(model)]
+    return [layout.batch, layout.length, shard.count, *contents, int(trained)]
+
+
+def _checksum(options: Mapping[str, float | None]) -> int:
+    return zlib.crc32(repr([value if value is None else float(value) for value in options.values()]).encode())
 
 
 def _trained(model: nn.Module) -> int:
@@ -159,7 +167,7 @@ def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
 
 def _same(notes: list[list[int]], first_rank: int) -> None:
     for offset, note in enumerate(notes):
-        for what, mine, other in zip(_COLUMNS[:-2], notes[0][:-2], note[:-2], strict=True):
+        for what, mine, other in zip(_COLUMNS, notes[0], note, strict=True):
             if mine != other:
                 raise BatchError(
                     f"ranks {first_rank} and {first_rank + offset} share one sequence but were handed different batches "

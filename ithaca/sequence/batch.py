@@ -11,7 +11,7 @@ Labels: the target of a token is the next token's label if that token belongs to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,11 @@ class Shard:
     layout: SequenceLayout
     count: int
     unlearned: int = 0
+
+    def on(self, device: torch.device) -> Shard:
+        """Return the same shard with its tensors on `device`."""
+        inputs = {key: _on(value, device) if isinstance(value, Tensor) else value for key, value in self.inputs.items()}
+        return replace(self, inputs=inputs, targets=_on(self.targets, device), real=_on(self.real, device))
 
 
 @named_arguments
@@ -111,10 +116,14 @@ class _Cut:
             piece = torch.cat([piece, whole[:, -1:].expand(-1, missing, *whole.shape[2:])], dim=1)
         elif missing:
             piece = F.pad(piece, (0, 0) * (piece.dim() - 2) + (0, missing), value=fill)
-        if self.device.type == "cuda" and piece.device.type == "cpu" and not piece.is_floating_point():
-            # From other memory a copy of more than 64 KB is waited for, and with it all that the device has yet to do.
-            piece = piece.pin_memory()
-        return piece.to(self.device, non_blocking=True).contiguous()
+        return _on(piece, self.device).contiguous()
+
+
+def _on(piece: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and piece.device.type == "cpu" and not piece.is_floating_point():
+        # From other memory a copy of more than 64 KB is waited for, and with it all that the device has yet to do.
+        piece = piece.pin_memory()
+    return piece.to(device, non_blocking=True)
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:

@@ -31,7 +31,7 @@ from ithaca.attention.clock import CLOCK, Spans
 from ithaca.config.schema import Run
 from ithaca.errors import IthacaError
 from ithaca.loss.by_position import LossByPosition
-from ithaca.loss.causal import causal_loss, count_tokens
+from ithaca.loss.causal import MicroBatch, agree_on, causal_loss, count_tokens, micro_loss
 from ithaca.planning.model.flops import model_flops, utilisation
 from ithaca.state.checkpoint.state_tensors import set_rate
 from ithaca.state.optimizer.clipping import clipped_step, gradient_norm
@@ -205,10 +205,12 @@ class StageLoop:
         for group in session.optimizer.param_groups:
             set_rate(group, rate)
         batches: list[Batch] = []
-        targets = count_tokens(self._read(place.step, batches), session.mesh)
+        rows = len(session.rows_of(place.step))
+        micro_batches = agree_on(session.model, self._read(place.step, batches), rows, session.mesh)
+        targets = sum(micro.targets for micro in micro_batches)
         loss, norm = torch.zeros((), device=session.mesh.device), None
         if targets:
-            norm = self._learn(batches, targets, loss)
+            norm = self._learn(micro_batches, targets, loss)
         flops = self._flops(batches) if targets else 0
         tokens = session.stage.batch * session.stage.length
         after = replace(place, step=place.step + 1, total=place.total + 1, tokens=place.tokens + tokens)
@@ -216,11 +218,11 @@ class StageLoop:
         told = Told(session.mesh.device, **numbers)
         return Launched(place, after, targets, flops, began, told, spans)
 
-    def _learn(self, batches: list[Batch], targets: int, loss: Tensor) -> Tensor | None:
+    def _learn(self, micro_batches: list[MicroBatch], targets: int, loss: Tensor) -> Tensor | None:
         """Forward, backward and the optimizer's step; the loss is added to `loss`, the gradients' norm is given."""
         session = self.session
-        for batch in batches:
-            part = causal_loss(session.model, batch, session.mesh, count=targets, by_position=self.by_position)
+        for micro in micro_batches:
+            part = micro_loss(session.model, micro, session.mesh, targets, by_position=self.by_position)
             part.backward()
             loss += part.detach()
         self.watch.at("gradient norm")

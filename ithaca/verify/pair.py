@@ -25,8 +25,7 @@ from ithaca.errors import CheckpointError, IthacaError
 from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import Mesh
 from ithaca.models.support import base_model
-from ithaca.sequence.agree import try_shard
-from ithaca.sequence.batch import Shard
+from ithaca.sequence.batch import Shard, shard_batch
 from ithaca.verify.fp64 import promoted, relative_error
 from ithaca.verify.parity import reference
 from ithaca.verify.tolerances import FLOOR, Limits
@@ -106,9 +105,7 @@ class Pair:
     def own_logits(self, batch: Mapping[str, Any]) -> tuple[Tensor, Shard]:
         """The logits of this rank's tokens, [B, L, V]."""
         with self.mode(), torch.no_grad():
-            shard, error = try_shard(batch, self.mesh, self.config.vocab_size)
-            if shard is None:
-                raise error or AssertionError("a batch is cut or refused")
+            shard = shard_batch(batch, self.mesh, vocab_size=self.config.vocab_size)
             return self.parallel(**shard.inputs).logits, shard
 
     def on_rank_0(self, action: Callable[[PreTrainedModel], Any]) -> Any:

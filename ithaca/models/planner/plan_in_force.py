@@ -119,8 +119,9 @@ class AutoMemory:
         batch, tokens = layout.batch, layout.batch * layout.padded
         if isinstance(self.given, MemoryPlan) or self.job.weights != "shard" or self.mesh.dp == 1:
             return batch, tokens, adds
-        most = torch.tensor([tokens * _ROWS + batch, int(adds)], device=self.mesh.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        # All ranks take part where weights are sharded. Over the host group: no device is waited for.
+        most = torch.tensor([tokens * _ROWS + batch, int(adds)])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.host_group)
         both, adding = most.tolist()
         return both % _ROWS, both // _ROWS, bool(adding)
 
