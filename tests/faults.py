@@ -19,19 +19,26 @@ from ithaca.attention import exchange, local, ulysses
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.loss import causal
 from ithaca.models import binding, experts
-from ithaca.sequence import agree
-from ithaca.sequence.batch import Shard
+from ithaca.sequence import batch as batch_module
+from ithaca.sequence.batch import Shard, cut_batch
 from ithaca.sequence.layout import SequenceLayout
 
 
 @contextmanager
 def _changed_shard(change: Callable[[Shard], Shard]) -> Iterator[None]:
-    original = agree.shard_batch
+    original = cut_batch
 
     def changed(*args: Any, **kwargs: Any) -> Shard:
         return change(original(*args, **kwargs))
 
-    with patch.object(agree, "shard_batch", changed):
+    with _cutting(changed):
+        yield
+
+
+@contextmanager
+def _cutting(changed: Callable[..., Shard]) -> Iterator[None]:
+    """Cut batches by `changed`, in `causal_loss` and in the loop that agrees on all micro-batches of a step."""
+    with patch.object(batch_module, "cut_batch", changed), patch.object(causal, "cut_batch", changed):
         yield
 
 
@@ -125,18 +132,18 @@ def padded_shards_attended() -> AbstractContextManager[None]:
 @contextmanager
 def targets_over_shard_bounds() -> Iterator[None]:
     """A shard's last token learns the next shard's first, whosever document that begins."""
-    original = agree.shard_batch
+    original = cut_batch
 
-    def changed(batch: Any, mesh: Any, **options: Any) -> Shard:
-        shard = original(batch, mesh, **options)
-        labels, end = batch["labels"], shard.layout.shard(mesh.sequence_rank).stop
+    def changed(batch: Any, shards: int, rank: int, device: Any, **options: Any) -> Shard:
+        shard = original(batch, shards, rank, device, **options)
+        labels, end = batch["labels"], shard.layout.shard(rank).stop
         if end >= labels.shape[1] or "position_ids" not in batch:
             return shard
         targets = shard.targets.clone()
         targets[:, -1] = labels[:, end]
         return replace(shard, targets=targets)
 
-    with patch.object(agree, "shard_batch", changed):
+    with _cutting(changed):
         yield
 
 

@@ -197,7 +197,8 @@ class Loss(Tensor):
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:
-    if not loss.requires_grad:
+    # A rehearsal's fake tensors are of a class of their own.
+    if not loss.requires_grad or type(loss) is not Tensor:
         return loss
     found = loss.as_subclass(Loss)
     found.binding = binding
