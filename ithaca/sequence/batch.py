@@ -51,6 +51,8 @@ class Shard:
 
     def on(self, device: torch.device) -> Shard:
         """Return the same shard with its tensors on `device`."""
+        if self.targets.device == device:
+            return self
         inputs = {key: _on(value, device) if isinstance(value, Tensor) else value for key, value in self.inputs.items()}
         return replace(self, inputs=inputs, targets=_on(self.targets, device), real=_on(self.real, device))
 
