@@ -1,8 +1,8 @@
 """The norm of all gradients, and a step that is clipped by it and left out where something is not finite.
 
-Both stay on the device: the norm is of local shards, summed over the ranks that hold the others, and a GPU's AdamW
-(`state/optimizer/adamw.py`) or else torch's fused one takes the factor and the verdict as tensors. The host hears of them
-afterwards and never waits before a step.
+Both stay on the device: the norm is of local shards, summed over the ranks that hold the others, and torch's fused AdamW
+takes the factor and the verdict as tensors, by the attributes that `torch.amp.GradScaler` sets (`grad_scale`,
+`found_inf`). The host reads them afterwards and never waits before a step. Other optimizers wait.
 
 Invariant: a step left out changes neither weights nor moments nor their count of steps.
 """
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -92,19 +89,10 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Te
     # Moved here, where that is waited for: the optimizer would read what is still on its way to the host.
     where = optimizer.param_groups[0]["params"][0].device
     scale, clips, finite = factor.float().to(where), (factor > 1).to(where), finite.to(where)
-    kernel = _kernel() if where.type == "cuda" else None
-    if kernel is not None and kernel.steps_here(optimizer):
-        kernel.step(optimizer, finite.float(), scale)
-        return
-    # A step that divides also writes gradients back, which takes longer: two are launched, and one of them left out.
+    # A step that divides also writes gradients back, a sixth more of its time: two are launched, and one is left out.
     _step_where(optimizer, finite & ~clips)
     if clip:
         _step_where(optimizer, finite & clips, scale)
-
-
-@cache
-def _kernel() -> Any | None:
-    return import_module("ithaca.state.optimizer.adamw") if find_spec("triton") is not None else None
 
 
 def _step_where(optimizer: Any, taken: Tensor, scale: Tensor | None = None) -> None:
