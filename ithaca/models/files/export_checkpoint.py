@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from ithaca.config.messages import near_paths
 from ithaca.errors import CheckpointError
+from ithaca.models.files.conversion import describe_conversions, restore_conversions
 from ithaca.models.files.export_folder import description_of
 from ithaca.models.files.origin import ORIGIN, check_base
-from ithaca.models.files.read_weights import Weights, base_of, plain_name
-from ithaca.models.files.write_weights import modes_of_umask, write_model
+from ithaca.models.files.read_weights import WholeWeights, base_of, plain_name
+from ithaca.models.files.safetensors_files import modes_of_umask
+from ithaca.models.files.write_weights import write_model
 from ithaca.state.checkpoint import manifest
 from ithaca.state.checkpoint.dcp import Saved
 from ithaca.state.weights.finite import check_finite
@@ -47,9 +49,8 @@ def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Pat
     base = base_of(model)
     tokenizer = tokenizer or folder
     adapted: Any = model if hasattr(model, "peft_config") else None
-    used = getattr(base, "_weight_conversions", None)
     return {
-        "conversions": None if used is None else [repr(each) for each in used],
+        "conversions": describe_conversions(base),
         "config": json.loads(base.config.to_json_string()),
         "generation": json.loads(base.generation_config.to_json_string()) if base.can_generate() else None,
         "adapter": None if adapted is None else _plain(adapted.peft_config["default"].to_dict()),
@@ -131,7 +132,6 @@ def copy_tokenizer(source: str, to: Path) -> None:
 def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
     """The empty model that was trained, with the config it had then."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     settings = dict(description["config"])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -139,10 +139,7 @@ def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
         twin: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if description["generation"] is not None:
         twin.generation_config = GenerationConfig.from_dict(description["generation"])
-    if description["conversions"] is not None:
-        # transformers saves under the names it found, so it must know which of its conversions loading had used.
-        known = get_model_conversion_mapping(twin)
-        twin._weight_conversions = [each for each in known if repr(each) in description["conversions"]]
+    restore_conversions(twin, description["conversions"])
     twin.name_or_path = description["folder"]
     return twin
 
@@ -182,7 +179,7 @@ def _write_merged(
         raise CheckpointError(f"{folder}, which the adapter was trained on, is gone: put the model back there")
     trained = next(iter(saved.tensors.values())).properties.dtype
     twin = _twin(description, dtype or trained)
-    weights = Weights(twin, folder)
+    weights = WholeWeights(twin, folder)
     adapted, merge = _adapted(description, saved, trained)
 
     def fetch(key: str, empty: Tensor) -> Tensor:

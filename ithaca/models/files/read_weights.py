@@ -10,8 +10,7 @@ Invariant: at no time does a rank hold more than its shards, one such weight, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import CheckpointError
-from ithaca.models.files.weight_sources import Group, Headers, plan_groups, read_headers
+from ithaca.models.files.conversion import Group, copy_conversions
+from ithaca.models.files.safetensors_files import TensorReader, read_headers
+from ithaca.models.files.weight_sources import plan_groups
 from ithaca.state.weights.finite import check_finite
 from ithaca.state.weights.placement import home_of
 from ithaca.state.weights.shards import bounds
 
-# Mapped pages count as this process's memory until the file is closed: close and open again after so many bytes.
-_MAPPED = 16 * 2**20
 _PIECE = 8 * 2**20
 
 
@@ -64,14 +63,13 @@ def _load(model: nn.Module, folder: str | PathLike[str]) -> None:
     headers = read_headers(Path(folder))
     twin = twin_of(base)
     groups = plan_groups(twin, headers, Path(folder))
-    base._weight_conversions = twin._weight_conversions
+    copy_conversions(twin, base)
     read_generation(base, Path(folder))
     materialize(model)
-    homes = _homes(base)
-    tied: dict[str, str] = dict(twin.all_tied_weights_keys)
-    with torch.no_grad(), _Reader(headers) as reader:
+    filling = _Filling(_homes(base), dict(twin.all_tied_weights_keys))
+    with torch.no_grad(), TensorReader(headers) as reader:
         for group in groups:
-            _fill(group, homes, tied, reader, twin)
+            _fill(group, filling, reader, twin)
 
 
 def read_generation(base: Any, folder: Path) -> None:
@@ -175,35 +173,44 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _fill(group: Group, homes: dict[str, Tensor], tied: dict[str, str], reader: _Reader, twin: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """The weights to be filled by transformers' names, the other names of tied ones, and those that have their values."""
+
+    homes: dict[str, Tensor]
+    tied: dict[str, str]
+    filled: set[str] = field(default_factory=set)
+
+
+def _fill(group: Group, filling: _Filling, reader: TensorReader, twin: Any) -> None:
     if group.converter is None:
         (target,) = group.targets
-        _put(target, homes, tied, group.keys[0], reader)
+        _put(target, filling, group.keys[0], reader)
         return
-    within = _own_experts(group, homes)
+    within = _own_experts(group, filling.homes)
     parts = [key for at, key in enumerate(group.keys) if within is None or group.ranks[at] in within]
     if not parts:
         return
     made = group.convert(twin, {key: reader.whole(key) for key in parts})
     for target, tensor in made.items():
         check_finite(tensor, target, reader.headers[parts[0]].file)
-        home = homes[tied.get(target, target)]
+        home = filling.homes[filling.tied.get(target, target)]
         local(home).copy_(tensor[bounds(home)] if within is None else tensor)
 
 
-def _put(target: str, homes: dict[str, Tensor], tied: dict[str, str], key: str, reader: _Reader) -> None:
+def _put(target: str, filling: _Filling, key: str, reader: TensorReader) -> None:
     """Read one plain weight. Where the files hold a tied one under both names, the second is compared with the first."""
-    source = tied.get(target, target)
-    home = homes[source]
+    source = filling.tied.get(target, target)
+    home = filling.homes[source]
     own = local(home)
-    again = source in reader.filled
+    again = source in filling.filled
     for at, where in _pieces(own, bounds(home)):
         read = check_finite(reader.part(key, where), key, reader.headers[key].file)
         if not again:
             own[at].copy_(read)
         elif not torch.equal(own[at], read.to(own)):
-            raise different_copies(source, tied)
-    reader.filled.add(source)
+            raise different_copies(source, filling.tied)
+    filling.filled.add(source)
 
 
 def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
@@ -241,7 +248,7 @@ def _own_experts(group: Group, homes: dict[str, Tensor]) -> range | None:
     return range(first.start, first.stop) if others == whole else None
 
 
-class Weights:
+class WholeWeights:
     """A folder's weights by transformers' names in memory, made whole one at a time."""
 
     def __init__(self, twin: Any, folder: Path) -> None:
@@ -253,57 +260,9 @@ class Weights:
     def whole(self, key: str) -> Tensor:
         """The weight `key`, on the host."""
         group = self._groups[key]
-        with _Reader(self._headers) as reader:
+        with TensorReader(self._headers) as reader:
             read = {key: reader.whole(key).clone() for key in group.keys}
         return next(iter(read.values())) if group.converter is None else group.convert(self._twin, read)[key]
-
-
-@dataclass(slots=True)
-class _Reader:
-    """Open files, closed again before more than `_MAPPED` bytes are read. `filled`: weights that have their values."""
-
-    headers: Headers
-    filled: set[str] = field(default_factory=set)
-    opened: dict[Path, Any] = field(default_factory=dict)
-    stack: ExitStack = field(default_factory=ExitStack)
-    mapped: int = 0
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def whole(self, key: str) -> Tensor:
-        return self.part(key, tuple(slice(0, size) for size in self.headers[key].shape))
-
-    def part(self, key: str, where: Iterable[slice]) -> Tensor:
-        """A piece of a tensor, in the file's own pages."""
-        where = tuple(where)
-        handle = self._open(self.headers[key].file)
-        # safetensors has no slice of a tensor without dims.
-        read: Tensor = handle.get_slice(key)[where] if where else handle.get_tensor(key)
-        if self.mapped and self.mapped + read.nbytes > _MAPPED:
-            del read
-            self.close()
-            return self.part(key, where)
-        self.mapped += read.nbytes
-        return read
-
-    def close(self) -> None:
-        self.opened.clear()
-        self.stack.close()
-        self.mapped = 0
-
-    def _open(self, file: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if file not in self.opened:
-            try:
-                self.opened[file] = self.stack.enter_context(safe_open(str(file), framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
-        return self.opened[file]
 
 
 def _rank() -> int:
