@@ -1,8 +1,9 @@
 """Figures carried over to code they were not measured on, because cells measured again on it repeat.
 
-Cells of Ithaca, measured again at HEAD, are compared with those committed: seconds, memory, loss and gradient norm.
-Where each repeats within its spread, stale figures whose changed files are among those the cells ran are stamped as
-carried over: the first stamp stays, and beside it stand the commit they are carried to and every comparison made.
+Cells measured again at HEAD, some of Ithaca among them, are compared with those committed: seconds, memory, loss and
+gradient norm. Where each repeats within its spread, stale figures whose changed files are among those the cells ran
+are stamped as carried over: the first stamp stays, and beside it stand the commit they are carried to and every
+comparison made.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ def spread_of(cell: Result, again: Result, earlier: list[Result]) -> float:
 
 
 def _same_plan(one: Result, cell: Result) -> bool:
-    if "seconds" not in one or "allocated_gib" not in one:
+    if "seconds" not in one or ("allocated_gib" in one) != ("allocated_gib" in cell):
         return False
-    return bool(abs(one["allocated_gib"] / cell["allocated_gib"] - 1) <= FIXED["allocated_gib"])
+    # A floor has no plan, and no memory.
+    known = "allocated_gib"
+    return known not in cell or bool(abs(one[known] / cell[known] - 1) <= FIXED[known])
 
 
 def _range(values: list[float]) -> float:
@@ -70,11 +73,11 @@ def _range(values: list[float]) -> float:
 
 
 def compare(committed: Result, again: Result, earlier: list[Result]) -> list[Comparison]:
-    """Return what there is to compare of Ithaca's cells measured again, or end with a sentence where that says nothing."""
+    """Return what there is to compare of the cells measured again, or end with a sentence where that says nothing."""
     found = []
     here = {name_of(cell): cell for cell in committed["cells"]}
-    cells = [cell for cell in again.get("cells", []) if cell.get("system") == "ithaca"]
-    if not cells:
+    cells = again.get("cells", [])
+    if not any(cell.get("system") == "ithaca" for cell in cells):
         raise SystemExit("the file of --again has no cell of Ithaca to compare: measure one by benchmarks.step")
     for cell in cells:
         name = name_of(cell)
@@ -97,9 +100,7 @@ def compare(committed: Result, again: Result, earlier: list[Result]) -> list[Com
 def ran(root: Path, again: Result) -> tuple[str, dict[str, str]]:
     """Return HEAD and the files that the cells measured again ran, or end with a sentence where they ran others."""
     files: dict[str, str] = {}
-    for name, subject, cell in figures_of("step", again):
-        if cell.get("system") != "ithaca":
-            continue
+    for name, subject, _ in figures_of("step", again):
         stamp = latest(again, name)
         if stamp is None:
             raise SystemExit(f"{name} measured again has no stamp: measure it by benchmarks.step of this code")
@@ -119,15 +120,11 @@ def latest(result: Result, name: str) -> Stamp | None:
     return stamp
 
 
-def not_run(then: Stamp, now: Stamp, committed: Result, again_files: dict[str, str]) -> list[str]:
-    """Return what changed between two stamps in files that the compared cells do not run, before or now."""
-    before = {path for stamp in committed.get("measured", {}).get("sources", []) for path in _step_files(stamp)}
+def not_run(then: Stamp, now: Stamp, before: list[Stamp], again: dict[str, str]) -> list[str]:
+    """Return what changed between two stamps in files that the compared cells ran neither before nor again."""
+    ran_before = {path for stamp in before for path in stamp["files"]}
     names = changed(then["files"], now["files"])
-    return [name for name in names if name.rsplit(" (", 1)[0] not in before | set(again_files)]
-
-
-def _step_files(stamp: Stamp) -> dict[str, str]:
-    return stamp["files"] if stamp["subject"] == "step" else {}
+    return [name for name in names if name.rsplit(" (", 1)[0] not in ran_before | set(again)]
 
 
 def carry(root: Path, files: list[Path], again_file: Path, step_file: Path, *, beyond: bool, only: str) -> list[str]:
@@ -140,19 +137,20 @@ def carry(root: Path, files: list[Path], again_file: Path, step_file: Path, *, b
     if not all(each.repeats for each in compared):
         raise SystemExit("\n".join([*said, "nothing is carried over: not every value repeats within its spread"]))
     by = {"comparisons": said, "with": again_file.name}
+    before = [stamp for each in {each.cell for each in compared} if (stamp := latest(committed, each))]
     for file in files:
         result: dict[str, Any] = json.loads(file.read_text())
         for name, subject, _ in list(figures_of(program_of(file), result)):
             if only not in name:
                 continue
-            line = _carried(result, name, stamp_at(root, head, subject), by, committed, files_run, beyond)
+            line = _carried(result, name, stamp_at(root, head, subject), by, before, files_run, beyond)
             said += [f"{file.name}, {name}: {line}"] if line else []
         save(file, result)
     return said
 
 
 def _carried(
-    result: Result, name: str, now: Stamp, by: dict[str, Any], committed: Result, run: dict[str, str], beyond: bool
+    result: Result, name: str, now: Stamp, by: dict[str, Any], before: list[Stamp], run: dict[str, str], beyond: bool
 ) -> str:
     """Carry one figure over and return what was done, "" where it is current."""
     stamp = latest(result, name)
@@ -162,7 +160,7 @@ def _carried(
         return ""
     entry = result["measured"]["figures"][name]
     first = result["measured"]["sources"][entry["sources"]]
-    odd = not_run(first, now, committed, run)
+    odd = not_run(first, now, before, run)
     if odd and not beyond:
         return f"not carried over, the cells do not run {', '.join(odd[:3])}{' and more' if len(odd) > 3 else ''}"
     kept = {key: value for key, value in entry.items() if key not in ("sources", "carried")}

@@ -4,8 +4,8 @@
     earlier = at_commit(root, "1a2b3c4", ["package/*"])
     changed(earlier, sources)                      # [] or ["package/part.py", "package/gone.py (gone)"]
 
-A Python file is known by its syntax tree without docstrings, comments, imports and formatting, so prose and a changed
-import leave its fingerprint as it is; a file of nothing else has none. JSON is known by its value, another file by its
+A Python file is known by its syntax tree without docstrings, comments, imports, `__all__` and formatting, so prose and a
+changed import leave its fingerprint as it is; a file of nothing else has none. JSON is known by its value, another file by its
 bytes. Two sets of files are compared as multisets of fingerprints, so a file that only moved has not changed. A
 pattern is one of `fnmatch`, whose `*` goes into folders.
 """
@@ -33,11 +33,19 @@ _WRITING = ("ctx", "kind", "type_comment", "type_ignores")
 def fingerprint(path: str, content: bytes) -> str | None:
     """Return the fingerprint of one file, None where nothing in it runs."""
     if path.endswith(".py"):
-        shape = _shape(ast.parse(content))
-        content = b"" if shape == ("Module",) else repr(shape).encode()
+        content = _code(content)
     elif path.endswith(".json"):
         content = json.dumps(json.loads(content), sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:DIGITS] if content else None
+
+
+def _code(content: bytes) -> bytes:
+    try:
+        shape = _shape(ast.parse(content))
+    except SyntaxError:
+        # Of a newer Python, or half written: known by its bytes.
+        return content
+    return b"" if shape == ("Module",) else repr(shape).encode()
 
 
 def _shape(node: Any) -> Any:
@@ -65,9 +73,11 @@ def _joined(parts: list[ast.expr]) -> list[Any]:
 
 
 def _is_silent(node: Any) -> bool:
-    """True for imports, docstrings, `pass`, and a block under TYPE_CHECKING with nothing else in it."""
+    """True for imports, `__all__`, docstrings, `pass`, and a block under TYPE_CHECKING with nothing else in it."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
         return all(map(_is_silent, (*node.body, *node.orelse)))
+    if isinstance(node, ast.Assign):
+        return [each.id for each in node.targets if isinstance(each, ast.Name)] == ["__all__"]
     text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return text or isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)
 

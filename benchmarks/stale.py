@@ -66,7 +66,7 @@ class Figure:
             )
             if odd := self.carried["not_run"]:
                 said += f" (which do not run {_short(odd)})"
-        return said + (f": {_short(self.changed)} changed" if self.changed else "")
+        return said + (f": {_short(self.changed)}" if self.changed else "")
 
 
 def _short(paths: tuple[str, ...] | list[str]) -> str:

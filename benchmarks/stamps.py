@@ -151,7 +151,8 @@ def stamp_on_disk(root: Path, subject: str) -> Stamp:
 
 
 def stamp_at(root: Path, commit: str, subject: str) -> Stamp:
-    return {"commit": short(root, commit), "subject": subject, "files": at_commit(root, commit, SUBJECTS[subject])}
+    commit = short(root, commit)
+    return {"commit": commit, "subject": subject, "files": at_commit(root, commit, SUBJECTS[subject])}
 
 
 def commit_of(root: Path, subject: str, files: dict[str, str]) -> str | None:
