@@ -82,7 +82,7 @@ _DERIVED = ("run", "predicted", "memory_error", "time_error", "planned_so_today"
 
 def name_of(cell: Result) -> str:
     """ "ithaca, 8B, 32768, budget_gib=40.0": what was asked for, in the order of `_IDENTITY`."""
-    found = []
+    found: list[str] = []
     for value in (cell[name] for name in _IDENTITY if name in cell):
         each = [f"{k}={v}" for k, v in sorted(value.items())] if isinstance(value, dict) else value
         found += map(str, each) if isinstance(each, list) else [str(each)]

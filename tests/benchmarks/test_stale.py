@@ -1,5 +1,5 @@
 """`python -m benchmarks.stale` in a repository made here: its package, its results and their subjects are these tests'
-own, so that no test but those of the real table depends on a file of the package."""
+own, so that none depends on a file of the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import carried, stale, stamps
-from benchmarks.fingerprints import changed, fingerprint, on_disk
+from benchmarks.fingerprints import changed, on_disk
 
 CODE = '''"""Docstring."""
 from os import path
@@ -22,7 +22,6 @@ def double(x):
 '''
 OTHER = "def half(x):\n    return x / 2\n"
 DEVICE = {"device": "a card"}
-FINGERPRINT = "fd441e8dc624"
 
 Scratch = tuple[Path, Callable[..., int]]
 
@@ -184,14 +183,6 @@ def test_two_equal_files_of_which_one_changes_are_stale(tmp_path: Path) -> None:
     assert changed(then, on_disk(tmp_path, ["pack/*"])) == ["pack/two.py"]
 
 
-def test_fingerprint_is_that_of_every_python() -> None:
-    """Written down, since the interpreter that measures and the one that judges may be of different versions."""
-    text = b'def f(x, *, y=None):\n    return f"a" "b{x!r:>{y}}" + "c" "d", {**x}\n'
-    assert fingerprint("a.py", text) == FINGERPRINT
-    assert fingerprint("a.py", b'"""Prose."""\nimport os\n') is None
-    assert fingerprint("a.json", b'{"b": 1, "a": 2}') == fingerprint("b.json", b'{"a": 2,\n "b": 1}')
-
-
 def test_mark_of_changed_code_has_a_plus(stamped: Scratch) -> None:
     root, _ = stamped
     result: dict[str, Any] = {"rows": [1]}
@@ -338,27 +329,3 @@ def test_cell_measured_for_another_group_has_its_stamp(stamped: Scratch) -> None
     stamps.mark_like(result, other, one)
     figures = result["measured"]["figures"]
     assert figures["ithaca, 8B, 64"] == figures["ithaca, 8B, 32"]
-
-
-PATTERNS = sorted({pattern for patterns in stamps.SUBJECTS.values() for pattern in patterns})
-COMMITTED = sorted((stamps.ROOT / stamps.RESULTS).glob("*.json"))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_pattern_of_every_subject_names_code(pattern: str) -> None:
-    assert on_disk(stamps.ROOT, [pattern])
-
-
-@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
-def test_committed_figures_have_names_of_their_own_and_stamps(file: Path) -> None:
-    result = json.loads(file.read_text())
-    names = [name for name, _, _ in stamps.figures_of(stamps.program_of(file), result)]
-    assert len(names) == len(set(names)) > 0
-    assert all(carried.latest(result, name) for name in names)
-
-
-def test_parts_and_subjects_are_known() -> None:
-    assert {subject for parts in stamps.PARTS.values() for subject in parts.values()} <= set(stamps.SUBJECTS)
-    assert {stamps.program_of(file) for file in COMMITTED} == set(stamps.PARTS)
-    for program in stamps.PARTS:
-        assert (stamps.ROOT / "benchmarks" / f"{program}.py").is_file()
