@@ -136,7 +136,7 @@ def carry(root: Path, files: list[Path], again_file: Path, step_file: Path, *, b
     said = [str(each) for each in compared]
     if not all(each.repeats for each in compared):
         raise SystemExit("\n".join([*said, "nothing is carried over: not every value repeats within its spread"]))
-    by = {"comparisons": said, "with": again_file.name}
+    by = {"with": again_file.name, "comparisons": [str(each) for each in compared]}
     before = [stamp for each in {each.cell for each in compared} if (stamp := latest(committed, each))]
     for file in files:
         result: dict[str, Any] = json.loads(file.read_text())
@@ -164,5 +164,5 @@ def _carried(
     if odd and not beyond:
         return f"not carried over, the cells do not run {', '.join(odd[:3])}{' and more' if len(odd) > 3 else ''}"
     kept = {key: value for key, value in entry.items() if key not in ("sources", "carried")}
-    put(result, name, first, **kept, carried={"sources": now} | by | ({"not_run": odd} if odd else {}))
+    put(result, name, first, **kept, carried={"sources": now | by} | ({"not_run": odd} if odd else {}))
     return f"carried over from {first['commit']} to {now['commit']}" + (f", beyond {len(odd)} files" if odd else "")

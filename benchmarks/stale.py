@@ -90,8 +90,8 @@ def _judged(root: Path, file: str, name: str, subject: str, result: dict[str, An
     odd = tuple(changed(stamp["files"], on_disk(root, SUBJECTS[subject])))
     carried = None
     if "carried" in entry:
-        keys = ("comparisons", "with", "not_run")
-        carried = {"commit": stamp["commit"]} | {key: entry["carried"].get(key, []) for key in keys}
+        carried = {key: stamp[key] for key in ("commit", "with", "comparisons")}
+        carried["not_run"] = entry["carried"].get("not_run", [])
     return Figure(
         file, name, subject, "stale" if odd else "current", measured["sources"][entry["sources"]]["commit"],
         "from_history" in entry, odd, carried,

@@ -10,8 +10,8 @@ A result carries its stamps under "measured":
     }
 
 A figure is a part of the result ("rows", "overhead"), or one cell of a result that has cells. One whose stamp was found
-in git's history rather than written by the program has "from_history"; one carried over from other code has "carried",
-with what was compared (`benchmarks.carried`). `python -m benchmarks.stale` reads all of them.
+in git's history rather than written by the program has "from_history"; one carried over to other code has "carried",
+with sources of its own that also hold what was compared (`benchmarks.carried`). `python -m benchmarks.stale` reads all of them.
 """
 
 from __future__ import annotations

@@ -217,7 +217,8 @@ def test_cells_that_repeat_carry_the_others(
     for figure in ("ithaca, 8B, 128", "rows"):
         each = found[figure]
         assert (each["state"], each["commit"], each["carried"]["commit"]) == ("current", first, head)
-        assert any("+0.75% (spread 1.00%)" in line for line in each["carried"]["comparisons"])
+        assert "+0.75% (spread 1.00%)" in each["carried"]["comparisons"][0]
+        assert len(each["carried"]["comparisons"]) == 3
     assert run() == 0
     assert f"carried over from {first} to {head}" in capsys.readouterr().out
     code(root, "one.py", CODE.replace("* 2", "* 4"))
