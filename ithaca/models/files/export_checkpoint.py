@@ -41,7 +41,7 @@ _TOKENIZER = (
 
 
 def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Path | None = None) -> dict[str, Any]:
-    """What an export needs besides the tensors: JSON, to be kept in a checkpoint's facts under "model".
+    """Return what an export needs besides the tensors: JSON, to be kept in a checkpoint's facts under "model".
 
     `folder`: where the weights came from (of a model with adapters the frozen ones still do); `tokenizer`: the folder of
     its files or a hub name, the same folder if None.
@@ -60,7 +60,7 @@ def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Pat
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """peft's sets and enums as lists and words."""
+    """Return peft's settings with lists for its sets and words for its enums."""
     return {
         key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
         for key, value in settings.items()
@@ -68,7 +68,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """A whole checkpoint: `path` itself, or one of the run there, the newest if `step` is None."""
+    """Return a whole checkpoint: `path` itself, or one of the run there, the newest if `step` is None."""
     if (path / manifest.MANIFEST).is_file():
         if step not in (None, manifest.step_of(path)):
             raise CheckpointError(f"{path} is one checkpoint, not that of step {step}: name the run's folder instead")
@@ -115,7 +115,7 @@ def export_checkpoint(
 
 
 def copy_tokenizer(source: str, to: Path) -> None:
-    """A tokenizer's files: as they are from a folder, else those that transformers saves of a hub name's."""
+    """Write a tokenizer's files: as they are from a folder, else those that transformers saves of a hub name's."""
     if Path(source).is_dir():
         for file in {file for pattern in _TOKENIZER for file in Path(source).glob(pattern) if file.is_file()}:
             shutil.copyfile(file, to / file.name)
@@ -130,7 +130,7 @@ def copy_tokenizer(source: str, to: Path) -> None:
 
 
 def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The empty model that was trained, with the config it had then."""
+    """Return the empty model that was trained, with the config it had then."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     settings = dict(description["config"])
@@ -159,7 +159,7 @@ def _write_whole(
 
 
 def _kept_names(twin: Any, kept: set[str]) -> dict[str, str]:
-    """The name each weight was kept under: its own, or that of the weight it is tied to."""
+    """Return the name that each weight was kept under: its own, or that of the weight it is tied to."""
     tied: dict[str, str] = dict(twin.all_tied_weights_keys)
     names = {}
     for key in twin.state_dict():
@@ -193,7 +193,7 @@ def _write_merged(
 def _adapted(
     description: dict[str, Any], saved: Saved, dtype: torch.dtype
 ) -> tuple[Any, Callable[[str, Tensor], Tensor]]:
-    """An empty model with the checkpoint's adapter on it, and what adds the adapter's part to a weight."""
+    """Return an empty model with the checkpoint's adapter on it, and what adds the adapter's part to a weight."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 

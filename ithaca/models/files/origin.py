@@ -1,4 +1,4 @@
-"""What a run started from: its model's config.json and, where adapters are trained, a digest of the weights below them.
+"""The origin of a run: its model's config.json and, where adapters are trained, a digest of the weights below them.
 
 A checkpoint of adapters holds the adapters alone, and the config is read anew at every start: a folder in which somebody
 has put another model since would go on, or be merged on export, as if nothing had been.

@@ -73,9 +73,9 @@ def _load(model: nn.Module, folder: str | PathLike[str]) -> None:
 
 
 def read_generation(base: Any, folder: Path) -> None:
-    """How the folder says text is to be generated, to be saved again with the model.
+    """Read the folder's settings of text generation, to be saved again with the model.
 
-    transformers reads settings that it refuses to write: better told here than when the training is over.
+    transformers reads settings that it refuses to write: better refused here than when the training is over.
     """
     from transformers import GenerationConfig
 
@@ -141,7 +141,7 @@ def plain_name(key: str) -> str:
 
 
 def _homes(base: Any) -> dict[str, Tensor]:
-    """Where each weight of the file goes: parameters and persistent buffers by transformers' names, once each."""
+    """Return parameters and persistent buffers by transformers' names, once each."""
     homes: dict[str, Tensor] = {plain_name(key): p for key, p in base.named_parameters() if ".lora_" not in key}
     kept = base.state_dict().keys()
     return homes | {plain_name(key): buffer for key, buffer in base.named_buffers() if key in kept}
@@ -152,7 +152,7 @@ def materialize(model: nn.Module) -> None:
     home = home_of(model) or torch.device("cpu")
     sharded = any(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     if sharded:
-        # FSDP2 hears of it, and torch swaps DTensors in place: tied weights stay tied.
+        # FSDP2 takes note of it, and torch swaps DTensors in place: tied weights stay tied.
         model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
         return
     made: dict[Tensor, Tensor] = {}
@@ -214,7 +214,7 @@ def _put(target: str, filling: _Filling, key: str, reader: TensorReader) -> None
 
 
 def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
-    """What is said where files hold a tied weight twice, and not the same."""
+    """Return the error of files that hold a tied weight twice, and not the same."""
     return CheckpointError(
         f"{' and '.join(tied_to(source, tied))} are one weight by the config, but the files hold different ones: "
         "set tie_word_embeddings to false in config.json"

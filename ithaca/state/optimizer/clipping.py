@@ -26,7 +26,7 @@ _BLOCK, _PIECE = 512, 2**22
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
-    """The norm of all ranks' gradients, on `device`, in fp32 or, of a CPU's, fp64; None without a gradient."""
+    """Return the norm of all ranks' gradients, on `device`, in fp32 or, of a CPU's, fp64; None without a gradient."""
     shards: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad
@@ -49,7 +49,7 @@ def _square(grads: list[Tensor]) -> Tensor:
 
 
 def _square_on_cpu(grad: Tensor) -> Tensor:
-    """In fp64 over blocks of fp32: a CPU's fp32 sum of millions has three digits, and its fp64 norm takes far longer
+    """Sum in fp64 over blocks of fp32: a CPU's fp32 sum of millions has three digits, and its fp64 norm takes far longer
     than the step; this has seven, as fast as the gradient is read."""
     total = torch.zeros((), dtype=torch.float64)
     for piece in grad.reshape(-1).split(_PIECE):
@@ -61,7 +61,7 @@ def _square_on_cpu(grad: Tensor) -> Tensor:
 
 
 def _summed(key: Any, square: Tensor) -> Tensor:
-    """Over the ranks that hold the other shards; a copy of a shard is not counted again."""
+    """Sum over the ranks that hold the other shards; a copy of a shard is not counted again."""
     if key is not None:
         mesh, placements = key
         for dim, placement in enumerate(placements):
@@ -96,7 +96,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Te
 
 
 def _step_where(optimizer: Any, taken: Tensor, scale: Tensor | None = None) -> None:
-    """A step that changes nothing where `taken` is false; of gradients divided by `scale`."""
+    """Take a step of gradients divided by `scale`; where `taken` is false it changes nothing."""
     optimizer.grad_scale, optimizer.found_inf = scale, (~taken).float()
     try:
         optimizer.step()
@@ -109,7 +109,7 @@ def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _factor(norm: Tensor, clip: float) -> Tensor:
-    """What gradients are divided by."""
+    """Return the number that gradients are divided by."""
     return ((norm + _EPS) / clip).clamp(min=1.0)
 
 
