@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ithaca.arguments import check_kind, named_arguments, shown
 from ithaca.errors import BatchError, PeerError, UnsupportedError
@@ -159,23 +159,43 @@ def _refuse_items(batch: object, count: object) -> None:
 
 
 class Loss(Tensor):
-    """The loss, with a `backward` that refuses what would silently be wrong and says what held memory that ran out.
+    """The loss, with a `backward` that refuses what would silently be wrong and names what held memory that ran out.
 
-    A class, because torch has no other place for it: with `inputs=` weights of a layer that is run again are no nodes of
-    the graph, so that no code of ours would run; a function set on the tensor itself would be lost with a temporary,
-    `causal_loss(...).backward()`. What is computed from it is a plain tensor.
+    A class, because torch has no other place for three things. With `inputs=`, weights of a layer that is run again are
+    no nodes of the graph, so that no code of ours would run. A function set on the tensor itself would be lost with a
+    temporary, `causal_loss(...).backward()`. And a term of sharded weights must be whole before it is added. All else
+    that is computed from a loss is a plain tensor.
     """
 
     binding: Binding
-    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Terms made of sharded weights, such as an L2 norm, are added as the whole numbers that they stand for."""
+        flat, tree = tree_flatten((args, kwargs or {}))
+        if func is torch.autograd.grad:
+            _refuse_shards(flat)
+        terms = any(isinstance(value, DTensor) for value in flat)
+        args, kwargs = tree_unflatten([_whole(value) for value in flat], tree) if terms else (args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            given = func(*args, **kwargs)
+        if terms and isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
+            # More terms may follow.
+            given = _accounted(given, next(value for value in flat if isinstance(value, cls)).binding)
+        return given
 
     def __format__(self, how: str) -> str:
         """torch formats plain tensors alone: `f"{loss:.4f}"`."""
-        return self.detach().__format__(how)
+        return self.detach().as_subclass(Tensor).__format__(how)
+
+    def tolist(self) -> Any:
+        """torch makes numbers of plain tensors alone."""
+        return self.detach().as_subclass(Tensor).tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is pickled is a plain tensor: `torch.save({"step": step, "loss": loss}, file)`."""
-        return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        plain = self.detach().as_subclass(Tensor).requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
     def backward(
         self,
@@ -187,13 +207,31 @@ class Loss(Tensor):
         # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
         if inputs is not None and self.binding.memory is not None and self.binding.replays:
             raise UnsupportedError(WHOLE_BACKWARD)
-        if any(isinstance(value, DTensor) for value in tree_leaves(inputs)):
+        _refuse_shards(tree_flatten(inputs)[0])
+        if create_graph:
             raise UnsupportedError(
-                "backward(inputs=...) finds no gradients of sharded weights: call loss.backward() and read weight.grad, "
-                "with requires_grad_(False) on what shall have none"
+                "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
+                "use a model without parallelize for them"
             )
         with self.binding.accounting():
-            torch.autograd.backward([self], [gradient], retain_graph, create_graph, inputs=inputs)
+            torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
+
+
+def _refuse_shards(inputs: list[Any]) -> None:
+    """A shard is not what its layer computes with: autograd finds no way from a loss to it."""
+    if any(isinstance(value, nn.Parameter) and isinstance(value, DTensor) for value in inputs):
+        raise UnsupportedError(
+            "torch.autograd.grad and backward(inputs=...) find no gradients of sharded weights: call loss.backward() and "
+            "read weight.grad, with requires_grad_(False) on what shall have none"
+        )
+
+
+def _whole(value: Any) -> Any:
+    """The sum over ranks of a sharded term; all ranks take part. What is on the host is joined on the device."""
+    if not isinstance(value, DTensor):
+        return value
+    there: Any = value.to(value.device_mesh.device_type)
+    return there.full_tensor()
 
 
 def _accounted(loss: Tensor, binding: Binding) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from ithaca.errors import UnsupportedError
@@ -144,15 +143,8 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
-                "use a model without parallelize for them"
-            )
         reducing(ctx.marks)
-        # Terms made of sharded weights, such as an L2 norm added to the loss, hand their own kind of tensor back.
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        return whole.to(ctx.dtype) * ctx.factor, None, None, None
+        return grad.to(ctx.dtype) * ctx.factor, None, None, None
 
 
 def with_gradient_times(value: Any, factor: float) -> Any:
