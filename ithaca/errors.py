@@ -1,6 +1,8 @@
-"""The errors a user can cause. Each message says what was given, what is needed, and what works instead.
+"""The exceptions of the package. A message says what was given, what is needed, and the nearest choice that works.
 
-Numbered 0 in the house: everything may import it. `assert` is for our own invariants, never for these.
+`assert` is for our own invariants, never for a user's mistake. Exceptions that only steer control flow (`Preempted`,
+`Stopped`) stand beside the code that raises them; `DeviceMemoryError` is a torch.OutOfMemoryError and stands in
+`models/planner/out_of_memory.py`, because this file is imported where torch is not.
 """
 
 
@@ -40,6 +42,10 @@ class UntrainedError(IthacaError, ArithmeticError):
     status = 65
 
 
+class BadStepsError(IthacaError, ArithmeticError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
 class BatchError(IthacaError, ValueError):
     """A batch that cannot be laid out: shapes, ids, masks."""
 
@@ -58,6 +64,22 @@ class LinkError(IthacaError, RuntimeError):
 
 class MemoryPlanError(IthacaError, MemoryError):
     """No plan fits the memory there is; the message names the largest term and what would fit."""
+
+
+class HostMemoryError(IthacaError, MemoryError):
+    """The host has not the memory that was asked to be pinned."""
+
+
+class RowError(Exception):
+    """A row that is no document; the message is the reason. Counted and named, not fatal."""
+
+
+class ZstdError(Exception):
+    """Zstd frames that cannot be decompressed, in whichever library."""
+
+
+class MisnamedError(Exception):
+    """A file whose first bytes are not what its name says."""
 
 
 NOT_PICKLED = (

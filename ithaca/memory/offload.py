@@ -26,7 +26,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ithaca.errors import IthacaError
+from ithaca.errors import HostMemoryError
 from ithaca.mesh import ranks_here
 from ithaca.quantities import show_bytes
 
@@ -38,10 +38,6 @@ SPARE = 1.25
 _ALIGN = 512
 # Bytes whose pages one thread asks for at a time.
 _TOUCHED = 2**26
-
-
-class HostMemoryError(IthacaError, MemoryError):
-    """The host has not the memory that was asked to be pinned."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ithaca.attention.clock import CLOCK, Spans
 from ithaca.config.schema import Run
-from ithaca.errors import IthacaError
+from ithaca.errors import BadStepsError
 from ithaca.loss.by_position import LossByPosition
 from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.planning.model.flops import model_flops, utilisation
@@ -54,10 +54,6 @@ logger = logging.getLogger("ithaca")
 Batch = dict[str, Tensor]
 # Steps shorter than this are settled after the next one was launched; longer ones are told of at once.
 SHORT_S = 1.0
-
-
-class BadStepsError(IthacaError, ArithmeticError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

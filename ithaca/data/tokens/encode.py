@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from ithaca.config.schema import Data, Source
 from ithaca.data.sources.locate import Located
-from ithaca.data.sources.read_records import RowError, Unreadable, encodable, json_list
+from ithaca.data.sources.read_records import Unreadable, encodable, json_list
 from ithaca.data.tokens.chat import ChatEncoder
 from ithaca.data.tokens.pairs import ALPACA, INPUT, PAIR, encode_alpaca, encode_pair
 from ithaca.data.tokens.pieces import PIECE, pieces_of
 from ithaca.data.tokens.special_spellings import Spellings
-from ithaca.errors import DataError
+from ithaca.errors import DataError, RowError
 
 _CHAT = ("messages", "conversations", "conversation", "chat", "dialogue")
 _TOKENS = ("input_ids", "tokens", "token_ids")
