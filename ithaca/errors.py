@@ -5,11 +5,13 @@
 `models/planner/out_of_memory.py`, because this file is imported where torch is not.
 """
 
+from ithaca.exit_codes import MISTAKE, UNTRAINED
+
 
 class IthacaError(Exception):
     """Base of every error that is the caller's to mend. `status`: what a command that it ends ends with."""
 
-    status = 2
+    status = MISTAKE
 
 
 class MeshError(IthacaError, ValueError):
@@ -39,7 +41,7 @@ class UnwrittenError(CheckpointError):
 class UntrainedError(IthacaError, ArithmeticError):
     """A stage whose every step was skipped: there is no trained model to export."""
 
-    status = 65
+    status = UNTRAINED
 
 
 class BadStepsError(IthacaError, ArithmeticError):

@@ -25,9 +25,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ithaca.attention.kernels import AUTO, KERNELS, QKV, AttentionSpec, Kernel
+from ithaca.constants import GIB
 
 State = Literal["good", "missing", "tight", "broken"]
-GIB = 2**30
 # Forward and backward of a trial: few enough tokens to be done at once, the head size that most models have.
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 256, 4, 2, 128
 # Package: what it is for.

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ithaca.attention.clock import CLOCK, Spans
 from ithaca.config.schema import Run
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BadStepsError
 from ithaca.loss.by_position import LossByPosition
 from ithaca.loss.causal import causal_loss, count_tokens
@@ -355,7 +356,7 @@ class StageLoop:
 def _held_out_row(feed: Any, at: int, many: int) -> Batch:
     """Row `at`, or, where the rows do not go round, one from which nothing is learned."""
     row: Batch = feed.row(min(at, many - 1))
-    return row if at < many else {**row, "labels": torch.full_like(row["labels"], -100)}
+    return row if at < many else {**row, "labels": torch.full_like(row["labels"], IGNORE_INDEX)}
 
 
 def _up(number: int, multiple: int) -> int:

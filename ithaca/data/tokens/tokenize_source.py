@@ -35,6 +35,7 @@ from ithaca.data.sources.read_records import Raw, open_rows, parse_row, raw_rows
 from ithaca.data.tokens.encode import Encoded, Encoder, Kind, find_kind, make_encoder
 from ithaca.data.tokens.store import VERSION, Store, StoreWriter, open_store
 from ithaca.errors import DataError, RowError
+from ithaca.exit_codes import FAILED
 
 NAMED = 5
 # The version of how messages become tokens.
@@ -303,7 +304,7 @@ def follow_parent() -> None:
 
     def follow() -> None:
         wait([parent.sentinel])
-        os._exit(1)
+        os._exit(FAILED)
 
     threading.Thread(target=follow, daemon=True).start()
 

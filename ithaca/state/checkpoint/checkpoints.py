@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.constants import GIB
 from ithaca.errors import CheckpointError
 from ithaca.mesh import Mesh
 from ithaca.quantities import show_bytes
@@ -257,7 +258,7 @@ class Checkpoints:
         needed = sum(_local_bytes(tensor) for tensor in tensors.values()) * self._mesh.local_ranks
         fits = all(self._gather(needed < psutil.virtual_memory().available))
         if not fits and self._mesh.rank == 0:
-            logger.warning("the host has no room for a copy of %.1f GiB: this checkpoint is waited for", needed / 2**30)
+            logger.warning("the host has no room for a copy of %.1f GiB: this checkpoint is waited for", needed / GIB)
         return fits
 
     def _first(self, action: Callable[[], Any]) -> Any:
