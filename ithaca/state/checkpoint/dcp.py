@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ithaca.errors import CheckpointError
+from ithaca.ranks import gather_objects
 from ithaca.state.checkpoint.low_bit_moments import BY_SHARD
 from ithaca.state.checkpoint.manifest import Sums, read_manifest, sum_of
 
@@ -139,9 +140,7 @@ def _filed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, in
     world = dist.get_world_size(group)
     shares = {key: tensor.numel() * tensor.element_size() // world for key, tensor in tensors.items()}
     if any(BY_SHARD in key for key in shares):
-        everyone: list[dict[str, int]] = [{}] * world
-        dist.all_gather_object(everyone, shares, group=group)
-        shares = {key: share for each in everyone for key, share in each.items()}
+        shares = {key: share for each in gather_objects(shares, group) for key, share in each.items()}
     files: dict[str, int] = {}
     number, filled = 1, 0
     for key in sorted(shares):
