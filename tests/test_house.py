@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = (
-    ("exit_codes", "constants", "errors", "arguments", "quantities", "heads", "mesh", "ranks", "config"),
+    ("exit_codes", "constants", "errors", "arguments", "quantities", "heads", "mesh", "ranks", "atomic", "config"),
     ("sequence", "planning"),
     ("attention", "memory"),
     ("state", "data"),
@@ -37,7 +37,17 @@ BOTTOM = ("exit_codes", "constants")
 # `ithaca/__init__.py` re-exports from all over, lazily.
 EXEMPT = "ithaca/__init__.py"
 CORE = 5
-WITHOUT_TORCH = ("exit_codes", "constants", "errors", "arguments", "quantities", "config", "heads", "planning")
+WITHOUT_TORCH = (
+    "atomic",
+    "exit_codes",
+    "constants",
+    "errors",
+    "arguments",
+    "quantities",
+    "config",
+    "heads",
+    "planning",
+)
 READS_ENVIRONMENT = ("mesh", "launch", "cli")
 LONGEST = 400
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.atomic import OVERHEAD, free_bytes
 from ithaca.constants import GIB
 from ithaca.errors import CheckpointError
 from ithaca.mesh import Mesh
@@ -38,8 +39,6 @@ from ithaca.state.checkpoint.state_tensors import fingerprint, state_tensors
 __all__ = ["Checkpoints", "fingerprint", "state_tensors"]
 
 logger = logging.getLogger("ithaca")
-# Headers, names and the file system's own needs.
-_ROOM = 1.02
 
 
 @dataclass(eq=False, slots=True)
@@ -289,11 +288,10 @@ def bytes_of(tensors: dict[str, Tensor]) -> int:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    where = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(where).free
-    if free < needed * _ROOM:
+    free = free_bytes(folder)
+    if free < needed * OVERHEAD:
         raise CheckpointError(
-            f"a checkpoint needs {show_bytes(needed * _ROOM)} and {folder} has {show_bytes(free)} free: make room, "
+            f"a checkpoint needs {show_bytes(needed * OVERHEAD)} and {folder} has {show_bytes(free)} free: make room, "
             "name an output folder on a larger disk, or keep fewer checkpoints"
         )
 

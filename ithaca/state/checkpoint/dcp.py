@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ithaca.atomic import force_to_disk
 from ithaca.errors import CheckpointError
 from ithaca.ranks import gather_objects
 from ithaca.state.checkpoint.low_bit_moments import BY_SHARD
@@ -78,17 +79,9 @@ class _SummedFiles(FileSystem):
         with super().create_stream(path, mode) as stream:
             summed = _SummedStream(stream)
             yield summed
-        _force_to_disk(path)
+        # DCP does so while the end of a file may still be in the stream's buffer.
+        force_to_disk(path)
         self.sums[Path(path).name] = summed.sum
-
-
-def _force_to_disk(path: str | os.PathLike[str]) -> None:
-    """DCP does so while the end of a file may still be in the stream's buffer."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _NamedFiles(FileSystem):
