@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ithaca.cli.quiet import quiet
+from ithaca.exit_codes import INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
     from ithaca.config.schema import Run
@@ -135,7 +136,6 @@ def work(text: str, restart: bool = False) -> int:
     from ithaca.report.loss_picture import draw_loss
     from ithaca.training.run.run_folder import RunFolder
     from ithaca.training.trainer import train as train_rank
-    from ithaca.training.watch.watch import INTERRUPTED, PREEMPTED
 
     began = time.monotonic()
     outcome = train_rank(Run.model_validate_json(text), restart=restart)

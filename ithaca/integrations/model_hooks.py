@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.integrations.late_logits import LazyLogits, RandomState, Reading
 from ithaca.integrations.targets import named_once
@@ -37,7 +38,7 @@ from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
 from ithaca.models.refusals.own_loss import refuse_own_loss
 from ithaca.models.shard_loss import loss_inputs, read_loss, shown_sum
 from ithaca.sequence.agree import agree, try_shard
-from ithaca.sequence.batch import IGNORE, Shard
+from ithaca.sequence.batch import Shard
 from ithaca.sequence.layout import Padding
 
 FUSED = "fused_lm_head"
@@ -258,7 +259,7 @@ def _miscounted(batch: Mapping[str, Any], shard: Shard | None) -> Exception | No
     labels = batch.get("labels")
     if shard is None or labels is None or batch.get("shift_labels") is not None:
         return None
-    counted = int((labels[:, 1:] != IGNORE).sum())
+    counted = int((labels[:, 1:] != IGNORE_INDEX).sum())
     if counted == shard.count:
         return None
     return BatchError(

@@ -28,12 +28,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ithaca.errors import ConfigError
+from ithaca.exit_codes import INTERRUPTED, PEER, PREEMPTED
 from ithaca.launch.failures import Verdict, judge
 from ithaca.launch.nodes import Nodes, meet, missing
 from ithaca.launch.scratch import scratch_folder
 from ithaca.launch.terminal import say_beside_a_bar
 from ithaca.launch.worker import Entry, Report, work
-from ithaca.training.watch.watch import INTERRUPTED, PEER, PREEMPTED
 
 LINGER = 5.0
 # Warnings of torch's C++ come with a stack of frames: a rank whose launcher was killed has one to print of its store.

@@ -10,9 +10,8 @@ import signal
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from ithaca.exit_codes import HANG, PEER
 from ithaca.launch.worker import Report
-
-_HANG, _PEER = 70, 71
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,13 @@ def judge(reports: Sequence[Report], codes: Mapping[int, int], killed: Set[int])
     told = {report.rank for report in reports}
     silent = {rank: code for rank, code in sorted(codes.items()) if code and rank not in told and rank not in killed}
     for rank, code in silent.items():
-        if code not in (_HANG, _PEER):
+        if code not in (HANG, PEER):
             return _ended(rank, code, codes)
-    if _HANG in silent.values():
-        return Verdict("", _HANG)
-    if reports and _PEER not in silent.values():
+    if HANG in silent.values():
+        return Verdict("", HANG)
+    if reports and PEER not in silent.values():
         return _told(min(reports, key=lambda report: report.when), reports, codes)
-    return Verdict(f"{_ranks(codes)} ended because a rank on another machine did, which says why", _PEER)
+    return Verdict(f"{_ranks(codes)} ended because a rank on another machine did, which says why", PEER)
 
 
 def _told(first: Report, reports: Sequence[Report], codes: Mapping[int, int]) -> Verdict:

@@ -19,10 +19,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-# As a shell has it for what SIGINT ended; the same number as `ithaca.training.watch.watch.INTERRUPTED`, which needs torch.
-INTERRUPTED = 130
-# As `ithaca.training.watch.watch.PREEMPTED`: schedulers start a run again.
-REQUEUED = 75
+from ithaca.exit_codes import INTERRUPTED, PREEMPTED
+
 # Seconds that a KeyboardInterrupt has to end the verb.
 PATIENCE = 10.0
 
@@ -112,7 +110,7 @@ def status_of(number: int) -> int:
     """Return the exit status for a signal: for `train` under SIGTERM or SIGUSR1 the one that schedulers requeue."""
     if number in (signal.SIGINT, signal.SIGALRM):
         return INTERRUPTED
-    return REQUEUED if _state.verb == "train" else 128 + number
+    return PREEMPTED if _state.verb == "train" else 128 + number
 
 
 def _imports(frame: FrameType | None) -> bool:

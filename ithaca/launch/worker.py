@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.errors import ConfigError, IthacaError, PeerError
+from ithaca.exit_codes import FAILED, PREEMPTED
 
 Entry = str | Callable[..., int | None]
 
@@ -54,7 +55,7 @@ class Report:
     def of(cls, rank: int, error: BaseException) -> Report:
         text = "".join(traceback.format_exception(error))
         user = isinstance(error, IthacaError)
-        status = error.status if isinstance(error, IthacaError) else 1
+        status = error.status if isinstance(error, IthacaError) else FAILED
         consequence = isinstance(error, PeerError) or any(part in str(error) for part in _CONSEQUENCES)
         return cls(rank, time.time(), type(error).__name__, str(error), text, user, consequence, status)
 
@@ -84,7 +85,7 @@ def work(entry: Entry, args: Sequence[Any], folder: str) -> int:
 
 def run_entry(entry: Entry, args: Sequence[Any]) -> int:
     """Run `entry`; a run that stopped because it was told to has the status that schedulers requeue."""
-    from ithaca.training.watch.watch import PREEMPTED, Preempted
+    from ithaca.training.watch.watch import Preempted
 
     try:
         return resolve(entry)(*args) or 0
@@ -117,4 +118,4 @@ def _end_after(sentinel: int) -> None:
     if hasattr(os, "killpg"):
         # The whole group: processes that this rank started, for reading data, end with it.
         os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    os._exit(FAILED)
