@@ -11,20 +11,17 @@ where it was told so by Ctrl-C.
 from __future__ import annotations
 
 import os
-import shlex
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from ithaca.errors import ConfigError, IthacaError
-from ithaca.launch.nodes import Nodes
-from ithaca.launch.slurm import Task, read_task
+from ithaca.launch.nodes import find_place
+from ithaca.launch.slurm import read_task
 from ithaca.launch.terminal import say_loading
 from ithaca.launch.worker import Entry, Report, run_entry
 
-PORT = 29_400
 Check = Callable[[int, Callable[[int], str | None]], None]
 
 
@@ -64,7 +61,7 @@ def launch(
         return _run_here(entry, args)
     say_loading("loading torch")
     count = count_processes(processes, device, setting)
-    place = _place(task, nodes, node_rank, rendezvous, hosts)
+    place = find_place(task, nodes, node_rank, rendezvous, hosts)
     if check is not None:
         check(count * place.count, partial(_typed, setting, place.count, _gpus(device)))
     if count == 1 and place.count == 1:
@@ -116,45 +113,6 @@ def _variables(processes: int, loopback: bool) -> dict[str, str]:
         # gloo would look up this machine's name, which need not lead back to it.
         given["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     return given
-
-
-def _place(
-    task: Task | None, nodes: int | None, node_rank: int | None, rendezvous: str | None, hosts: Sequence[str]
-) -> Nodes:
-    """Which of how many nodes this is, and where they meet."""
-    if task is not None and task.world > 1:
-        # One task a node, which starts the ranks of its node.
-        return Nodes(task.world, task.rank, f"{task.hosts[0]}:{task.port}")
-    if hosts and task is None:
-        return _among(hosts, rendezvous)
-    if nodes is None or nodes == 1:
-        if node_rank is not None or rendezvous is not None:
-            raise ConfigError("--node-rank and --rendezvous are for several nodes: give --nodes too")
-        return Nodes()
-    if nodes < 1 or not 0 <= (node_rank or 0) < nodes:
-        raise ConfigError(f"--nodes {nodes} with --node-rank {node_rank}: ranks of nodes go from 0 to --nodes - 1")
-    if rendezvous is None:
-        raise ConfigError(f"--nodes {nodes} needs --rendezvous host:port, a free port of the node with --node-rank 0")
-    return Nodes(nodes, node_rank, _endpoint(rendezvous))
-
-
-def _among(hosts: Sequence[str], rendezvous: str | None) -> Nodes:
-    endpoint = _endpoint(rendezvous or f"{hosts[0]}:{PORT}")
-    own = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
-    for rank, host in enumerate(hosts):
-        if host in own:
-            return Nodes(len(hosts), rank, endpoint) if len(hosts) > 1 else Nodes()
-    typed = shlex.join(["ithaca", *sys.argv[1:]])
-    raise ConfigError(
-        f"this machine, {socket.gethostname()}, is none of --hosts {','.join(hosts)}: on each of them type\n  {typed}"
-    )
-
-
-def _endpoint(rendezvous: str) -> str:
-    host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise ConfigError(f"--rendezvous {rendezvous!r}: write host:port, such as node0:{PORT}")
-    return rendezvous
 
 
 def _run_here(entry: Entry, args: Sequence[Any]) -> int:

@@ -68,18 +68,25 @@ class Report:
         ]
 
 
-def work(entry: Entry, args: Sequence[Any], folder: str) -> int:
-    """The whole life of a rank; gives its status."""
+def work(entry: Entry, args: Sequence[Any], folder: str) -> None:
+    """Run the entry as one rank, and leave its status in `folder`, or a report if the entry fails."""
+    rank = int(os.environ["RANK"])
     _follow_parent()
     try:
-        return run_entry(entry, args)
+        status = run_entry(entry, args)
+        Path(folder, f"status-{rank}").write_text(str(status), encoding="utf-8")
     except BaseException as error:
-        report = Report.of(int(os.environ["RANK"]), error)
+        report = Report.of(rank, error)
         report.write(folder)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not through the interpreter's exit: it waits for threads, and for collectives that no peer will join.
         os._exit(report.status)
+
+
+def read_statuses(folder: str) -> list[int]:
+    """Return the statuses of the ranks whose entry returned one."""
+    return [int(path.read_text(encoding="utf-8")) for path in Path(folder).glob("status-*")]
 
 
 def run_entry(entry: Entry, args: Sequence[Any]) -> int:
