@@ -1,9 +1,9 @@
-"""One rank started by `launch`: it runs the entry, and leaves a report where that fails.
+"""One rank that the agent started: it runs the entry, and leaves a status or a report in the agent's folder.
 
-A report is a JSON file in a folder of the launcher's: the launcher reads all of them and shows the first cause once,
-so a rank itself prints nothing of its own end.
+A report is a JSON file of the error that ended the rank. The agent reads the reports of all ranks and prints the first
+cause once, so a failed rank prints nothing itself.
 
-Invariant: a rank does not outlive the launcher, and Ctrl-C reaches it by way of the launcher alone.
+Invariant: a rank does not outlive the agent's process, and Ctrl-C reaches a rank only through the agent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ithaca.errors import ConfigError, IthacaError, PeerError
 
 Entry = str | Callable[..., int | None]
 
-# What collectives and stores say when another rank is gone.
+# Parts of the messages that collectives and stores raise when another rank is gone.
 _CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "Socket closed",
     "remote process exited or there was a network error", "Failed to recv, got 0 bytes", "Stop_waiting response",
@@ -36,9 +36,10 @@ _CONSEQUENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ended one rank. `user`: the caller's to mend. `consequence`: raised because another rank had ended.
+    """The error that ended one rank. `user`: True for a user's mistake, which needs no traceback.
 
-    `status`: what the rank, and the launcher if this was the first cause, ends with.
+    `consequence`: True if the error was raised because another rank had ended. `status`: exit code of the rank, and of
+    the launcher too if the error was the first cause.
     """
 
     rank: int
@@ -90,7 +91,7 @@ def read_statuses(folder: str) -> list[int]:
 
 
 def run_entry(entry: Entry, args: Sequence[Any]) -> int:
-    """Run `entry`; a run that stopped because it was told to has the status that schedulers requeue."""
+    """Run `entry` and return its status; a run that a signal stopped returns the one that schedulers requeue."""
     from ithaca.training.watch.watch import PREEMPTED, Preempted
 
     try:
@@ -100,7 +101,7 @@ def run_entry(entry: Entry, args: Sequence[Any]) -> int:
 
 
 def resolve(entry: Entry) -> Callable[..., int | None]:
-    """A function, or the one that `package.module:function` names."""
+    """Return the function that `package.module:function` names, or the function given."""
     if callable(entry):
         return entry
     module, _, name = entry.partition(":")
@@ -111,17 +112,17 @@ def resolve(entry: Entry) -> Callable[..., int | None]:
 
 
 def _follow_parent() -> None:
-    """Leave the terminal's process group, which Ctrl-C is sent to, and end when the launcher does, however it ends."""
+    """Leave the terminal's process group, to which Ctrl-C is sent, and end when the agent's process ends."""
     if hasattr(os, "setsid"):
         os.setsid()
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank is a child of the launcher"
+    assert parent is not None, "a rank is a child of the agent's process"
     threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True, name="ithaca parent").start()
 
 
 def _end_after(sentinel: int) -> None:
     wait([sentinel])
     if hasattr(os, "killpg"):
-        # The whole group: processes that this rank started, for reading data, end with it.
+        # The whole group, so that processes which this rank started to read data end too.
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -94,7 +94,7 @@ def test_environment_of_a_rank_joins_the_store_of_the_agent(monkeypatch: pytest.
     meeting = meet(Nodes(), 2)
     for name, value in meeting.variables(0).items():
         monkeypatch.setenv(name, value)
-    store, rank, world = next(dist.rendezvous("env://"))  # type: ignore[no-untyped-call]
+    store, rank, world = next(dist.rendezvous("env://"))
     assert (rank, world, store.get("ithaca/ranks/0")) == (0, 2, b"2")
 
 
