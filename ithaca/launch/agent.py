@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +30,7 @@ from typing import Any
 from ithaca.launch.failures import judge
 from ithaca.launch.nodes import Meeting, Nodes, meet
 from ithaca.launch.scratch import scratch_folder
+from ithaca.launch.stopped import handling
 from ithaca.launch.terminal import say_beside_a_bar
 from ithaca.launch.worker import Entry, Report, read_statuses, work
 from ithaca.training.watch.watch import INTERRUPTED, PREEMPTED
@@ -68,6 +68,10 @@ class Agent:
     def codes(self) -> dict[int, int]:
         return {rank: process.exitcode or 0 for rank, process in self.ranks.items()}
 
+    @property
+    def failed(self) -> bool:
+        return any(self.codes.values())
+
     def hear(self, number: int, _frame: object = None) -> None:
         """Note a signal, which `watch` passes on: a handler runs between any two instructions and does no more."""
         self.hurried = self.hurried or (self.asked != 0 and number == signal.SIGINT)
@@ -77,7 +81,7 @@ class Agent:
 
     def start(self, entry: Entry, args: Sequence[Any], meeting: Meeting, folder: str) -> None:
         # A rank inherits what is ignored, and ignores Ctrl-C until it has left the terminal's process group.
-        with _handling({signal.SIGINT: signal.SIG_IGN}):
+        with handling({signal.SIGINT: signal.SIG_IGN}):
             for local in range(meeting.counts[meeting.node]):
                 os.environ.update(meeting.variables(local))
                 process = get_context("spawn").Process(target=work, args=(entry, tuple(args), folder))
@@ -99,7 +103,7 @@ class Agent:
                     say_beside_a_bar(
                         f"stopping: the steps taken so far are saved within {self.grace:g} s (Ctrl-C again ends at once)"
                     )
-            if any(self.codes.values()) or machines_parted():
+            if self.failed or machines_parted():
                 deadline = min(deadline, now + LINGER)
             if self.hurried or now >= deadline:
                 self.kill()
@@ -114,7 +118,7 @@ class Agent:
                 # The rank's process group, which can outlive the rank.
                 os.killpg(process.pid, signal.SIGKILL)
         for process in alive.values():
-            # A rank that has just begun has no group of its own yet.
+            # A rank that has just begun has no group of its own.
             process.kill()
             process.join(LINGER)
 
@@ -136,15 +140,14 @@ def start_ranks(
     # `nohup` ignores SIGHUP, and the ranks are to live on after it.
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     heard = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup]
-    with scratch_folder() as folder, _environment(variables), _handling(dict.fromkeys(heard, agent.hear)):
+    with scratch_folder() as folder, _environment(variables), handling(dict.fromkeys(heard, agent.hear)):
         try:
             agent.idle = True
             meeting = meet(nodes, processes)
             agent.idle = False
             agent.start(entry, args, meeting, folder)
             agent.watch(meeting.parted)
-            statuses = read_statuses(folder)
-            if len(statuses) == processes and not any(agent.codes.values()):
+            if not agent.failed:
                 agent.idle = True
                 meeting.wait_for_all()
         except Stopped:
@@ -152,14 +155,15 @@ def start_ranks(
         finally:
             agent.idle = False
             agent.kill()
-        return _conclude(agent, statuses, Report.read_all(folder))
+        return _conclude(agent, folder)
 
 
-def _conclude(agent: Agent, statuses: Sequence[int], reports: Sequence[Report]) -> int:
+def _conclude(agent: Agent, folder: str) -> int:
     """Print the first cause of a failure, if there was one, and return the status to exit with."""
-    if len(statuses) == len(agent.ranks) and not any(agent.codes.values()):
-        status = max(statuses)
+    if not agent.failed:
+        status = max(read_statuses(folder), default=0)
         return agent.stopped_status if status == PREEMPTED and agent.asked else status
+    reports = Report.read_all(folder)
     if agent.asked and all(report.consequence for report in reports):
         # The signal ended ranks that were starting, or the grace was over, or Ctrl-C came again.
         if agent.saves and agent.killed and agent.asked != signal.SIGINT:
@@ -171,20 +175,6 @@ def _conclude(agent: Agent, statuses: Sequence[int], reports: Sequence[Report]) 
     if verdict.text:
         say_beside_a_bar(verdict.text)
     return verdict.status
-
-
-@contextmanager
-def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Install signal handlers for a time; none outside of the main thread, where Python allows none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 PORT = 29_400
 # Seconds that a machine whose ranks are done waits for those of the others.
 _BARRIER = 300.0
-_PERIOD = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,9 @@ class Meeting:
 
     def wait_for_all(self) -> None:
         """Wait until the ranks of every machine are done, or the store is gone."""
-        deadline = time.monotonic() + _BARRIER
-        with suppress(RuntimeError):
+        with suppress(TimeoutError, RuntimeError):
             self.store.add("ithaca/done", 1)
-            while self.store.add("ithaca/done", 0) < len(self.counts) and time.monotonic() < deadline:
-                time.sleep(_PERIOD)
+            _wait_until(lambda: self.store.add("ithaca/done", 0) >= len(self.counts), time.monotonic() + _BARRIER)
 
 
 def meet(nodes: Nodes, processes: int) -> Meeting:
@@ -142,13 +139,12 @@ def meet(nodes: Nodes, processes: int) -> Meeting:
     deadline = time.monotonic() + nodes.patience
     keys = [_key(node) for node in range(nodes.count)]
     try:
-        while not (first or _answers(host, int(port))):
-            _sleep_until(deadline)
+        if not first:
+            _wait_until(lambda: _answers(host, int(port)), deadline)
         store = TCPStore(host, int(port), is_master=first, wait_for_workers=False)
         node = 0 if first else nodes.rank or store.add("ithaca/nodes", 1)
         store.set(_key(node), str(processes))
-        while not store.check(keys):
-            _sleep_until(deadline)
+        _wait_until(lambda: store.check(keys), deadline)
         return Meeting(store, host, node, tuple(int(store.get(key)) for key in keys))
     except (OSError, RuntimeError):
         raise ConfigError(
@@ -178,7 +174,8 @@ def _answers(host: str, port: int) -> bool:
     return False
 
 
-def _sleep_until(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError
-    time.sleep(_PERIOD)
+def _wait_until(ready: Callable[[], bool], deadline: float) -> None:
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.1)

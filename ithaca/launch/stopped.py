@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -50,9 +50,6 @@ _state = _State()
 @contextmanager
 def hearing(*, last: bool) -> Iterator[None]:
     """Handle signals for the time of a command. `last`: True if the process ends with the command; they stay handled."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     home = os.getpid()
     _state.verb = next((word for word in sys.argv[1:2] if word in _VERBS), "")
     _state.inside = _state.done = _state.asked = False
@@ -64,18 +61,28 @@ def hearing(*, last: bool) -> Iterator[None]:
         _hear(number, frame)
 
     # A signal that is ignored already, as in a shell's background, stays ignored.
-    before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, hear) for number in _heard() if signal.getsignal(number) != signal.SIG_IGN
-    }
+    heard = [number for number in _heard() if signal.getsignal(number) != signal.SIG_IGN]
+    with handling(dict.fromkeys(heard, hear), restore=not last):
+        try:
+            yield
+        finally:
+            _state.done = True
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+
+
+@contextmanager
+def handling(handlers: Mapping[signal.Signals, Any], *, restore: bool = True) -> Iterator[None]:
+    """Install signal handlers for a time; none outside of the main thread, where Python allows none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        _state.done = True
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-        if not last:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, handler in before.items() if restore else ():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _heard() -> tuple[signal.Signals, ...]:
