@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: venv demo test test-all lint format clean
+.PHONY: venv demo test test-all lint format stale clean
 
 venv: $(STAMP)
 
@@ -45,6 +45,10 @@ test: lint
 # All tests, or those named by TESTS, whose result is added to the record.
 test-all: lint
 	@$(PYTEST) --record tests/results/test-all.json $(TESTS)
+
+# The committed figures that were measured on code which has changed since.
+stale: venv
+	@$(PY) -m benchmarks.stale
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

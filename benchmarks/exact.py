@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from benchmarks.floor import SHAPES, Shape
 from benchmarks.peers import about
-from benchmarks.step import ALLOCATOR, load, parse_cells, record, save, show_length
+from benchmarks.stamps import save
+from benchmarks.step import ALLOCATOR, load, parse_cells, record, show_length
 from ithaca.attention.kernels import KERNELS, QKV
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.attention.ulysses import UlyssesPlan, planned_attention
@@ -190,7 +191,7 @@ def main() -> int:
     result = load(arguments.file)
     for model, length in parse_cells(arguments.cells):
         cell = {"system": "ithaca", "model": model, "length": length, "settings": {}}
-        record(result, cell, measure(model, length, arguments.groups, torch.device(arguments.device)))
+        record(result, "exact", cell, measure(model, length, arguments.groups, torch.device(arguments.device)))
         save(arguments.file, result)
     print("\n".join(line(cell) for cell in result["cells"]))
     return 0

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.floor import seconds
 from benchmarks.kernels import machine
-from benchmarks.step import save, show_length
+from benchmarks.stamps import mark, save
+from benchmarks.step import show_length
 from ithaca.planning.model.known_models import known_config
 
 MODEL = "Qwen/Qwen3-30B-A3B"
@@ -93,6 +94,7 @@ def main() -> int:
         x_BLC = torch.randn(1, tokens, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         got = {"tokens": tokens} | block_figures(block, x_BLC) | product_figures(config, tokens)
         result["rows"].append(got)
+        mark(result, "experts")
         save(arguments.file, result)
         print(
             f"{show_length(tokens)}: forward {got['forward_s'] * 1e3:.1f} ms, with backward {got['both_s'] * 1e3:.1f} ms, "

@@ -12,7 +12,6 @@ raises is recorded with its message. The JSON carries hardware, versions and the
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shlex
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.stamps import mark, save
 from ithaca.attention.kernels import KERNELS, QKV, AttentionSpec, Bounds, Kernel
 
 ALLOWED = 1.5
@@ -309,8 +309,8 @@ def main() -> int:
     ran = [k for k in kernels if any(row["kernel"] == k.name and "ratios" in row for row in rows)]
     if arguments.time:
         result["speed"] = [speed(kernel, arguments.time) for kernel in ran if kernel.name != "blockwise"]
-    arguments.file.parent.mkdir(parents=True, exist_ok=True)
-    arguments.file.write_text(json.dumps(result, indent=1) + "\n")
+    mark(result, "kernels")
+    save(arguments.file, result)
     for row in rows:
         if "raised" in row:
             print(f"! {row['kernel']}, {row['case']}: {row['raised']}")

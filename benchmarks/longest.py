@@ -30,7 +30,8 @@ import torch
 
 from benchmarks.floor import SHAPES, Shape, build_model, config_of, step_flops, synchronize
 from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
-from benchmarks.step import ALLOCATOR, Cell, load, parse_cells, record, save, show_length
+from benchmarks.stamps import mark, save
+from benchmarks.step import ALLOCATOR, Cell, load, parse_cells, record, show_length
 from ithaca.planning.model.flops import attention_flops, token_flops
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import Job
@@ -222,6 +223,7 @@ def main() -> int:
         device = torch.device(arguments.device)
         measured_head = {"seconds_per_token": head_seconds(SHAPES[model], device), "machine": about(device)}
         result.setdefault("heads", {})[model] = measured_head
+        mark(result, "longest", "heads")
         save(arguments.file, result)
     for model, length in parse_cells(arguments.cells):
         settings = {
@@ -234,7 +236,7 @@ def main() -> int:
         cell = {"system": "ithaca", "model": model, "length": length, "settings": settings}
 
         def keep(got: dict[str, Any], cell: Cell = cell) -> None:
-            record(result, cell, got)
+            record(result, "longest", cell, got)
             save(arguments.file, result)
             print(
                 {key: got.get(key) for key in ("tokens", "outcome", "forward_s", "backward_s", "seconds")}, flush=True

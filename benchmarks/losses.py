@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from benchmarks.floor import seconds, synchronize
 from benchmarks.kernels import machine
-from benchmarks.step import save
+from benchmarks.stamps import mark, save
 from ithaca.memory import liger as tile
 from ithaca.memory.head_loss import LossSpec, head_loss
 
@@ -174,11 +174,13 @@ def main() -> int:
             except torch.OutOfMemoryError:
                 row["outcome"] = "out of memory"
             result["rows"].append(row)
+            mark(result, "losses")
             save(arguments.file, result)
             print(told(row), flush=True)
             if DEVICE.type == "cuda":
                 torch.cuda.empty_cache()
     result["specs"] = {name: errors(partial(ithaca, fuse=True, spec=spec), given, spec) for name, spec in SPECS.items()}
+    mark(result, "losses")
     save(arguments.file, result)
     print("\n".join(f"{name}: off by {_shown(found)}" for name, found in result["specs"].items()))
     print(table(result))

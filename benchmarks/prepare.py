@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.kernels import command_line
-from benchmarks.step import save
+from benchmarks.stamps import mark, save
 
 SMALL = 1000
 _PART = 1 << 16
@@ -50,6 +50,7 @@ def main() -> None:
             row = measure(folder, write_document(folder / f"one.{suffix}", words, size))
             print(json.dumps(row), flush=True)
             result["rows"].append(row)
+            mark(result, "prepare")
             save(arguments.file, result)
 
 
@@ -59,17 +60,8 @@ def machine() -> dict[str, Any]:
         "device": f"CPU, {os.cpu_count()} cores, {platform.machine()}",
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in names},
-        "commit": commit(),
         "command": command_line(),
     }
-
-
-def commit() -> str:
-    """The commit of the files that run, with a plus where they differ from it."""
-    ask = ["git", "-C", str(Path(__file__).parent)]
-    head = subprocess.run([*ask, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-    changed = subprocess.run([*ask, "status", "--porcelain", "../ithaca"], capture_output=True, text=True, check=True)
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def source_words() -> list[str]:

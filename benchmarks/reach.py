@@ -24,7 +24,8 @@ import torch
 from benchmarks import longest
 from benchmarks.floor import SHAPES, build_model
 from benchmarks.peers import GIB, about, checkpointed_step, memory, outcome_of
-from benchmarks.step import ALLOCATOR, Cell, load, record, save
+from benchmarks.stamps import save
+from benchmarks.step import ALLOCATOR, Cell, load, record
 from ithaca.models.planner.plan_in_force import SHARE
 
 TIMES = 4
@@ -149,7 +150,7 @@ def main() -> int:
             own = apart(longer, model, card, TIMES * reached["tokens"], arguments.device)
             own.pop("machine", None)
         # Known by model and card: a row found longer next time is the same cell's.
-        record(result, cell, {"machine": machine, "outcome": "done", "transformers": reached, "ithaca": own})
+        record(result, "reach", cell, {"machine": machine, "outcome": "done", "transformers": reached, "ithaca": own})
         save(arguments.file, result)
         print(table(result), flush=True)
     if not arguments.cells:

@@ -43,7 +43,8 @@ from typing import Any
 from benchmarks.rehearsal_cells import GROUPS, Cell, asked, cells_of, key, name_of, sort_of
 from benchmarks.rehearsal_page import TABLES, detail, plot, put_into
 from benchmarks.rehearsal_plan import experts_config, planned_anew
-from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load, save
+from benchmarks.stamps import mark, mark_like, save
+from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load
 
 # A process that holds more after a rehearsal, on the device or pinned on the host, takes no other one: the next would
 # count it, or plan with less.
@@ -210,6 +211,10 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
         if (run := about()) not in result["runs"]:
             result["runs"].append(run)
         result["cells"] = [*(c for c in result["cells"] if key(c) != key(of)), done]
+        if same and not arguments.again:
+            mark_like(result, done, same[0])
+        else:
+            mark(result, "rehearsals", done)
         save(arguments.file, result)
         print(detail(done), flush=True)
 

@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.floor import SHAPES
 from benchmarks.kernels import command_line
 from benchmarks.peers import ALST, SYSTEMS
+from benchmarks.stamps import mark, save
 from ithaca.cli.allocator import GROWING, NAMES
 
 UNITS = {"K": 2**10, "M": 2**20}
@@ -86,22 +87,15 @@ def load(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {"runs": [], "cells": []}
 
 
-def save(file: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all: a stop in the middle leaves the old file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".part")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(file)
-
-
-def record(result: dict[str, Any], cell: Cell, got: dict[str, Any]) -> None:
-    """Put the cell in place of an earlier one; hardware, versions and command are kept once a run."""
+def record(result: dict[str, Any], program: str, cell: Cell, got: dict[str, Any]) -> None:
+    """Put the cell, stamped, in place of an earlier one; hardware, versions and command are kept once a run."""
     run = {"command": command_line(), "allocator": GROWING} | got.pop("machine", {})
     if run not in result["runs"]:
         result["runs"].append(run)
     kept = {name: value for name, value in cell.items() if name not in ("again", "gradients")}
     others = [other for other in result["cells"] if key(other) != key(cell)]
     result["cells"] = [*others, kept | got | {"run": result["runs"].index(run)}]
+    mark(result, program, kept)
 
 
 def wanted(arguments: argparse.Namespace, result: dict[str, Any]) -> list[Cell]:
@@ -151,7 +145,7 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
         if got["outcome"] == "over the limit" and left < arguments.limit:
             print(f"left for the next run: {name_of(cell)}, {cell_of(cell)}", flush=True)
             continue
-        record(result, cell, got)
+        record(result, "step", cell, got)
         save(arguments.file, result)
         print(detail(result["cells"][-1], result["cells"]), flush=True)
 

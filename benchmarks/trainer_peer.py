@@ -30,7 +30,8 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.kernels import command_line
-from benchmarks.step import save, show_length
+from benchmarks.stamps import mark, save
+from benchmarks.step import show_length
 from benchmarks.trainer_loops import MODEL, SYSTEMS, part
 
 LENGTHS = (1024, 4096)
@@ -162,6 +163,8 @@ def main() -> int:
     else:
         result = {"command": command_line(), "about": about(arguments.packages), "model": MODEL, "rounds": []}
         result["parity"] = []
+        # What --add keeps is of the code it was measured on, and with it the stamp.
+        mark(result, "trainer_peer")
     for _ in parity(systems, arguments.packages, result["parity"]):
         save(arguments.file, result)
     for _ in range(arguments.rounds):

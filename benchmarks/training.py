@@ -41,7 +41,8 @@ from torch import Tensor
 
 from benchmarks.floor import SHAPES, config_of, synchronize
 from benchmarks.peers import about
-from benchmarks.step import command_line, parse_length, save, show_length
+from benchmarks.stamps import mark, save
+from benchmarks.step import command_line, parse_length, show_length
 from ithaca.planning.machine.hardware import find_device
 
 # Steps that compile, pin and fill caches are left out of the medians.
@@ -315,6 +316,7 @@ def main() -> int:
         else:
             got = whole_run(arguments.model, arguments.length or parse_length("64K"), arguments.steps)
         result[part] = {"machine": machine, "command": command_line()} | got
+        mark(result, "training", part)
         save(arguments.file, result)
     print(table(result))
     return 0

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.kernels import machine
+from benchmarks.stamps import mark, save
 from ithaca.attention import exchange
 from ithaca.attention.kernels import choose
 from ithaca.attention.kernels.interface import AttentionSpec
@@ -264,8 +265,8 @@ def main() -> int:
         return 0
     result = {"machine": machine(), **{name: run_part(name) for name in ("pack", "overhead", "nccl")}}
     result |= {f"shared_{ranks}": run_part("shared", ranks) for ranks in (2, 4)}
-    arguments.file.parent.mkdir(parents=True, exist_ok=True)
-    arguments.file.write_text(json.dumps(result, indent=1) + "\n")
+    mark(result, "ulysses")
+    save(arguments.file, result)
     print("\n".join(lines(result)))
     return 0
 

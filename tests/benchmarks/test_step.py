@@ -88,7 +88,7 @@ def test_a_cell_is_known_by_its_settings() -> None:
     assert [c["system"] for c in first] == ["transformers", "ithaca"]
     assert first[0]["short"] == 96
     for asked in first:
-        step.record(result, asked, {"outcome": "done", "seconds": 1.0, "machine": {"device": "x"}})
+        step.record(result, "step", asked, {"outcome": "done", "seconds": 1.0, "machine": {"device": "x"}})
     assert step.wanted(options(), result) == []
     assert len(result["runs"]) == 1
     assert [c["system"] for c in step.wanted(options(memory='{"anchors": "all"}'), result)] == ["ithaca"]
@@ -102,9 +102,9 @@ def test_a_cell_is_known_by_its_settings() -> None:
 def test_failed_cells_run_again_and_are_replaced() -> None:
     result: dict[str, Any] = {"runs": [], "cells": []}
     asked = step.wanted(options(systems="liger"), result)[0]
-    step.record(result, asked, {"outcome": "failed", "error": "no triton"})
+    step.record(result, "step", asked, {"outcome": "failed", "error": "no triton"})
     assert len(step.wanted(options(systems="liger"), result)) == 1
-    step.record(result, asked, {"outcome": "out of memory"})
+    step.record(result, "step", asked, {"outcome": "out of memory"})
     assert step.wanted(options(systems="liger"), result) == []
     assert [c["outcome"] for c in result["cells"]] == ["out of memory"]
 

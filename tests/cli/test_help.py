@@ -203,7 +203,7 @@ def test_slow_verbs_say_so_before_they_import_torch(verb: str) -> None:
         "    raise Said(text)\n"
         "from ithaca.cli import app\n"
         "for name, module in list(sys.modules.items()):\n"
-        "    if name.startswith('ithaca.cli') and hasattr(module, 'say_loading'):\n"
+        "    if name.startswith('ithaca.') and hasattr(module, 'say_loading'):\n"
         "        module.say_loading = say\n"
         "try:\n"
         "    app(standalone_mode=False)\n"
