@@ -1,13 +1,17 @@
-"""The errors a user can cause. Each message says what was given, what is needed, and what works instead.
+"""The exceptions of the package. A message says what was given, what is needed, and the nearest choice that works.
 
-Numbered 0 in the house: everything may import it. `assert` is for our own invariants, never for these.
+`assert` is for our own invariants, never for a user's mistake. Exceptions that only steer control flow (`Preempted`,
+`Stopped`) stand beside the code that raises them; `DeviceMemoryError` is a torch.OutOfMemoryError and stands in
+`models/planner/out_of_memory.py`, because this file is imported where torch is not.
 """
+
+from ithaca.exit_codes import MISTAKE, UNTRAINED
 
 
 class IthacaError(Exception):
     """Base of every error that is the caller's to mend. `status`: what a command that it ends ends with."""
 
-    status = 2
+    status = MISTAKE
 
 
 class MeshError(IthacaError, ValueError):
@@ -37,7 +41,11 @@ class UnwrittenError(CheckpointError):
 class UntrainedError(IthacaError, ArithmeticError):
     """A stage whose every step was skipped: there is no trained model to export."""
 
-    status = 65
+    status = UNTRAINED
+
+
+class BadStepsError(IthacaError, ArithmeticError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
 
 
 class BatchError(IthacaError, ValueError):
@@ -58,6 +66,22 @@ class LinkError(IthacaError, RuntimeError):
 
 class MemoryPlanError(IthacaError, MemoryError):
     """No plan fits the memory there is; the message names the largest term and what would fit."""
+
+
+class HostMemoryError(IthacaError, MemoryError):
+    """The host has not the memory that was asked to be pinned."""
+
+
+class RowError(Exception):
+    """A row that is no document; the message is the reason. Counted and named, not fatal."""
+
+
+class ZstdError(Exception):
+    """Zstd frames that cannot be decompressed, in whichever library."""
+
+
+class MisnamedError(Exception):
+    """A file whose first bytes are not what its name says."""
 
 
 NOT_PICKLED = (

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from ithaca.constants import GIB
 from ithaca.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
@@ -57,7 +58,7 @@ def with_unit(value: int) -> int:
 
 def unit_of(size: float) -> tuple[int, str]:
     """GiB; below a quarter of one MiB, so that toys too are told apart."""
-    return (2**30, "GiB") if size >= 2**28 else (2**20, "MiB")
+    return (GIB, "GiB") if size >= 2**28 else (2**20, "MiB")
 
 
 def show_bytes(size: float, digits: int = 2) -> str:

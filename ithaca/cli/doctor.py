@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from ithaca.exit_codes import FAILED
 from ithaca.launch.terminal import say_loading
 
 _STYLES = {"good": "green", "missing": "dim", "tight": "yellow", "broken": "bold red"}
@@ -25,7 +26,7 @@ def doctor(
     broken = [finding for finding in findings if finding.state == "broken"]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
-        raise typer.Exit(1 if broken else 0)
+        raise typer.Exit(FAILED if broken else 0)
     from rich.console import Console
     from rich.table import Table
 
@@ -44,4 +45,4 @@ def doctor(
     )
     console.print(f"\n{verdict}", markup=False)
     if broken:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from ithaca.exit_codes import FAILED, HANG, INTERRUPTED, MISTAKE, PEER, PREEMPTED, UNTRAINED
+
 _KEYS = (
     "Keys: `ithaca train --show` prints every key of a run with its default; KEY.SUB=VALUE sets one, "
     "such as stages.0.length=64k."
 )
-_BAD = "2 for a mistake in what was typed or in a file that it names"
+_BAD = f"{MISTAKE} for a mistake in what was typed or in a file that it names"
 _DONE = "0 when it is done"
-_STOPPED = "130 after Ctrl-C"
+_STOPPED = f"{INTERRUPTED} after Ctrl-C"
 
 
 def _epilog(examples: list[str], codes: list[str], *more: str) -> str:
@@ -34,7 +36,7 @@ EPILOGS = {
     ),
     "verify": _epilog(
         ["ithaca verify run.yaml", "ithaca verify --model MODEL_FOLDER --sp 8", "ithaca verify --model qwen3_moe"],
-        ["0 where every check is right", "1 where one is off", _BAD, _STOPPED],
+        ["0 where every check is right", f"{FAILED} where one is off", _BAD, _STOPPED],
         _KEYS,
     ),
     "prepare": _epilog(
@@ -51,12 +53,12 @@ EPILOGS = {
         [
             "0 when the last stage is done",
             _BAD,
-            "75 when it was told to stop and has saved, so the same command goes on",
+            f"{PREEMPTED} when it was told to stop and has saved, so the same command goes on",
             f"{_STOPPED}, saved likewise",
-            "65 where no step of a stage was taken",
-            "70 after a hang",
-            "71 where a rank on another machine failed",
-            "1 for everything else",
+            f"{UNTRAINED} where no step of a stage was taken",
+            f"{HANG} after a hang",
+            f"{PEER} where a rank on another machine failed",
+            f"{FAILED} for everything else",
         ],
         _KEYS,
     ),
@@ -65,6 +67,7 @@ EPILOGS = {
         [_DONE, _BAD, _STOPPED],
     ),
     "doctor": _epilog(
-        ["ithaca doctor", "ithaca doctor --json"], ["0 where training can run", "1 where it cannot", _BAD, _STOPPED]
+        ["ithaca doctor", "ithaca doctor --json"],
+        ["0 where training can run", f"{FAILED} where it cannot", _BAD, _STOPPED],
     ),
 }

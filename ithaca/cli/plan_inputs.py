@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.config.messages import near_paths
+from ithaca.constants import CARDS_PER_NODE
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.machine.calibrated import read_measured, with_measured
 from ithaca.planning.machine.hardware import DEVICES, Device, find_device, find_link
@@ -25,7 +26,6 @@ from ithaca.planning.terms.traffic import Machine
 from ithaca.quantities import at_home, parse_bytes, parse_number
 
 HUB_TIMEOUT_S = 3.0
-NODE = 8
 # What usually joins nodes of cards with such a link.
 _NETWORKS = {"NVLink 3": "InfiniBand HDR", "PCIe 4": "Ethernet 100G", "PCIe 5": "Ethernet 100G"}
 
@@ -76,7 +76,7 @@ def read_machine(
         raise ConfigError(f"--nodes {nodes}: at least 1 is needed")
     device = find_device(found[2], with_measured(DEVICES, read_measured(calibration_file())))
     if nodes is None:
-        nodes = count // NODE if count > NODE and count % NODE == 0 else 1
+        nodes = count // CARDS_PER_NODE if count > CARDS_PER_NODE and count % CARDS_PER_NODE == 0 else 1
         count //= nodes
     memory = count * device.host_memory
     if host_memory is not None:

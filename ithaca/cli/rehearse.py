@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ithaca.cli.plan_inputs import read_machine
+from ithaca.constants import CARDS_PER_NODE
 from ithaca.launch.terminal import say_loading
 
 if TYPE_CHECKING:
     from ithaca.config.schema import Run
     from ithaca.planning.terms.traffic import Machine
 
-LENGTH, WORLD, NODE = "128k", 8, 8
+LENGTH, WORLD = "128k", 8
 
 
 def rehearse(
@@ -111,7 +112,7 @@ def counted_cards(card: str) -> int:
 
 def _typed(card: str, name: str, by_world: bool, ranks: int) -> str | None:
     """Return the options that ask for another number of ranks; None if so many are no whole nodes."""
-    if ranks > NODE and ranks % NODE:
+    if ranks > CARDS_PER_NODE and ranks % CARDS_PER_NODE:
         return None
     words = [f"--world {ranks}"] if by_world or not counted_cards(card) else []
     cards = f"{ranks}x{name}"
@@ -151,9 +152,9 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
     from ithaca.errors import ConfigError
 
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
-    nodes = max(1, world // NODE)
-    if world > NODE and world % NODE:
-        raise ConfigError(f"--world {world}: more than {NODE} ranks are whole nodes of {NODE}")
+    nodes = max(1, world // CARDS_PER_NODE)
+    if world > CARDS_PER_NODE and world % CARDS_PER_NODE:
+        raise ConfigError(f"--world {world}: more than {CARDS_PER_NODE} ranks are whole nodes of {CARDS_PER_NODE}")
     machine = read_machine(card or here, None, host_memory, link, network)
     asked = machine.gpus * machine.nodes
     if counted_cards(card) and asked != world:

@@ -20,8 +20,9 @@ import typer
 from ithaca.cli.quiet import quiet
 from ithaca.cli.train import split_words
 from ithaca.errors import ConfigError
+from ithaca.exit_codes import FAILED, INTERRUPTED, MISTAKE, PREEMPTED
 from ithaca.launch.scratch import scratch_folder
-from ithaca.launch.stopped import INTERRUPTED, say_stopped
+from ithaca.launch.stopped import say_stopped
 from ithaca.launch.terminal import say_loading
 from ithaca.quantities import at_home
 from ithaca.report.plan_files import check_report
@@ -80,7 +81,7 @@ def verify(
 def _degree_of(run: Run | None) -> int:
     """The largest degree that a stage of the run names; what the run could not do is refused as there."""
     if run is None:
-        return 2
+        return MISTAKE
     run.mesh.refuse_ring()
     named = [stage.sp or run.mesh.sp for stage in run.stages]
     return max((degree for degree in named if isinstance(degree, int)), default=2)
@@ -112,7 +113,6 @@ def _on(
     `changes`: of the config of a model without a run. `beside`: the ranks before have written to the report, which stays.
     """
     from ithaca.launch.launcher import launch
-    from ithaca.training.watch.watch import PREEMPTED
 
     with scratch_folder() as scratch, warnings.catch_warnings():
         _hush()
@@ -172,4 +172,4 @@ def work(material: bytes, device: str, report: str) -> int:
     page.close(lines, time.monotonic() - began)
     if report and mesh.rank == 0:
         page.write(Path(report), lines, subject, sample, mesh)
-    return 0 if all(line.ok for line in lines) else 1
+    return 0 if all(line.ok for line in lines) else FAILED

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.integrations.late_logits import LazyLogits, RandomState, Reading
 from ithaca.integrations.targets import named_once
@@ -37,7 +38,7 @@ from ithaca.models.experts import auxiliary_loss
 from ithaca.models.refusals.own_loss import refuse_own_loss
 from ithaca.models.shard_loss import loss_inputs, loss_of, shown_sum
 from ithaca.sequence.agree import Cut, agree
-from ithaca.sequence.batch import IGNORE, Shard, shard_batch
+from ithaca.sequence.batch import Shard, shard_batch
 from ithaca.sequence.layout import Padding
 
 FUSED = "fused_lm_head"
@@ -257,7 +258,7 @@ def _miscounted(batch: Mapping[str, Any], shard: Shard | None) -> Exception | No
     labels = batch.get("labels")
     if shard is None or labels is None or batch.get("shift_labels") is not None:
         return None
-    counted = int((labels[:, 1:] != IGNORE).sum())
+    counted = int((labels[:, 1:] != IGNORE_INDEX).sum())
     if counted == shard.count:
         return None
     return BatchError(

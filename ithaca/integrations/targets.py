@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError
-from ithaca.sequence.batch import IGNORE, read_documents
+from ithaca.sequence.batch import read_documents
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class LearnedOnly:
         if not _readable(batch):
             return batch
         first = first_tokens(batch)
-        if not (first & (batch["labels"] != IGNORE)).any():
+        if not (first & (batch["labels"] != IGNORE_INDEX)).any():
             return batch
-        return type(batch)({**batch, "labels": batch["labels"].masked_fill(first.to(batch["labels"].device), IGNORE)})
+        return type(batch)(
+            {**batch, "labels": batch["labels"].masked_fill(first.to(batch["labels"].device), IGNORE_INDEX)}
+        )
 
 
 def first_tokens(batch: Mapping[str, Any]) -> Tensor:

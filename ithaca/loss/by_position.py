@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.memory.head_loss import IGNORE
+from ithaca.constants import IGNORE_INDEX
 from ithaca.mesh import Mesh
 from ithaca.sequence.batch import Shard
 
@@ -33,7 +33,7 @@ class LossByPosition:
     def add(self, shard: Shard, losses_BL: Tensor) -> None:
         """Count one shard's token losses in."""
         # What is not learned is added as nothing: taking it out would make the host wait for the device.
-        learned = (shard.targets.flatten() != IGNORE).double()
+        learned = (shard.targets.flatten() != IGNORE_INDEX).double()
         bucket = torch.bucketize(shard.inputs["position_ids"].flatten(), self._edges, right=True)
         self._table[0].index_add_(0, bucket, losses_BL.flatten().double() * learned)
         self._table[1].index_add_(0, bucket, learned)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.kernels import QKV, AttentionSpec, choose
+from ithaca.constants import GIB
 from ithaca.errors import UnsupportedError
 from ithaca.planning.machine.calibrated import Measured
 from ithaca.planning.machine.hardware import AttentionSpeed
@@ -27,7 +28,7 @@ class Sizes:
     attention: tuple[tuple[int, int], ...] = ((64, 32_768), (64, 131_072), (128, 32_768), (128, 131_072))
     heads: tuple[int, int] = (8, 2)
     product: tuple[int, int, int] = (16_384, 4096, 14_336)
-    copied: int = 2**30
+    copied: int = GIB
     window: float = 0.5
 
 

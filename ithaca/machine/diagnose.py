@@ -24,10 +24,11 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from ithaca.atomic import nearest_folder
 from ithaca.attention.kernels import AUTO, KERNELS, QKV, AttentionSpec, Kernel
+from ithaca.constants import GIB
 
 State = Literal["good", "missing", "tight", "broken"]
-GIB = 2**30
 # Forward and backward of a trial: few enough tokens to be done at once, the head size that most models have.
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 256, 4, 2, 128
 # Package: what it is for.
@@ -240,7 +241,7 @@ def pinned() -> Finding:
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
+    there = nearest_folder(folder.resolve())
     room = shutil.disk_usage(there)
     tight = room.free < LEAST_DISK
     said = f"{room.free / GIB:.0f} of {room.total / GIB:.0f} GiB free at {there}"

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import UnsupportedError
 from ithaca.memory import liger
-
-IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,13 @@ def token_loss(
     """
     logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
     targets_T = targets_BL.flatten()
-    total = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    total = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=smoothing)
     if z:
-        total = total + z * (logits_TV.logsumexp(-1).square() * (targets_T != IGNORE)).sum()
+        total = total + z * (logits_TV.logsumexp(-1).square() * (targets_T != IGNORE_INDEX)).sum()
     if each is not None:
         with torch.no_grad():
-            each(F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="none").view_as(targets_BL))
-    return total.double(), (targets_BL != IGNORE).sum()
+            each(F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE_INDEX, reduction="none").view_as(targets_BL))
+    return total.double(), (targets_BL != IGNORE_INDEX).sum()
 
 
 def head_loss(
@@ -79,7 +78,7 @@ def head_loss(
     )
     if each is not None and losses_BL is not None:
         each(losses_BL)
-    return total, (targets_BL != IGNORE).sum()
+    return total, (targets_BL != IGNORE_INDEX).sum()
 
 
 def _shaped(logits: Tensor, spec: LossSpec) -> Tensor:
@@ -91,7 +90,7 @@ def _shaped(logits: Tensor, spec: LossSpec) -> Tensor:
 def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """Each token's loss, in fp32 at least, and the gradient of their sum in the logits' own dtype."""
     values_TV = _shaped(logits_TV, spec)
-    valid_T = targets_T != IGNORE
+    valid_T = targets_T != IGNORE_INDEX
     index_T1 = targets_T.clamp(min=0)[:, None]
     lse_T = values_TV.logsumexp(-1)
     right = 1 - spec.smoothing
@@ -126,7 +125,7 @@ def _of_tile(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool
     kernel = in_place_kernel(logits_TV.device, spec)
     if kernel is not None:
         loss_T = liger.in_place(
-            kernel, logits_TV, targets_T, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE
+            kernel, logits_TV, targets_T, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE_INDEX
         )
         return loss_T, logits_TV
     # The number of tokens is left open: a tail is not a reason to compile again.

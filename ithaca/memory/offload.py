@@ -32,22 +32,19 @@ import psutil
 import torch
 from torch import Tensor
 
-from ithaca.errors import IthacaError
+from ithaca.constants import GIB
+from ithaca.errors import HostMemoryError
 from ithaca.mesh import ranks_here
 from ithaca.quantities import show_bytes
 
 STAGED = 2
 # Host memory that is left to everybody else on the machine.
-RESERVE = 4 * 2**30
+RESERVE = 4 * GIB
 # Pinned memory is at most so many times what was ever in use at once: blocks of lengths gone by are given back.
 SPARE = 1.25
 _ALIGN = 512
 # Bytes whose pages one thread asks for at a time.
 _TOUCHED = 2**26
-
-
-class HostMemoryError(IthacaError, MemoryError):
-    """The host has not the memory that was asked to be pinned."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from ithaca.config.schema import Run
+from ithaca.constants import GIB
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.files.pretrained import add_adapters, empty_model
@@ -33,7 +34,7 @@ from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import Decided, Job, MemoryPlan
 from ithaca.planning.search.advice import Words, typed_free
 from ithaca.planning.search.choose import choose_plan
-from ithaca.planning.terms.memory_terms import GIB, Memory, Term, memory_of
+from ithaca.planning.terms.memory_terms import Memory, Term, memory_of
 from ithaca.planning.terms.step_time import step_time
 from ithaca.planning.terms.traffic import Machine, exchange_s, exchanged
 from ithaca.rehearse.extrapolate import MORE, Trial, Trials, choose_trials, cut_plan, derive, derive_clocked

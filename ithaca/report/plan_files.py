@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ithaca.config.schema import Data, Launch, Lora, MeshDegrees, Model, Optimizer, Rope, Run, Source, Stage, dump_run
 from ithaca.config.schema import Memory as MemorySection
+from ithaca.constants import GIB
 from ithaca.errors import ConfigError
 from ithaca.planning.model.known_models import KnownModel
 from ithaca.planning.search.best_mesh import Option
 from ithaca.planning.search.request import HOST_HEADROOM, Wanted
-from ithaca.planning.terms.memory_terms import GIB
 from ithaca.planning.terms.traffic import Machine
 
 STEPS = 1000

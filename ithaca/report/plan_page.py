@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ithaca.constants import GIB
 from ithaca.planning.machine.hardware import Device
 from ithaca.planning.search.best_mesh import Compared, Option
 from ithaca.planning.search.request import Wanted
 from ithaca.planning.search.what_if import show_length, show_used
-from ithaca.planning.terms.memory_terms import GIB, Term
+from ithaca.planning.terms.memory_terms import Term
 from ithaca.planning.terms.traffic import LINK_SHARE, Machine
 from ithaca.report.plan_files import launch_line, script_change
 

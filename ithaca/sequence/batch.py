@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaca.arguments import check_count, named_arguments
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError, UnsupportedError
 from ithaca.mesh import Mesh, check_mesh
-from ithaca.sequence.documents import DOCUMENTS, IGNORE, read_documents, read_positions
+from ithaca.sequence.documents import DOCUMENTS, read_documents, read_positions
 from ithaca.sequence.embeddings import cut_embeddings
 from ithaca.sequence.layout import SequenceLayout
 
@@ -87,18 +88,18 @@ def cut_batch(
     whole = tokens if name == "inputs_embeds" else tokens.long()
     inputs = {name: cut(whole, None), "position_ids": cut(positions_BS, 0), "sequence_layout": layout}
     inputs |= {key: batch[key] for key in _FLAGS if batch.get(key) is not None}
-    count = int((targets_BS != IGNORE).sum())
+    count = int((targets_BS != IGNORE_INDEX).sum())
     labels = batch.get("labels")
     # transformers has no such call with named documents, nor with labels that are shifted.
     alone = not any(batch.get(key) is not None for key in ("shift_labels", *DOCUMENTS))
-    unlearned = int((labels[:, 1:].cpu() != IGNORE).sum()) - count if labels is not None and alone else 0
-    return Shard(inputs, cut(targets_BS, IGNORE), cut(documents_BS, -1) >= 0, layout, count, unlearned)
+    unlearned = int((labels[:, 1:].cpu() != IGNORE_INDEX).sum()) - count if labels is not None and alone else 0
+    return Shard(inputs, cut(targets_BS, IGNORE_INDEX), cut(documents_BS, -1) >= 0, layout, count, unlearned)
 
 
 def count_targets(batch: Mapping[str, Any]) -> int:
     """How many tokens of a whole batch are trained: what `causal_loss` divides by."""
     tokens = _tokens(batch)
-    return int((_targets(batch, tokens, read_documents(batch, tokens)) != IGNORE).sum())
+    return int((_targets(batch, tokens, read_documents(batch, tokens)) != IGNORE_INDEX).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +176,9 @@ def _targets(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tensor) -> 
             f"{name} has shape {list(labels.shape)}: it needs that of the tokens, {list(tokens.shape[:2])}"
         )
     if name == "shift_labels":
-        return labels.masked_fill(documents_BS < 0, IGNORE)
+        return labels.masked_fill(documents_BS < 0, IGNORE_INDEX)
     same = (documents_BS[:, 1:] == documents_BS[:, :-1]) & (documents_BS[:, 1:] >= 0)
-    return F.pad(labels[:, 1:].masked_fill(~same, IGNORE), (0, 1), value=IGNORE)
+    return F.pad(labels[:, 1:].masked_fill(~same, IGNORE_INDEX), (0, 1), value=IGNORE_INDEX)
 
 
 def _check_vocabulary(batch: Mapping[str, Any], vocab_size: int | None) -> None:
@@ -187,7 +188,9 @@ def _check_vocabulary(batch: Mapping[str, Any], vocab_size: int | None) -> None:
         if batch.get(key) is None:
             continue
         ids = batch[key].long()
-        low, high = (int(x) for x in torch.aminmax(ids if key == "input_ids" else ids.masked_fill(ids == IGNORE, 0)))
+        low, high = (
+            int(x) for x in torch.aminmax(ids if key == "input_ids" else ids.masked_fill(ids == IGNORE_INDEX, 0))
+        )
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
             raise BatchError(f"{key} has the id {bad}: this model's vocabulary is 0 to {vocab_size - 1}")

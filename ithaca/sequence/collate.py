@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ithaca.arguments import check_count, check_flag, named_arguments, shown
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError
-from ithaca.sequence.documents import IGNORE, read_ids
+from ithaca.sequence.documents import read_ids
 
 
 @named_arguments
@@ -80,7 +81,7 @@ class SequenceCollator:
             )
         if self.length is not None and len(ids) > self.length:
             raise BatchError(f"example {index} has {len(ids)} tokens, rows have {self.length}: cut it or raise length")
-        labels[0] = IGNORE
+        labels[0] = IGNORE_INDEX
         return ids, labels
 
     def _pack(self, documents: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
@@ -106,7 +107,7 @@ class SequenceCollator:
         pad_row = torch.nn.functional.pad
         return {
             "input_ids": pad_row(ids, pad, value=self.pad_token_id),
-            "labels": pad_row(labels, pad, value=IGNORE),
+            "labels": pad_row(labels, pad, value=IGNORE_INDEX),
             "position_ids": pad_row(positions, pad, value=0),
             "attention_mask": pad_row(torch.ones_like(ids), pad, value=0),
         }

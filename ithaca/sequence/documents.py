@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaca.arguments import shown
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError, UnsupportedError
 
 DOCUMENTS = ("document_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
-IGNORE = -100
 _ONE = "name the documents with document_ids or cu_seqlens (one number throughout for one document)"
 
 
@@ -116,7 +116,7 @@ def _all_alone(batch: Mapping[str, Any], breaks_BS: Tensor) -> Tensor:
     if breaks_BS.shape[1] < 3:
         return torch.zeros_like(breaks_BS)
     labels = batch.get("labels")
-    learned = torch.ones_like(breaks_BS) if labels is None else labels.cpu() != IGNORE
+    learned = torch.ones_like(breaks_BS) if labels is None else labels.cpu() != IGNORE_INDEX
     if learned.shape != breaks_BS.shape or batch.get("shift_labels") is not None:
         return torch.zeros_like(breaks_BS)
     rows = breaks_BS[:, 1:].all(1) & learned[:, 1:].any(1)

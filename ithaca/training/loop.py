@@ -29,7 +29,8 @@ from torch import Tensor
 
 from ithaca.attention.clock import CLOCK, Spans
 from ithaca.config.schema import Run
-from ithaca.errors import IthacaError
+from ithaca.constants import IGNORE_INDEX
+from ithaca.errors import BadStepsError
 from ithaca.loss.by_position import LossByPosition
 from ithaca.loss.causal import MicroBatch, agree_on, causal_loss, count_tokens, micro_loss
 from ithaca.planning.model.flops import model_flops, utilisation
@@ -54,10 +55,6 @@ logger = logging.getLogger("ithaca")
 Batch = dict[str, Tensor]
 # Steps shorter than this are settled after the next one was launched; longer ones are told of at once.
 SHORT_S = 1.0
-
-
-class BadStepsError(IthacaError, ArithmeticError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +358,7 @@ class StageLoop:
 def _held_out_row(feed: Any, at: int, many: int) -> Batch:
     """Row `at`, or, where the rows do not go round, one from which nothing is learned."""
     row: Batch = feed.row(min(at, many - 1))
-    return row if at < many else {**row, "labels": torch.full_like(row["labels"], -100)}
+    return row if at < many else {**row, "labels": torch.full_like(row["labels"], IGNORE_INDEX)}
 
 
 def _up(number: int, multiple: int) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from ithaca.models.files.origin import ORIGIN, check_origin, read_origin
 from ithaca.models.files.pretrained import check_adapters, find_folder, read_config
 from ithaca.models.files.tokenizer import load_tokenizer
 from ithaca.models.support import base_model, decoder_layers
-from ithaca.ranks import together
+from ithaca.ranks import on_rank_0, only_refusals
 from ithaca.state.checkpoint.checkpoints import Checkpoints, bytes_of
 from ithaca.state.checkpoint.state_tensors import check_fingerprint, fingerprint
 from ithaca.training.check_links import check_collectives
@@ -50,6 +51,7 @@ from ithaca.training.unusual_settings import advise_settings
 from ithaca.training.watch.watch import Preempted, Watch
 
 logger = logging.getLogger("ithaca")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,13 @@ def train(run: Run, *, restart: bool = False) -> Outcome:
     with ExitStack() as stack:
         mesh = init_mesh(device=None if run.launch.device == "auto" else run.launch.device)
         folder = RunFolder(Path(run.output))
-        held = (lambda: stack.enter_context(folder.lock()), folder.clear_left, lambda: folder.refuse_another(run))
-        together(mesh, *held)
+
+        def hold() -> None:
+            stack.enter_context(folder.lock())
+            folder.clear_left()
+            folder.refuse_another(run)
+
+        on_rank_0(hold, mesh.world_group, failed=_refusal_or_full_disk)
         watch = stack.enter_context(Watch.of(mesh, hang=run.limits.hang))
         display = Display(shows=mesh.rank == 0, stages=len(run.stages))
         stack.callback(display.close)
@@ -122,7 +129,7 @@ class _Trainer:
             while place.stage < len(run.stages):
                 place = self._stage(place, path, prepared)
                 path = self.checkpoints.at(place.total)
-            together(self.mesh, lambda: self.folder.name_last(len(run.stages) - 1, run.stages[-1].length))
+            self._for_all(lambda: self.folder.name_last(len(run.stages) - 1, run.stages[-1].length))
         except Preempted:
             return self._stop(place)
         except UnwrittenError as error:
@@ -190,12 +197,15 @@ class _Trainer:
         facts = {} if path is None else self.checkpoints.read_facts(path)
         found = Place() if path is None else place_in(facts, path)
         place = settle_place(found, self.run, facts.get("counts"))
-        together(self.mesh, lambda: self.folder.refuse_another(self.run, place))
-        together(self.mesh, lambda: check_origin(facts.get(ORIGIN), self.origin, self.source))
-        (self.identity,) = together(self.mesh, lambda: self._identify(facts, restart))
+        self._for_all(lambda: self.folder.refuse_another(self.run, place))
+        self._for_all(lambda: check_origin(facts.get(ORIGIN), self.origin, self.source))
+        self.identity = self._for_all(lambda: self._identify(facts, restart))
         if path is None or RUN in facts:
-            together(self.mesh, lambda: self.folder.refuse_strangers(self.run, place, self.identity))
+            self._for_all(lambda: self.folder.refuse_strangers(self.run, place, self.identity))
         return place, path
+
+    def _for_all(self, action: Callable[[], T]) -> T:
+        return on_rank_0(action, self.mesh.world_group, failed=_refusal_or_full_disk)
 
     def _identify(self, facts: dict[str, Any], restart: bool) -> str:
         """A name of this run's own, which its checkpoints and models carry."""
@@ -214,11 +224,12 @@ class _Trainer:
         """The folder is this run's from here on."""
         if path is not None:
             self._check_documents(path)
-            (told,) = together(self.mesh, lambda: self.folder.new_course(self.run, place))
+            told = self._for_all(lambda: self.folder.new_course(self.run, place))
             for change in told:
                 self.display.say(f"warning: {change}")
             self.display.say(f"going on from {path}: {place.total} steps done")
-        together(self.mesh, lambda: self.journal.resume(place.total), lambda: self.folder.leave_settings(self.run))
+        self._for_all(lambda: self.journal.resume(place.total))
+        self._for_all(lambda: self.folder.leave_settings(self.run))
 
     def _stage(self, place: Place, path: Path | None, prepared: Prepared) -> Place:
         """One stage from `place` to its end, its model exported, its checkpoint kept."""
@@ -238,7 +249,7 @@ class _Trainer:
                 self._load(path, facts, session)
             room = Room.of(self.run, place, self.folder.checkpoints)
             sizes = bytes_of(session.tensors), model_bytes(session.model)
-            together(self.mesh, lambda: room.check(*sizes, self.folder.root))
+            self._for_all(lambda: room.check(*sizes, self.folder.root))
         # A stage that begins has read nothing that its feed could compare.
         for note in session.feed.notes if place.step else prepared.changes(facts.get("listings", [])):
             self.display.say(f"warning: {note}")
@@ -278,13 +289,13 @@ class _Trainer:
         target = self.folder.stage(number, self.run.stages[number].length)
         if RUN not in self.checkpoints.read_facts(path) and target.exists():
             return  # Written by an earlier version, which left no marks.
-        (written,) = together(self.mesh, lambda: self._write_model(path, target))
+        written = self._for_all(lambda: self._write_model(path, target))
         self.display.close()
         if written:
             self.display.say(f"stage {place.stage} is done: {target} loads in plain transformers")
 
-    def _write_model(self, path: Path, target: Path) -> str:
-        """Write what is not there yet; gives its folder, or nothing where it was there."""
+    def _write_model(self, path: Path, target: Path) -> bool:
+        """Write the model; False where it was there already."""
         try:
             written = self.folder.put(target, partial(export_checkpoint, path), mark_of(path))
         except (OSError, SafetensorError) as error:
@@ -292,7 +303,7 @@ class _Trainer:
                 f"{target} was not written ({error}), but {path}, which it is made of, is whole: make room, and the same "
                 "command writes it"
             ) from None
-        return str(target) if written else ""
+        return written
 
     def _save(self, place: Place, *, keep: bool = False, wait: bool = False) -> None:
         """A checkpoint of this place; a disk that is full is told of, and training goes on from the last whole one."""
@@ -376,3 +387,10 @@ class _Trainer:
             path = None
         where = "step 1, as no checkpoint is whole" if path is None else f"{path.name}, the last whole checkpoint"
         return f"the same command goes on from {where}"
+
+
+def _refusal_or_full_disk(error: Exception) -> Exception:
+    """Return the error that all ranks raise for one of rank 0; any but these two is raised again."""
+    if isinstance(error, OSError):
+        return UnwrittenError(f"{error.filename or 'the disk'}: {error.strerror}: make room, or see to its permissions")
+    return only_refusals(error)

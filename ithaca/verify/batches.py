@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-IGNORE = -100
+from ithaca.constants import IGNORE_INDEX
+
 Batch = dict[str, Tensor]
 
 
@@ -54,7 +55,7 @@ class Sample:
         """Four documents in a row."""
         batch = self._cut(1, self.length, at=3)
         positions = torch.cat([torch.arange(end - start) for start, end in self.spans])[None]
-        labels = batch["labels"].masked_fill(positions == 0, IGNORE)
+        labels = batch["labels"].masked_fill(positions == 0, IGNORE_INDEX)
         return {**batch, "labels": labels, "position_ids": positions}
 
     def bounded(self, shards: int, *, firsts: bool) -> Batch:
@@ -79,7 +80,7 @@ class Sample:
         count = torch.arange(end)
         positions = torch.stack([count - _last_at(sorted(set(row)), end) for row in starts])
         labels = batch["labels"]
-        labels = torch.where(positions == 0, batch["input_ids"] if firsts else IGNORE, labels)
+        labels = torch.where(positions == 0, batch["input_ids"] if firsts else IGNORE_INDEX, labels)
         return {**batch, "labels": labels, "position_ids": positions}
 
     def padded_shards(self, shards: int) -> Batch:
@@ -96,7 +97,7 @@ class Sample:
         """Only the last two tokens are targets: the other shards have none."""
         batch = self._cut(1, self.length, at=5)
         labels = batch["input_ids"].clone()
-        labels[:, :-2] = IGNORE
+        labels[:, :-2] = IGNORE_INDEX
         return {**batch, "labels": labels}
 
     @property
@@ -124,12 +125,12 @@ class Sample:
         draw = torch.Generator().manual_seed(at)
         keep = torch.rand(rows, length, generator=draw) < 0.8
         keep[:, -1] = True
-        return {"input_ids": ids, "labels": ids.masked_fill(~keep, IGNORE)}
+        return {"input_ids": ids, "labels": ids.masked_fill(~keep, IGNORE_INDEX)}
 
 
 def _hidden(labels: Tensor, mask: Tensor) -> Tensor:
     """Labels without those of padding and of the first token after it."""
-    return labels.masked_fill((mask == 0) | (mask.cumsum(1) == 1), IGNORE)
+    return labels.masked_fill((mask == 0) | (mask.cumsum(1) == 1), IGNORE_INDEX)
 
 
 def _last_at(starts: list[int], end: int) -> Tensor:
@@ -147,7 +148,7 @@ def from_rows(rows: Iterable[Mapping[str, Tensor]], vocabulary: int, length: int
     """Of rows as a feed gives them ([1, S] each, `document_ids` -1 on padding); ids beyond `vocabulary` come around."""
     own = tuple(_as_given(row, vocabulary) for row in rows)
     ids_T = torch.cat([row["input_ids"][0] for row in own])
-    learned = tuple(row for row in own if (row["labels"] != IGNORE).any())
+    learned = tuple(row for row in own if (row["labels"] != IGNORE_INDEX).any())
     return Sample(ids_T, length, learned, origin)
 
 
@@ -160,5 +161,5 @@ def _as_given(row: Mapping[str, Tensor], vocabulary: int) -> Batch:
     count = torch.arange(documents.shape[1])[None]
     positions = count - torch.where(starts, count, 0).cummax(1).values
     labels = row["labels"][real][None]
-    labels = torch.where(labels == IGNORE, labels, labels % vocabulary).masked_fill(starts, IGNORE)
+    labels = torch.where(labels == IGNORE_INDEX, labels, labels % vocabulary).masked_fill(starts, IGNORE_INDEX)
     return {"input_ids": row["input_ids"][real][None] % vocabulary, "labels": labels, "position_ids": positions}

@@ -14,13 +14,13 @@ from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ithaca.mesh import Mesh
 from ithaca.models.support import base_model, decoder_layers, memory_refusal
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.ranks import on_rank_0
 from ithaca.verify.batches import Sample
 from ithaca.verify.checks import CHECKS, Bench, Check, Line, run_again
 from ithaca.verify.pair import Build, Pair
@@ -81,10 +81,9 @@ def _with_layers_run_again(options: dict[str, Any]) -> Callable[[PreTrainedModel
 @contextmanager
 def _shared_folder(mesh: Mesh, within: Path | None) -> Iterator[Path]:
     """An empty folder of this machine, the same for all ranks, gone afterwards."""
-    made = [tempfile.mkdtemp(prefix="ithaca-verify-", dir=within) if mesh.rank == 0 else ""]
-    dist.broadcast_object_list(made, src=0, group=mesh.world_group)
+    made = on_rank_0(lambda: tempfile.mkdtemp(prefix="ithaca-verify-", dir=within), mesh.world_group)
     try:
-        yield Path(made[0])
+        yield Path(made)
     finally:
         if mesh.rank == 0:
-            shutil.rmtree(made[0], ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)

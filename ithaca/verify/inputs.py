@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from ithaca.attention.kernels import check_name
 from ithaca.config.schema import Run
+from ithaca.constants import IGNORE_INDEX
 from ithaca.data.prepared import check_id, prepare
 from ithaca.data.rows.feed import open_feed
 from ithaca.errors import ConfigError, DataError, UnsupportedError
@@ -167,7 +168,7 @@ def rows_of_run(run: Run, folder: Path, config: PreTrainedConfig, length: int) -
         row = feed.row(index)
         # A model whose vocabulary is cut for the proof takes any id: what the whole one has not is told here.
         check_id(feed.describe(index), int(row["input_ids"].max()), config.get_text_config().vocab_size)
-        if (row["labels"][:, 1:] != -100).any():
+        if (row["labels"][:, 1:] != IGNORE_INDEX).any():
             found.append(row)
         if len(found) == _ROWS:
             return found

@@ -16,7 +16,6 @@ from math import isfinite
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -25,6 +24,7 @@ from ithaca.errors import CheckpointError, IthacaError
 from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import Mesh
 from ithaca.models.support import base_model
+from ithaca.ranks import gather_objects, on_rank_0
 from ithaca.sequence.batch import Shard, shard_batch
 from ithaca.verify.fp64 import promoted, relative_error
 from ithaca.verify.parity import reference
@@ -110,31 +110,22 @@ class Pair:
 
     def on_rank_0(self, action: Callable[[PreTrainedModel], Any]) -> Any:
         """What `action` gives for the whole model, told to all ranks."""
-        told: list[Any] = [None, None]
-        if self.plain is not None:
+
+        def act() -> Any:
+            assert self.plain is not None
             threads = torch.get_num_threads()
             # The other ranks wait: their cores are free.
             torch.set_num_threads(threads * self.mesh.local_ranks)
             try:
-                told[0] = action(self.plain)
-            except IthacaError as error:
-                told[1] = error
-            except Exception as error:
-                told[1] = f"one process alone: {type(error).__name__}: {error}"
+                return action(self.plain)
             finally:
                 torch.set_num_threads(threads)
-        dist.broadcast_object_list(told, src=0, group=self.mesh.world_group)
-        if isinstance(told[1], IthacaError):
-            raise told[1]
-        if told[1] is not None:
-            raise RuntimeError(told[1])
-        return told[0]
+
+        return on_rank_0(act, self.mesh.world_group, failed=_failed_alone)
 
     def gathered(self, said: Any) -> list[Any]:
         """What every rank says."""
-        answers: list[Any] = [None] * self.mesh.world
-        dist.all_gather_object(answers, said, group=self.mesh.world_group)
-        return answers
+        return gather_objects(said, self.mesh.world_group)
 
     def _expected(self, batches: Sequence[Mapping[str, Any]], evaluate: bool) -> tuple[float, list[Tensor]]:
         def run(plain: PreTrainedModel) -> tuple[float, list[Tensor]]:
@@ -179,9 +170,13 @@ class Pair:
             error = _gradient_error(whole, wanted.get(name), FLOOR * largest)
             if not error <= worst or not where:
                 worst, where = error, name
-        told = [(worst, where)]
-        dist.broadcast_object_list(told, src=0, group=self.mesh.world_group)
-        return told[0]
+        return on_rank_0(lambda: (worst, where), self.mesh.world_group)
+
+
+def _failed_alone(error: Exception) -> Exception:
+    if isinstance(error, IthacaError):
+        return error
+    return RuntimeError(f"one process alone: {type(error).__name__}: {error}")
 
 
 def _gradient_error(got: Tensor | None, want: Tensor | None, floor: float) -> float:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ithaca.config.schema import Lora
+from ithaca.constants import GIB
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.models.discover.roles import shapes
 from ithaca.models.files.pretrained import build_causal
@@ -109,8 +110,8 @@ def make_subject(
     needed = _weights(cut) * dtype.itemsize * (ranks + _COPIES)
     if needed > room:
         raise UnsupportedError(
-            f"{text.num_hidden_layers} layers of this model need about {needed / 2**30:.1f} GiB to be verified and "
-            f"{room / 2**30:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
+            f"{text.num_hidden_layers} layers of this model need about {needed / GIB:.1f} GiB to be verified and "
+            f"{room / GIB:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
         )
     own = folder is not None and first and _same_vocabulary(config, cut)
     notes.append("weights of the folder" if own else "random weights")

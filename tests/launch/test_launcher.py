@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ithaca.training.watch.watch import HANG, INTERRUPTED, PEER, PREEMPTED
+from ithaca.exit_codes import HANG, INTERRUPTED, PEER, PREEMPTED
 
 ROOT = Path(__file__).resolve().parents[2]
 # Importing torch in three processes takes this long on a busy machine.

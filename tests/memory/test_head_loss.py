@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from ithaca.memory.head_loss import IGNORE, LossSpec, head_loss
+from ithaca.constants import IGNORE_INDEX
+from ithaca.memory.head_loss import LossSpec, head_loss
 from tests.tolerances import FP64
 
 SPECS = [
@@ -28,8 +29,8 @@ def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
     flat = targets.flatten()
-    loss = F.cross_entropy(logits, flat, ignore_index=IGNORE, reduction="sum", label_smoothing=spec.smoothing)
-    return loss + spec.z * (logits.logsumexp(-1).square() * (flat != IGNORE)).sum()
+    loss = F.cross_entropy(logits, flat, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=spec.smoothing)
+    return loss + spec.z * (logits.logsumexp(-1).square() * (flat != IGNORE_INDEX)).sum()
 
 
 def operands(*, bias: bool, learned: float = 0.7) -> tuple[list[Tensor], Tensor]:
@@ -39,7 +40,7 @@ def operands(*, bias: bool, learned: float = 0.7) -> tuple[list[Tensor], Tensor]
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
     targets = torch.randint(0, 17, (2, 11), generator=generator)
-    targets[torch.rand(2, 11, generator=generator) > learned] = IGNORE
+    targets[torch.rand(2, 11, generator=generator) > learned] = IGNORE_INDEX
     return [values(2, 11, 6), values(17, 6), *([values(17)] if bias else [])], targets
 
 
@@ -52,7 +53,7 @@ def test_equals_the_whole(spec: LossSpec, bias: bool, tile: int) -> None:
     hidden, weight, *rest = leaves
     expected = whole(hidden, weight, rest[0] if bias else None, targets, spec)
     total, count = head_loss(hidden, weight, rest[0] if bias else None, targets, tile, spec)
-    assert int(count) == int((targets != IGNORE).sum())
+    assert int(count) == int((targets != IGNORE_INDEX).sum())
     torch.testing.assert_close(total, expected, rtol=FP64, atol=FP64)
     wanted = torch.autograd.grad(expected * 0.37, leaves)
     for got, want in zip(torch.autograd.grad(total * 0.37, leaves), wanted, strict=True):

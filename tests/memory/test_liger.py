@@ -11,8 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.memory import liger
-from ithaca.memory.head_loss import IGNORE, LossSpec, loss_and_gradient
+from ithaca.memory.head_loss import LossSpec, loss_and_gradient
 
 SPECS = [LossSpec(), LossSpec(softcap=5.0), LossSpec(smoothing=0.1), LossSpec(softcap=5.0, smoothing=0.1, z=0.01)]
 
@@ -81,10 +82,10 @@ class Standing:
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_setting_reaches_the_kernel(spec: LossSpec) -> None:
     logits, targets = torch.randn(7, 33), torch.randint(0, 33, (7,))
-    targets[2] = IGNORE
+    targets[2] = IGNORE_INDEX
     loss, gradient = loss_and_gradient(logits, targets, spec)
     got = liger.in_place(
-        Standing(), logits, targets, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE
+        Standing(), logits, targets, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE_INDEX
     )
     assert torch.equal(got, loss)
     assert torch.equal(logits, gradient)
@@ -99,10 +100,10 @@ def test_the_kernel_itself(spec: LossSpec, vocabulary: int) -> None:
         pytest.skip("needs liger-kernel")
     logits = 3 * torch.randn(70, vocabulary, device="cuda")
     targets = torch.randint(0, vocabulary, (70,), device="cuda")
-    targets[2] = IGNORE
+    targets[2] = IGNORE_INDEX
     loss, gradient = loss_and_gradient(logits.double(), targets, spec)
     got = liger.in_place(
-        kernel, logits, targets, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE
+        kernel, logits, targets, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE_INDEX
     )
     torch.testing.assert_close(got, loss.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, gradient.float(), rtol=1e-4, atol=1e-7)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.errors import HostMemoryError
 from ithaca.memory import offload
-from ithaca.memory.offload import HostMemoryError, HostStore, Ticket
+from ithaca.memory.offload import HostStore, Ticket
 
 
 class Driver:

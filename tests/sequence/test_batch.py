@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError, UnsupportedError
-from ithaca.sequence.batch import IGNORE, Shard, count_targets, cut_batch
+from ithaca.sequence.batch import Shard, count_targets, cut_batch
 
 CPU = torch.device("cpu")
-N = IGNORE
+N = IGNORE_INDEX
 
 
 def cut(batch: dict[str, Any], shards: int = 1, rank: int = 0, **options: Any) -> Shard:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import ArgumentError, BatchError
-from ithaca.sequence.batch import IGNORE, count_targets, cut_batch
+from ithaca.sequence.batch import count_targets, cut_batch
 from ithaca.sequence.collate import SequenceCollator
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.small_models.features import small_model
 
-N = IGNORE
+N = IGNORE_INDEX
 
 
 def examples(*lengths: int) -> list[dict[str, Any]]:
@@ -176,4 +177,4 @@ def test_what_is_no_list_of_examples_is_refused(rows: Any, said: str) -> None:
 
 def test_examples_may_come_one_by_one_and_without_labels() -> None:
     batch = SequenceCollator()(iter([{"input_ids": [1, 2], "labels": None}]))
-    assert batch["labels"].tolist() == [[IGNORE, 2]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 2]]

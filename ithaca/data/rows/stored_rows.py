@@ -15,26 +15,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ithaca.constants import IGNORE_INDEX
 from ithaca.data.rows.packing import Piece, RowPlan
 from ithaca.data.rows.shuffle import Ints
 from ithaca.data.tokens.store import Store
 
-IGNORE = -100
 Slice = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
 def row_tensors(slices: Sequence[Slice], length: int, pad: int) -> dict[str, Tensor]:
     """Pieces laid end to end and padded, each a document of its own."""
     ids = np.full(length, pad, np.int64)
-    labels = np.full(length, IGNORE, np.int64)
+    labels = np.full(length, IGNORE_INDEX, np.int64)
     documents = np.full(length, -1, np.int64)
     at = 0
     for number, (tokens, learn) in enumerate(slices):
         end = at + len(tokens)
         ids[at:end] = tokens
-        labels[at:end] = np.where(learn, tokens, IGNORE)
+        labels[at:end] = np.where(learn, tokens, IGNORE_INDEX)
         # No token before it: nothing predicts a document's first one.
-        labels[at] = IGNORE
+        labels[at] = IGNORE_INDEX
         documents[at:end] = number
         at = end
     row = {"input_ids": ids, "labels": labels, "document_ids": documents}

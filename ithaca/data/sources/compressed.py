@@ -18,21 +18,13 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, BinaryIO
 
-from ithaca.errors import DataError
+from ithaca.errors import DataError, MisnamedError, ZstdError
 
 _KINDS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 # Of bzip2 also the mark of its first block: plain text may begin with BZh.
 _BEGIN = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\0", "zstd": b"\x28\xb5\x2f\xfd", "zip": b"PK\3\4", "parquet": b"PAR1"}
 _SUFFIX = {kind: suffix for suffix, kind in _KINDS.items()} | {"parquet": ".parquet"}
 _PART = 1 << 14
-
-
-class ZstdError(Exception):
-    """Zstd frames that cannot be decompressed, in whichever library."""
-
-
-class MisnamedError(Exception):
-    """A file whose first bytes are not what its name says."""
 
 
 # What reading a file raises where it is cut short, changed, misnamed or not there.

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ithaca.atomic import part_of
+
 _NAME = re.compile(r"\.?([0-9a-f]{24})\.(?:lock|part)")
 
 
@@ -58,6 +60,6 @@ def clear_left(folder: Path) -> None:
             lock = folder / f"{name}.lock"
             handle = take(lock, wait=False)
             if handle is not None:
-                shutil.rmtree(folder / f".{name}.part", ignore_errors=True)
+                shutil.rmtree(part_of(folder / name), ignore_errors=True)
                 lock.unlink(missing_ok=True)
                 os.close(handle)

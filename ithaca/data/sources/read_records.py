@@ -24,7 +24,7 @@ from ithaca.config.messages import near_paths
 from ithaca.data.sources.compressed import FAULTS, open_file
 from ithaca.data.sources.locate import Located
 from ithaca.data.sources.parquet import parquet_rows
-from ithaca.errors import DataError
+from ithaca.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 # The most bytes of one line or one file of text. Longer documents have to be split by their owner.
 LARGEST = 1 << 30
 _MARK = b"\xef\xbb\xbf"
-
-
-class RowError(Exception):
-    """A row that is no document; the message is the reason. Counted and named, not fatal."""
 
 
 @dataclass(frozen=True, slots=True)

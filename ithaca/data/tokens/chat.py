@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ithaca.data.sources.read_records import RowError, encodable
+from ithaca.data.sources.read_records import encodable
 from ithaca.data.tokens.chat_messages import (
     Message,
     Span,
@@ -37,7 +37,7 @@ from ithaca.data.tokens.chat_messages import (
 )
 from ithaca.data.tokens.render_templates import Job, Template
 from ithaca.data.tokens.special_spellings import BREAK, Broken, Spellings, plain_text, special_tokens
-from ithaca.errors import DataError
+from ithaca.errors import DataError, RowError
 
 Encoding = tuple[NDArray[np.int64], NDArray[np.bool_] | None]
 # A tokenizer takes about a hundred bytes for each letter of a text that it is given whole.

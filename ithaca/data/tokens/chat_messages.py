@@ -12,7 +12,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ithaca.data.sources.read_records import RowError, json_list
+from ithaca.data.sources.read_records import json_list
+from ithaca.errors import RowError
 
 Message = dict[str, Any]
 Span = tuple[int, int]

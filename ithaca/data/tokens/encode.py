@@ -21,20 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ithaca.config.schema import Data, Source
+from ithaca.constants import IGNORE_INDEX
 from ithaca.data.sources.locate import Located
-from ithaca.data.sources.read_records import RowError, Unreadable, encodable, json_list
+from ithaca.data.sources.read_records import Unreadable, encodable, json_list
 from ithaca.data.tokens.chat import ChatEncoder
 from ithaca.data.tokens.pairs import ALPACA, INPUT, PAIR, encode_alpaca, encode_pair
 from ithaca.data.tokens.pieces import PIECE, pieces_of
 from ithaca.data.tokens.special_spellings import Spellings
-from ithaca.errors import DataError
+from ithaca.errors import DataError, RowError
 
 _CHAT = ("messages", "conversations", "conversation", "chat", "dialogue")
 _TOKENS = ("input_ids", "tokens", "token_ids")
 _TEXT = ("text", "content", "document", "code", "body", "article")
 _MASK = "attention_mask"
 _TOOLS = "tools"
-_IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ def _learned(
     """Labels say which tokens are learned: each is its own token's id or -100. Shifted ones are caught here."""
     if len(labels) != len(ids):
         raise RowError(f"{column!r} has {len(labels)} entries for {len(ids)} tokens")
-    learn = real & (labels != _IGNORE)
+    learn = real & (labels != IGNORE_INDEX)
     wrong = np.flatnonzero(learn & (labels != ids))
     if len(wrong):
         at = int(wrong[0])

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ithaca.data.sources.read_records import RowError
 from ithaca.data.tokens.chat import LONGEST, common_length
+from ithaca.errors import RowError
 
 PAIR, ALPACA = ("prompt", "completion"), ("instruction", "output")
 INPUT = "input"

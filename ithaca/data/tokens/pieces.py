@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ithaca.data.sources.read_records import RowError
+from ithaca.errors import RowError
 
 # Letters of a piece, and the most that are given to a tokenizer at once where there is no boundary.
 PIECE = 1 << 20

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import IO, Any
 
+from ithaca.constants import GIB
 from ithaca.errors import DataError
 
 _SIZE = struct.Struct("<Q")
@@ -103,7 +104,7 @@ class Template:
     def over(self, what: str) -> DataError:
         bounds = {
             "time": f"{self.limits.seconds:g} seconds of computing",
-            "memory": f"{self.limits.memory / 2**30:g} GiB of memory",
+            "memory": f"{self.limits.memory / GIB:g} GiB of memory",
             "output": f"{self.limits.letters:,} letters of text",
         }
         return DataError(

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
-from ithaca.data.sources.read_records import RowError
 from ithaca.data.tokens.chat_messages import Message
+from ithaca.errors import RowError
 
 BREAK = "\ue0f4"
 # Messages and tools with their spellings broken.

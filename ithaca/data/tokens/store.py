@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from array import array
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ithaca.atomic import force_to_disk, part_of
 from ithaca.errors import DataError
 
 VERSION = 2
@@ -129,7 +129,7 @@ class StoreWriter:
 
     @classmethod
     def start(cls, target: Path, vocabulary: int) -> StoreWriter:
-        folder = target.with_name(f".{target.name}.part")
+        folder = part_of(target)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return cls(folder, target, np.uint16 if vocabulary <= 1 << 16 else np.uint32)
@@ -180,10 +180,9 @@ class StoreWriter:
         said = json.loads(json.dumps(facts | about))
         (self.folder / "about.json").write_text(json.dumps(said | {"check": _sum_of(said)}), encoding="utf-8")
         for file in self.folder.iterdir():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
+            force_to_disk(file)
         shutil.rmtree(self.target, ignore_errors=True)
-        os.rename(self.folder, self.target)
+        self.folder.rename(self.target)
 
     def _written(self) -> list[str]:
         return [file.name for file in sorted(self.folder.iterdir())]

@@ -31,10 +31,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from ithaca.config.schema import Data
 from ithaca.data.sources.file_locks import clear_left, locked
 from ithaca.data.sources.locate import Located
-from ithaca.data.sources.read_records import Raw, RowError, open_rows, parse_row, raw_rows
+from ithaca.data.sources.read_records import Raw, open_rows, parse_row, raw_rows
 from ithaca.data.tokens.encode import Encoded, Encoder, Kind, find_kind, make_encoder
 from ithaca.data.tokens.store import VERSION, Store, StoreWriter, open_store
-from ithaca.errors import DataError
+from ithaca.errors import DataError, RowError
+from ithaca.exit_codes import FAILED
 
 NAMED = 5
 # The version of how messages become tokens.
@@ -303,7 +304,7 @@ def follow_parent() -> None:
 
     def follow() -> None:
         wait([parent.sentinel])
-        os._exit(1)
+        os._exit(FAILED)
 
     threading.Thread(target=follow, daemon=True).start()
 

@@ -21,6 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ithaca.atomic import part_of, remove, write_whole
 from ithaca.errors import CheckpointError, ConfigError
 from ithaca.state.checkpoint import manifest
 
@@ -75,9 +76,7 @@ def read_mark(folder: Path) -> Mark | None:
 
 def write_mark(folder: Path, mark: Mark) -> None:
     """Write the mark, whole or not at all."""
-    part = folder / f"{MARK}.part"
-    part.write_text(json.dumps(asdict(mark), indent=1) + "\n", encoding="utf-8")
-    part.replace(folder / MARK)
+    write_whole(folder / MARK, json.dumps(asdict(mark), indent=1) + "\n")
 
 
 def export_into(checkpoint: Path, to: Path, write: Callable[[Path], object], *, force: bool = False) -> None:
@@ -118,7 +117,7 @@ def _check_content(to: Path, mark: Mark, *, force: bool) -> set[str]:
     """Refuse a folder with anything that is not of this run; returns the files that the new model takes the place of."""
     there = read_mark(to)
     own = set(there.files) if there is not None and there.run == mark.run else set()
-    strange = {path.name for path in to.iterdir()} - own - {MARK, f"{MARK}.part", _PART}
+    strange = {path.name for path in to.iterdir()} - own - {MARK, part_of(to / MARK).name, _PART}
     models = {name for name in strange if any(fnmatch(name, pattern) for pattern in _MODEL_FILES)}
     # In a folder of this run's own a note may lie beside the model, but no other model.
     in_the_way = models if there is not None and there.run == mark.run else strange
@@ -136,18 +135,11 @@ def _exchange(part: Path, to: Path, before: set[str], mark: Mark) -> None:
     new = {path.name for path in part.iterdir()}
     write_mark(to, replace(mark, files=tuple(sorted(before | new))))
     for name in before:
-        _remove(to / name)
+        remove(to / name)
     for name in sorted(new):
-        _remove(to / name)
+        remove(to / name)
         (part / name).rename(to / name)
     write_mark(to, replace(mark, files=tuple(sorted(new))))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def refuse_own_places(to: Path, run: Path, description: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from ithaca.errors import CheckpointError
 from ithaca.models.files.conversion import Group, copy_conversions
 from ithaca.models.files.safetensors_files import TensorReader, read_headers
 from ithaca.models.files.weight_sources import plan_groups
+from ithaca.ranks import on_all_ranks
 from ithaca.state.weights.finite import check_finite
 from ithaca.state.weights.placement import home_of
 from ithaca.state.weights.shards import bounds
@@ -39,23 +40,7 @@ def load_weights(model: nn.Module, folder: str | PathLike[str]) -> None:
     that cannot be trained; a weight with NaN or infinity does when it is read. Adapters keep their values. Every rank
     calls it, and what one rank finds in its part ends all of them alike.
     """
-    problem = None
-    try:
-        _load(model, folder)
-    except CheckpointError as error:
-        problem = error
-    _agree(problem)
-
-
-def _agree(problem: CheckpointError | None) -> None:
-    """Raise the first rank's problem on all of them."""
-    said: list[str | None] = [None if problem is None else str(problem)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if problem is None else str(problem))
-    first = next((text for text in said if text is not None), None)
-    if first is not None:
-        raise CheckpointError(first) from problem
+    on_all_ranks(lambda: _load(model, folder))
 
 
 def _load(model: nn.Module, folder: str | PathLike[str]) -> None:

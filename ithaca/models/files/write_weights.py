@@ -27,6 +27,7 @@ from ithaca.errors import ArgumentError, IthacaError, UnsupportedError
 from ithaca.models.files.conversion import names_on_disk, not_written
 from ithaca.models.files.safetensors_files import INDEX, modes_of_umask, write_tensors
 from ithaca.quantities import parse_bytes
+from ithaca.ranks import on_rank_0
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -167,19 +168,12 @@ class _Writer:
 
 def _on_rank_0(target: Path, action: Callable[[], object], alone: bool = False) -> None:
     """Run `action` there, and raise on every rank if it fails: none waits for a writer that has given up."""
-    problem: Exception | None = None
-    if alone or _rank() == 0:
-        try:
-            action()
-        except Exception as error:
-            problem = error
-    said = [None if problem is None else str(problem) or type(problem).__name__]
-    if isinstance(problem, OSError | SafetensorError):
-        said = [f"{said[0]}: make room there, or name another folder"]
-    if dist.is_initialized() and not alone:
-        dist.broadcast_object_list(said, src=0)
-    if said[0] is not None:
-        raise IthacaError(f"could not write to {target}: {said[0]}") from problem
+
+    def failed(error: Exception) -> Exception:
+        advice = ": make room there, or name another folder" if isinstance(error, OSError | SafetensorError) else ""
+        return IthacaError(f"could not write to {target}: {str(error) or type(error).__name__}{advice}")
+
+    on_rank_0(action, failed=failed, alone=alone)
 
 
 def _layers(base: Any) -> list[dict[str, Tensor]]:

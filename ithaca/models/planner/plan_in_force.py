@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from ithaca.constants import GIB
 from ithaca.memory.head_loss import LossSpec, in_place_kernel
 from ithaca.memory.offload import HostStore
 from ithaca.mesh import Mesh
@@ -30,7 +31,7 @@ from ithaca.planning.plan import Decided, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.search.advice import LIBRARY, Words, explain
 from ithaca.planning.search.choose import FREE, choose_plan
 from ithaca.planning.search.request import LEAST_HEADROOM
-from ithaca.planning.terms.memory_terms import GIB, memory_of
+from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.sequence.layout import SequenceLayout
 
 # What is left free on the device, for fragmentation and whatever else runs there.

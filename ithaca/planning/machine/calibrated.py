@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ithaca.atomic import write_whole
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.machine.hardware import H200, AttentionSpeed, Device, find_device, words_of
 
@@ -30,11 +31,9 @@ class Measured:
 
 
 def write_measured(file: Path, measured: Measured) -> None:
-    """The file, whole or not at all."""
+    """Write the file, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".part")
-    partial.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_whole(file, json.dumps(asdict(measured), indent=1) + "\n")
 
 
 def read_measured(file: Path) -> Measured | None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 
+from ithaca.constants import GIB
 from ithaca.errors import UnsupportedError
 
-GIB = 2**30
 # What an H200 reaches of its data sheet's 989 TFLOP/s in matrix products and of its 4,800 GB/s in plain copies.
 MATMUL_SHARE, COPY_SHARE = 0.70, 0.887
 

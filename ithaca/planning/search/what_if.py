@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ithaca.constants import CARDS_PER_NODE
 from ithaca.errors import MemoryPlanError, MeshError
 from ithaca.planning.machine.hardware import DEVICES
 from ithaca.planning.search.advice import smallest
@@ -19,7 +20,7 @@ from ithaca.planning.terms.traffic import Machine
 from ithaca.quantities import show_bytes, show_of
 
 # The most nodes and the most host memory of one (bytes) worth naming; how many cards a node has.
-MOST_NODES, MOST_HOST, NODE = 64, 4 * 10**12, 8
+MOST_NODES, MOST_HOST = 64, 4 * 10**12
 LORA_RANK = 16
 # By how much more cards may give beyond their share, since layers that were run again are kept.
 SUPERLINEAR = 0.25
@@ -189,7 +190,7 @@ def _hosted(wanted: Wanted, host_memory: int) -> Wanted:
 
 def _cards(machine: Machine) -> Iterator[int]:
     """Numbers of cards to try: a node's by doubling, then whole nodes."""
-    node = max(NODE, machine.gpus)
+    node = max(CARDS_PER_NODE, machine.gpus)
     yield from (n for n in (1, 2, 4) if n < node)
     yield from (node * nodes for nodes in range(1, 9))
     yield from (node * nodes for nodes in (10, 12, 16, 24, 32, 48, MOST_NODES))
@@ -197,11 +198,11 @@ def _cards(machine: Machine) -> Iterator[int]:
 
 def _of(machine: Machine, cards: int) -> Machine:
     """`cards` cards of this kind in nodes as large as usual."""
-    gpus = min(cards, max(NODE, machine.gpus))
+    gpus = min(cards, max(CARDS_PER_NODE, machine.gpus))
     return machine.with_cards(gpus, cards // gpus)
 
 
 def _times(machine: Machine, factor: int) -> Machine:
-    if machine.nodes > 1 or machine.gpus * factor > NODE:
+    if machine.nodes > 1 or machine.gpus * factor > CARDS_PER_NODE:
         return replace(machine, nodes=factor * machine.nodes)
     return machine.with_cards(factor * machine.gpus, 1)

@@ -31,7 +31,6 @@ from ithaca.planning.terms.activations import (
     saved,
 )
 
-GIB = 2**30
 # What the caching allocator holds in gaps, as a share of all activations, and the name of that term.
 SLACK, GAPS = 0.04, "allocator slack"
 # Decoder layers whose weights are gathered at once: the one in use and the next; one more while inputs are rebuilt.

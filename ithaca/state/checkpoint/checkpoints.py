@@ -25,9 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaca.atomic import OVERHEAD, free_bytes
+from ithaca.constants import GIB
 from ithaca.errors import CheckpointError
 from ithaca.mesh import Mesh
 from ithaca.quantities import show_bytes
+from ithaca.ranks import gather_objects, on_all_ranks, on_rank_0
 from ithaca.state.checkpoint import manifest
 from ithaca.state.checkpoint.dcp import read_tensors, write_tensors
 from ithaca.state.checkpoint.proven import Proven
@@ -36,8 +39,6 @@ from ithaca.state.checkpoint.state_tensors import fingerprint, state_tensors
 __all__ = ["Checkpoints", "fingerprint", "state_tensors"]
 
 logger = logging.getLogger("ithaca")
-# Headers, names and the file system's own needs.
-_ROOM = 1.02
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +106,7 @@ class Checkpoints:
         """
         self._join()
         whole, damaged = self._survey(1, among=self._listed())
-        aside = self._first(lambda: [path.name for path in manifest.found_aside(self.folder)])
+        aside = self._on_rank_0(lambda: [path.name for path in manifest.found_aside(self.folder)])
         if not whole and (damaged or aside) and not restart:
             raise CheckpointError(_none_whole(self.folder, damaged, aside))
         self._on_rank_0(lambda: self._set_aside(damaged))
@@ -152,7 +153,7 @@ class Checkpoints:
         part = manifest.part_of(self.folder, writing.step)
         try:
             self._on_rank_0(lambda: part.mkdir(parents=True))
-            sums = self._agree(lambda: write_tensors(part, tensors, self._group))
+            sums = self._on_all_ranks(lambda: write_tensors(part, tensors, self._group))
             files = {name: entry for each in sums for name, entry in each.items()}
             self._on_rank_0(lambda: self._seal(part, writing.step, files, facts, pin))
         except Exception as error:
@@ -196,11 +197,9 @@ class Checkpoints:
 
     def _check_shared(self) -> None:
         """A folder that every node has of its own would hold a part of each checkpoint only."""
-        said = [uuid.uuid4().hex]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        probe = self.folder / f".probe-{said[0]}"
+        probe = self.folder / f".probe-{self._on_rank_0(lambda: uuid.uuid4().hex)}"
         self._on_rank_0(probe.touch)
-        seen = self._gather(probe.exists())
+        seen = gather_objects(probe.exists(), self._group)
         self._on_rank_0(probe.unlink)
         if not all(seen):
             raise CheckpointError(
@@ -227,13 +226,13 @@ class Checkpoints:
 
         The first rank reads the manifest and knows which files were summed before; each rank sums its share of the others.
         """
-        problem, files, doubtful = self._first(lambda: self._begin_check(path))
+        problem, files, doubtful = self._on_rank_0(lambda: self._begin_check(path))
         if problem is None and doubtful:
             try:
                 manifest.check_files(path, files, doubtful[self._mesh.rank :: self._mesh.world])
             except CheckpointError as error:
                 problem = str(error)
-            problem = next((said for said in self._gather(problem) if said is not None), None)
+            problem = next((said for said in gather_objects(problem, self._group) if said is not None), None)
             if problem is None and self._mesh.rank == 0:
                 self._proven.add(path, files)
         return problem
@@ -249,57 +248,23 @@ class Checkpoints:
 
     def _listed(self, *, pinned: bool = True) -> list[Path]:
         """Return the checkpoints of the folder as the first rank sees them, newest first; stages' ends if `pinned`."""
-        return self._first(
+        return self._on_rank_0(
             lambda: [path for path in manifest.listed(self.folder) if pinned or not manifest.is_pinned(path)]
         )
 
     def _fits_host(self, tensors: dict[str, Tensor]) -> bool:
         needed = sum(_local_bytes(tensor) for tensor in tensors.values()) * self._mesh.local_ranks
-        fits = all(self._gather(needed < psutil.virtual_memory().available))
+        fits = all(gather_objects(needed < psutil.virtual_memory().available, self._group))
         if not fits and self._mesh.rank == 0:
-            logger.warning("the host has no room for a copy of %.1f GiB: this checkpoint is waited for", needed / 2**30)
+            logger.warning("the host has no room for a copy of %.1f GiB: this checkpoint is waited for", needed / GIB)
         return fits
 
-    def _first(self, action: Callable[[], Any]) -> Any:
-        """Return what `action` gives on the first rank; if it fails, raise on every rank."""
-        found: list[Any] = [None]
+    def _on_rank_0(self, action: Callable[[], Any]) -> Any:
+        return on_rank_0(action, self._group, failed=lambda error: CheckpointError(_reason(error)))
 
-        def act() -> None:
-            found[0] = action()
-
-        self._on_rank_0(act)
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        return found[0]
-
-    def _gather(self, said: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self._mesh.world
-        dist.all_gather_object(gathered, said, group=self._group)
-        return gathered
-
-    def _agree(self, action: Callable[[], Any]) -> list[Any]:
-        """Every rank's result, or the first failure on all of them."""
-        result, problem = None, None
-        try:
-            result = action()
-        except Exception as error:
-            problem = _reason(error)
-        gathered = self._gather((result, problem))
-        for rank, (_, said) in enumerate(gathered):
-            if said is not None:
-                raise CheckpointError(f"{said} (rank {rank})")
-        return [result for result, _ in gathered]
-
-    def _on_rank_0(self, action: Callable[[], object]) -> None:
-        """Run `action` there; if it fails, raise on every rank."""
-        said: list[Any] = [None]
-        if self._mesh.rank == 0:
-            try:
-                action()
-            except Exception as error:
-                said = [_reason(error)]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        if said[0] is not None:
-            raise CheckpointError(said[0])
+    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
+        who = f"(rank {self._mesh.rank})"
+        return on_all_ranks(action, self._group, failed=lambda error: CheckpointError(f"{_reason(error)} {who}"))
 
 
 def _remove_all(paths: list[Path]) -> None:
@@ -323,11 +288,10 @@ def bytes_of(tensors: dict[str, Tensor]) -> int:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    where = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(where).free
-    if free < needed * _ROOM:
+    free = free_bytes(folder)
+    if free < needed * OVERHEAD:
         raise CheckpointError(
-            f"a checkpoint needs {show_bytes(needed * _ROOM)} and {folder} has {show_bytes(free)} free: make room, "
+            f"a checkpoint needs {show_bytes(needed * OVERHEAD)} and {folder} has {show_bytes(free)} free: make room, "
             "name an output folder on a larger disk, or keep fewer checkpoints"
         )
 

@@ -29,7 +29,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ithaca.atomic import force_to_disk
 from ithaca.errors import CheckpointError
+from ithaca.ranks import gather_objects
 from ithaca.state.checkpoint.low_bit_moments import BY_SHARD
 from ithaca.state.checkpoint.manifest import Sums, read_manifest, sum_of
 
@@ -77,17 +79,9 @@ class _SummedFiles(FileSystem):
         with super().create_stream(path, mode) as stream:
             summed = _SummedStream(stream)
             yield summed
-        _force_to_disk(path)
+        # DCP does so while the end of a file may still be in the stream's buffer.
+        force_to_disk(path)
         self.sums[Path(path).name] = summed.sum
-
-
-def _force_to_disk(path: str | os.PathLike[str]) -> None:
-    """DCP does so while the end of a file may still be in the stream's buffer."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _NamedFiles(FileSystem):
@@ -139,9 +133,7 @@ def _filed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, in
     world = dist.get_world_size(group)
     shares = {key: tensor.numel() * tensor.element_size() // world for key, tensor in tensors.items()}
     if any(BY_SHARD in key for key in shares):
-        everyone: list[dict[str, int]] = [{}] * world
-        dist.all_gather_object(everyone, shares, group=group)
-        shares = {key: share for each in everyone for key, share in each.items()}
+        shares = {key: share for each in gather_objects(shares, group) for key, share in each.items()}
     files: dict[str, int] = {}
     number, filled = 1, 0
     for key in sorted(shares):

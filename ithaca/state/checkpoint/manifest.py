@@ -13,21 +13,19 @@ Invariant: what `recover` leaves after any kill is either the old checkpoint or 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ithaca import atomic
 from ithaca.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FACTS = "facts.json"
 PINNED = "pinned"
 _NAME = re.compile(r"step-([0-9]{8,15})")
-_PART = ".part"
 _ASIDE = ".aside"
 _CORRUPT = "corrupt-"
 _PROBE = ".probe-"
@@ -55,7 +53,7 @@ def _named(path: Path) -> bool:
 
 def part_of(folder: Path, step: int) -> Path:
     """The hidden folder that a checkpoint is written into."""
-    return folder / f".{name_of(step)}{_PART}"
+    return atomic.part_of(folder / name_of(step))
 
 
 def listed(folder: Path) -> list[Path]:
@@ -96,13 +94,7 @@ def seal(part: Path, place: Path, sums: Sums, facts: dict[str, Any], *, pin: boo
         _write(part / PINNED, {})
     files = sums | {FACTS: facts_sum}
     _write(part / MANIFEST, {"format": 1, "files": files, "pinned": pin, "sum": _own_sum(files)})
-    _sync_folder(part)
-    aside = place.with_name(f".{place.name}{_ASIDE}")
-    if place.exists():
-        place.rename(aside)
-    part.rename(place)
-    _sync_folder(place.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    atomic.replace_folder(part, place, place.with_name(f".{place.name}{_ASIDE}"), durable=True)
     return files
 
 
@@ -111,29 +103,21 @@ def recover(folder: Path) -> None:
     for left in folder.glob(f".step-*{_ASIDE}"):
         place = folder / left.name.removesuffix(_ASIDE)[1:]
         if place.exists() and problem_of(place) is None:
-            _clear(left)
+            atomic.remove(left)
             continue
         if place.exists():
             set_aside(place)
         left.rename(place)
-    for left in (*folder.glob(f".step-*{_PART}"), *folder.glob(f"{_PROBE}*")):
-        _clear(left)
-
-
-def _clear(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    for left in (*folder.glob(".step-*.part"), *folder.glob(f"{_PROBE}*")):
+        atomic.remove(left)
 
 
 def remove(path: Path) -> None:
     """Take a checkpoint away: hidden at once, then deleted, so that none is ever there in part."""
-    hidden = path.with_name(f".{path.name}{_PART}")
-    if hidden.is_symlink() or hidden.exists():
-        _clear(hidden)
+    hidden = atomic.part_of(path)
+    atomic.remove(hidden)
     path.rename(hidden)
-    _clear(hidden)
+    atomic.remove(hidden)
 
 
 def set_aside(path: Path) -> Path:
@@ -254,17 +238,6 @@ def read_facts(path: Path) -> dict[str, Any]:
 def _write(file: Path, content: dict[str, Any]) -> dict[str, int]:
     """Write JSON onto the disk; returns its size and checksum."""
     data = json.dumps(content, indent=1, sort_keys=True).encode()
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    file.write_bytes(data)
+    atomic.force_to_disk(file)
     return sum_of(data)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on the disk once the folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -8,20 +8,17 @@ Invariant: nothing that is on the disk already is counted again, so a run that g
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+from ithaca.atomic import OVERHEAD, free_bytes
 from ithaca.config.schema import Run
 from ithaca.errors import CheckpointError
 from ithaca.quantities import show_bytes
 from ithaca.state.checkpoint.manifest import PINNED, listed
 from ithaca.training.run.progress import Place
-
-# Headers, names and the file system's own needs.
-_SLACK = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +37,8 @@ class Room:
 
     def check(self, checkpoint: int, model: int, folder: Path) -> None:
         """CheckpointError where `folder` has too little room for checkpoints and models of so many bytes each."""
-        needed = _SLACK * ((self.rotated + self.stages) * checkpoint + self.stages * model)
-        where = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(where).free
+        needed = OVERHEAD * ((self.rotated + self.stages) * checkpoint + self.stages * model)
+        free = free_bytes(folder)
         if free >= needed:
             return
         larger = "set output=... to a folder on a larger disk"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ithaca.atomic import write_whole
 from ithaca.errors import ConfigError
 
 # Lines that wait for room, about a kilobyte each.
@@ -100,15 +101,12 @@ class Lines:
 
     def _replace(self, data: bytes, kept: bytes) -> None:
         """Cut the end off where nothing else goes, which needs no room; else the file is written anew, whole or not."""
-        part = self.file.with_name(f".{self.file.name}.part")
         try:
             if data.startswith(kept):
                 os.truncate(self.file, len(kept))
-                return
-            part.write_bytes(kept)
-            part.replace(self.file)
+            else:
+                write_whole(self.file, kept)
         except OSError as error:
-            part.unlink(missing_ok=True)
             logger.warning("%s keeps lines that do not belong to the run (%s): make room there", self.file, error)
 
 

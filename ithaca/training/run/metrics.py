@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from ithaca.config.schema import Metrics
+from ithaca.constants import GIB
 from ithaca.errors import ConfigError
 from ithaca.mesh import Mesh
 from ithaca.planning.machine.hardware import find_device
 from ithaca.training.run.json_lines import Lines
 
-GIB = 2**30
 # Above this share of the device the next longer batch may not fit.
 NEARLY_FULL = 0.75
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ithaca.atomic import part_of, replace_folder, write_whole
 from ithaca.config.overrides import read_yaml
 from ithaca.config.schema import Run, dump_run, read_run
 from ithaca.errors import ConfigError
@@ -61,16 +62,13 @@ class RunFolder:
         """
         if target.exists() and self._stays(target, mark):
             return False
-        part, old = (target.with_name(f".{target.name}{end}") for end in (".part", ".old"))
+        part, old = part_of(target), target.with_name(f".{target.name}.old")
         for left in (part, old):
             shutil.rmtree(left, ignore_errors=True)
         part.mkdir(parents=True)
         write(part)
         write_mark(part, mark)
-        if target.exists():
-            target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(part, target, old)
         return True
 
     def _stays(self, target: Path, mark: Mark) -> bool:
@@ -107,8 +105,8 @@ class RunFolder:
                 left.rename(target)
             else:
                 shutil.rmtree(left, ignore_errors=True)
-        for name in (".run.yaml.part", ".metrics.jsonl.part"):
-            (self.root / name).unlink(missing_ok=True)
+        for file in (self.settings, self.metrics):
+            part_of(file).unlink(missing_ok=True)
 
     def name_last(self, number: int, length: int) -> None:
         """`export/` is the last stage's model; what somebody else put there is left alone."""
@@ -169,10 +167,8 @@ class RunFolder:
         return advise_changes(self._settled(), run, place) if self.settings.exists() else []
 
     def leave_settings(self, run: Run) -> None:
-        """The resolved settings, whole or not at all."""
-        part = self.settings.with_name(".run.yaml.part")
-        part.write_text(dump_run(run), encoding="utf-8")
-        part.replace(self.settings)
+        """Write the resolved settings, whole or not at all."""
+        write_whole(self.settings, dump_run(run))
 
 
 def _another(root: Path, found: list[Change]) -> str:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from ithaca.exit_codes import HANG, INTERRUPTED, PEER
 from ithaca.mesh import Mesh
 from ithaca.training.watch.hangs import Post, explain, locate
 from ithaca.training.watch.layer_boundaries import put_boundaries
@@ -36,10 +37,6 @@ from ithaca.training.watch.throttle import Pace
 
 logger = logging.getLogger("ithaca")
 
-PREEMPTED = 75  # EX_TEMPFAIL, which schedulers are told to requeue
-HANG = 70  # EX_SOFTWARE
-PEER = 71  # this rank ended because another did
-INTERRUPTED = 130
 
 POLL = 0.2
 BEAT = 1.0

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ithaca.constants import IGNORE_INDEX
+
 VOCABULARY = 61
 WINDOW = 5
 
@@ -103,4 +105,4 @@ def small_batch(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocabulary, (batch, length), generator=generator)
     keep = torch.rand(batch, length, generator=generator) < learned
-    return {"input_ids": ids, "labels": ids.masked_fill(~keep, -100)}
+    return {"input_ids": ids, "labels": ids.masked_fill(~keep, IGNORE_INDEX)}

@@ -19,8 +19,8 @@ import pytest
 from ithaca.config.schema import Source
 from ithaca.data.rows.feed import open_feed
 from ithaca.data.sources import compressed, read_records
-from ithaca.data.sources.compressed import Frames, ZstdError
-from ithaca.errors import DataError
+from ithaca.data.sources.compressed import Frames
+from ithaca.errors import DataError, ZstdError
 from tests.data.corpus import documents, epoch_of, prepared, texts_of, whole, write_documents, write_lines
 
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in documents(400)).encode()

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ithaca.data.sources.read_records import RowError
 from ithaca.data.tokens.chat import ChatEncoder, find_marks, tokens_in
 from ithaca.data.tokens.chat_messages import read_messages, read_tools
-from ithaca.errors import DataError
+from ithaca.errors import DataError, RowError
 from ithaca.models.files.embedded import embedded_tokenizer
 from tests.data.templates import QWEN, TEMPLATES, said, style_tokenizer
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ithaca.data.sources.read_records import RowError
 from ithaca.data.tokens.chat import ChatEncoder
 from ithaca.data.tokens.chat_messages import read_messages
+from ithaca.errors import RowError
 from tests.data.templates import QWEN, TEMPLATES, style_tokenizer
 
 TOKENIZERS = {style: style_tokenizer(style) for style in TEMPLATES}

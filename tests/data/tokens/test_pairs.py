@@ -11,9 +11,9 @@ import pytest
 
 from ithaca.config.schema import Source
 from ithaca.data.rows.feed import open_feed
-from ithaca.data.sources.read_records import RowError
 from ithaca.data.tokens.chat import ChatEncoder
 from ithaca.data.tokens.pairs import alpaca_prompt, encode_alpaca, encode_pair
+from ithaca.errors import RowError
 from tests.data.corpus import TOKENIZER, prepared, texts_of, write_lines
 from tests.data.kinds import CUT
 from tests.data.templates import TEMPLATES, style_tokenizer

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from ithaca.data.sources.read_records import RowError
 from ithaca.data.tokens import pieces
 from ithaca.data.tokens.pieces import Pieces
+from ithaca.errors import RowError
 from ithaca.models.files.embedded import embedded_tokenizer
 from tests.data.kinds import CORPUS, CUT, UNCUT
 from tests.data.templates import style_tokenizer

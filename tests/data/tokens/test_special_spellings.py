@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ithaca.data.rows.feed import open_feed
-from ithaca.data.sources.read_records import RowError
 from ithaca.data.tokens.chat import ChatEncoder
 from ithaca.data.tokens.special_spellings import BREAK, Spellings, plain_text, special_tokens
+from ithaca.errors import RowError
 from ithaca.models.files.embedded import embedded_tokenizer
 from tests.data.corpus import TOKENIZER, prepared, write_lines
 from tests.data.kinds import CUT, word_level

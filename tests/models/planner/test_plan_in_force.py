@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from ithaca.constants import GIB
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.planner import plan_in_force
@@ -18,7 +19,6 @@ from ithaca.models.planner.plan_in_force import MOST, SHARE, AutoMemory, planner
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import Job
 from ithaca.planning.search.advice import LIBRARY
-from ithaca.planning.terms.memory_terms import GIB
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.optimizer.on_host import held_on_host
 from ithaca.verify.small_models.features import small_batch, small_model

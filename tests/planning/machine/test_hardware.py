@@ -2,8 +2,9 @@
 
 import pytest
 
+from ithaca.constants import GIB
 from ithaca.errors import UnsupportedError
-from ithaca.planning.machine.hardware import DEVICES, GIB, H200, LINKS, find_device, find_link
+from ithaca.planning.machine.hardware import DEVICES, H200, LINKS, find_device, find_link
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 
+from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan
@@ -16,7 +17,7 @@ from ithaca.planning.search.bounds import Limits
 from ithaca.planning.search.candidates import Bounds, Candidate, keeping, running_again
 from ithaca.planning.search.choose import FREE, _fit, choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.terms.cost import copy_cost, recompute_cost, tile_cost
-from ithaca.planning.terms.memory_terms import GIB, Frame, memory_of
+from ithaca.planning.terms.memory_terms import Frame, memory_of
 from tests.planning.models import LLAMA_8B, K
 
 EVERYTHING = Bounds(inf, inf)

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.search.advice import LIBRARY, typed_free
 from ithaca.planning.search.choose import choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.terms.cost import copy_cost, recompute_cost, tile_cost
-from ithaca.planning.terms.memory_terms import GIB, memory_of
+from ithaca.planning.terms.memory_terms import memory_of
 from tests.planning.models import B1, B8, LLAMA_8B, K
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError, MeshError
 from ithaca.planning.model.known_models import find_model
 from ithaca.planning.model.model_sizes import ModelSizes
@@ -22,7 +23,7 @@ from ithaca.planning.terms.activations import (
     mlp_work,
     saved,
 )
-from ithaca.planning.terms.memory_terms import GIB, SLACK, Memory, memory_of
+from ithaca.planning.terms.memory_terms import SLACK, Memory, memory_of
 from tests.planning.models import B1, B8, K
 
 BARE = Job(128 * K, weights="none", optimizer="none")

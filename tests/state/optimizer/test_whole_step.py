@@ -172,7 +172,7 @@ def full_disk(folder: str, background: bool, where: str) -> dict[str, Any]:
     keeper.save(1, numbers(1), {}, wait=True)
     targets: Any = {
         "tensors": (module, "write_tensors"),
-        "sync": (dcp, "_force_to_disk"),
+        "sync": (dcp, "force_to_disk"),
         "seal": (manifest, "_write"),
     }
     target = targets[where]

@@ -41,11 +41,13 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: str) ->
 def test_settings_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = held(tmp_path, Run(seed=4))
 
-    def cut_short(path: Path, text: str, **_: Any) -> None:
-        path.write_bytes(text[:10].encode())
+    write = Path.write_bytes
+
+    def cut_short(path: Path, data: bytes) -> None:
+        write(path, data[:10])
         raise OSError("killed")
 
-    monkeypatch.setattr(Path, "write_text", cut_short)
+    monkeypatch.setattr(Path, "write_bytes", cut_short)
     with pytest.raises(OSError, match="killed"):
         folder.leave_settings(Run(seed=4))
     assert load_run(folder.settings) == Run(seed=4)

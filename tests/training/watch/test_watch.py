@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from ithaca.exit_codes import HANG, INTERRUPTED, PEER
 from ithaca.training.watch import watch as module
 from ithaca.training.watch.hangs import Post, explain, locate, name_ranks
 from ithaca.training.watch.signals import Signals
-from ithaca.training.watch.watch import HANG, INTERRUPTED, PEER, Preempted, Watch
+from ithaca.training.watch.watch import Preempted, Watch
 from tests.training.crew import PATIENCE, Crew, voyage
 
 
