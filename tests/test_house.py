@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = (
-    ("errors", "arguments", "quantities", "heads", "mesh", "ranks", "config"),
+    ("errors", "arguments", "quantities", "heads", "mesh", "ranks", "handle", "config"),
     ("sequence", "planning"),
     ("attention", "memory"),
     ("state", "data"),
@@ -31,7 +31,7 @@ HOUSE = (
 )
 NUMBERS = {name: number for number, names in enumerate(HOUSE) for name in names}
 # Importable from everywhere, from the files beside them too.
-SHARED = ("errors", "arguments", "quantities", "heads", "mesh", "ranks", "config")
+SHARED = ("errors", "arguments", "quantities", "heads", "mesh", "ranks", "handle", "config")
 # `ithaca/__init__.py` re-exports from all over, lazily.
 EXEMPT = "ithaca/__init__.py"
 CORE = 5
