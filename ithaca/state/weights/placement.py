@@ -113,8 +113,8 @@ def place_weights(
         sharded: Any = type(module)
         module.__class__ = _named_as(own, sharded)
     placement.groups = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
-    for module in placement.groups:
-        _sum_gradients(module, uneven)
+    for group in placement.groups:
+        _sum_gradients(group, uneven)
     handle.add(root.register_forward_pre_hook(_Gathering(), prepend=True), while_sharded=True)
 
 
