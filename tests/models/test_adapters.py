@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.bound import unsharded
-from ithaca.models.layers.install import fuse
+from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model

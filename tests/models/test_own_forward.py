@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
-from ithaca.models.layers.install import fuse
+from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.verify.fp64 import promoted

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.discover.roles import signature
-from ithaca.models.layers.install import fuse
+from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.verify.fp64 import promoted

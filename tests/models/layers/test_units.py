@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.discover.roles import UnitRole, find_units, layer_arguments
-from ithaca.models.layers.install import fuse
+from ithaca.models.layers import fuse
 from ithaca.models.layers.units import Fused, UnitBackward, UnitForward
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
