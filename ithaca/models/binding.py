@@ -45,6 +45,8 @@ from ithaca.sequence.layout import SequenceLayout
 
 def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding:
     """Route this model's attention through Ulysses; `unbind` undoes it."""
+    # Again: whoever exchanged it, as trials and tests do, did so for the models that were bound then.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     handle = Handle.on(model, mesh)
     copies: dict[int, Any] = {}
     configs = {module: module.config for module in model.modules() if getattr(module, "config", None) is not None}
@@ -266,5 +268,5 @@ def _attention(
     return out_BLHE, None
 
 
-# A registry of transformers' for such names; models reach the function by their own config alone.
+# Once for the process, whatever comes and goes; models reach the function by the name in their own config alone.
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

@@ -107,9 +107,12 @@ def _alone(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None,
     return out.transpose(1, 2).contiguous(), None
 
 
+# Once for the process, so that a trial leaves the registry as it was.
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _alone)
+
+
 @contextmanager
 def _token_by_token(model: PreTrainedModel) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _alone)
     configs = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in before:
