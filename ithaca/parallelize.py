@@ -7,7 +7,6 @@ back, ready for `causal_loss`. Everything that could be wrong is refused before 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -17,42 +16,32 @@ from ithaca.arguments import named_arguments, shown
 from ithaca.attention.kernels import check_name
 from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
+from ithaca.handle import Handle
 from ithaca.mesh import Mesh, check_mesh
-from ithaca.models.binding import bind, unbound_on_refusal
-from ithaca.models.discover.mixing import refuse_mixing
+from ithaca.models.binding import bind
+from ithaca.models.discover.mixing import check_mixing
 from ithaca.models.discover.passing import passing_of
 from ithaca.models.discover.random_weights import stand_ins
 from ithaca.models.experts import has_experts
-from ithaca.models.files.write_weights import refuse_plain_save
 from ithaca.models.layers.install import install_memory
-from ithaca.models.layers.method_replacement import looks_like
 from ithaca.models.placed import Placed
 from ithaca.models.planner.plan_in_force import AutoMemory, job_of
-from ithaca.models.refusals.foreign_code import foreign_within
 from ithaca.models.refusals.memory_plans import plan_for
-from ithaca.models.support import base_model, check_model, decoder_layers, verdicts
+from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
 from ithaca.quantities import no_truth, parse_bytes, with_unit
 from ithaca.state.optimizer.made_before import Earlier
-from ithaca.state.optimizer.on_host import held_on_host
-from ithaca.state.optimizer.whole_step import watch_steps
-from ithaca.state.weights.assigned import refuse_assigned
-from ithaca.state.weights.dtensor_errors import name_unknown_operations
-from ithaca.state.weights.one_ranks_numbers import refuse_own_numbers
+from ithaca.state.weights.guards import guard_weights
 from ithaca.state.weights.placement import (
     OnHost,
     Weights,
-    averages_gradients,
     check_placement,
     leaves_device,
     move,
     place_weights,
-    reduction_of,
     takes_groups,
 )
 from ithaca.state.weights.shardable import check_shardable
-from ithaca.state.weights.whole_weight_methods import refuse_whole_weights
-from ithaca.state.weights.written_rows import write_rows_back
 
 M = TypeVar("M", bound=nn.Module)
 _COMPUTE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -100,67 +89,59 @@ def parallelize(
 
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
+    layers = decoder_layers(base)
     earlier = Earlier.of(model)
     if grouped:
-        check_shardable(model, decoder_layers(base))
+        check_shardable(model, layers)
         earlier.check_state()
     check_heads(*head_counts(base), mesh)
     given = plan_for(base, read_memory(memory), allow_untested=allow_untested)
-    foreign = foreign_within(base) if mesh.shards > 1 else None
-    if foreign is not None or str(base.config.model_type) not in verdicts():
-        with stand_ins(base, decoder_layers(base), torch.device("cpu")):
-            refuse_mixing(base, foreign)
-
+    check_mixing(base, layers, mesh)
     if grouped:
         earlier.check_alike(mesh)
 
-    # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
-    binding = bind(base, mesh, kernel=kernel)
+    # From here on the model is changed, and an error takes off again what is on its handle.
+    handle = Handle.on(base, mesh)
+    with handle.undone_on_error():
+        # 2. Attention: one exchange in, full attention on local heads, one exchange back. RoPE sees global lengths.
+        binding = bind(base, mesh, kernel=kernel)
 
-    # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
-    if given is not None:
-        if not away:
-            move(model, mesh.device)
-        job = job_of(
-            model, mesh, weights, optimizer, fused=fuse, compute_dtype=compute_dtype, replicas=replicas, on_host=away
+        # 3. Memory: token-wise work in tiles, layers run again from their anchors, saved tensors on the host.
+        if given is not None:
+            if not away:
+                move(model, mesh.device)
+            job = job_of(
+                model,
+                mesh,
+                weights,
+                optimizer,
+                fused=fuse,
+                compute_dtype=compute_dtype,
+                replicas=replicas,
+                on_host=away,
+            )
+            planner = AutoMemory.of(model, base, mesh, job, budget, given, host)
+            with stand_ins(base, layers, torch.device("cpu") if away else mesh.device):
+                install_memory(binding, layers, planner, fuse=fuse, sharded=grouped)
+        elif grouped and allow_untested:
+            with stand_ins(base, layers, torch.device("cpu")):
+                passing_of(binding, layers).refuse_copies()
+
+        # 4. Weights: FSDP2 over all ranks, or over each of several groups; gradients summed in fp32; on the host if asked.
+        place_weights(
+            model,
+            layers,
+            mesh,
+            weights,
+            replicas=replicas,
+            on_host=on_host,
+            compute_dtype=compute_dtype,
+            uneven=has_experts(base.config),
+            inner=base,
         )
-        planner = AutoMemory.of(model, base, mesh, job, budget, given, host)
-        planner.held = partial(held_on_host, model)
-        with (
-            stand_ins(base, decoder_layers(base), torch.device("cpu") if away else mesh.device),
-            unbound_on_refusal(base),
-        ):
-            passing = install_memory(binding, decoder_layers(base), planner, fuse=fuse).passing
-            if grouped:
-                passing.refuse_copies()
-    elif grouped and allow_untested:
-        with stand_ins(base, decoder_layers(base), torch.device("cpu")), unbound_on_refusal(base):
-            passing_of(binding, decoder_layers(base)).refuse_copies()
-
-    # 4. Weights: FSDP2 over all ranks, or over each of several groups; gradients summed in fp32; on the host if asked.
-    place_weights(
-        model,
-        decoder_layers(base),
-        mesh,
-        weights,
-        replicas=replicas,
-        on_host=on_host,
-        compute_dtype=compute_dtype,
-        uneven=has_experts(base.config),
-        inner=base,
-    )
-    earlier.follow(model)
-    refuse_assigned(model)
-    refuse_own_numbers(model)
-    write_rows_back()
-    watch_steps()
-    name_unknown_operations()
-    binding.reduction, binding.averages = reduction_of(model), averages_gradients(model)
-    binding.placed = Placed.of(model)
-    # The model inside an adapter's outlives it, once the adapter is merged.
-    for saved in dict.fromkeys((model, base)):
-        refuse_plain_save(saved, looks_like)
-    refuse_whole_weights(model, base, looks_like)
+        earlier.follow(model, handle)
+        guard_weights(handle, model, base)
+        handle.keep(Placed.of(model))
     return model
 
 

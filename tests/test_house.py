@@ -18,7 +18,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = (
-    ("exit_codes", "constants", "errors", "arguments", "quantities", "heads", "mesh", "ranks", "atomic", "config"),
+    (
+        "exit_codes",
+        "constants",
+        "errors",
+        "arguments",
+        "quantities",
+        "heads",
+        "mesh",
+        "ranks",
+        "atomic",
+        "handle",
+        "config",
+    ),
     ("sequence", "planning"),
     ("attention", "memory"),
     ("state", "data"),

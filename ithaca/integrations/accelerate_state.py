@@ -6,6 +6,7 @@ standard format besides: Trainer does that for full state dicts only, and asks b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -13,7 +14,10 @@ from torch import nn
 from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 
 from ithaca.errors import UnsupportedError
+from ithaca.handle import handle_of
 from ithaca.models.files.write_weights import save_pretrained
+from ithaca.models.support import base_model
+from ithaca.state.weights.whole_weight_methods import Save
 
 
 class ShardedAndWhole:
@@ -36,22 +40,17 @@ def checkpoint_plugin() -> Any:
     return plugin
 
 
-class SavePretrained:
-    """`model.save_pretrained` of a model whose weights are spread over ranks: every rank calls it, rank 0 writes.
+@dataclass(frozen=True)
+class WriteTogether:
+    """`model.save_pretrained` of a model whose weights may be spread over ranks: every rank calls it, rank 0 writes.
 
     `inside`: the model is the one that an adapter's wraps.
     """
 
-    def __init__(self, model: nn.Module, *, inside: bool = False) -> None:
-        self.model = model
-        self.inside = inside
-        self.original: Any = model.save_pretrained
+    model: nn.Module
+    inside: bool = False
 
-    def __call__(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
-        if state_dict is not None:
-            # Gathered already (Trainer does), so this is one rank's work.
-            self.original(save_directory, *args, state_dict=state_dict, **kwargs)
-            return
+    def __call__(self, save_directory: Any, *_args: Any, state_dict: Any = None, **kwargs: Any) -> None:
         if self.inside and hasattr(self.model, "peft_config"):
             raise UnsupportedError(
                 "save_pretrained of the model inside an adapter's: save the PEFT model, which writes the adapter, or call "
@@ -59,3 +58,16 @@ class SavePretrained:
             )
         size = kwargs.get("max_shard_size")
         save_pretrained(self.model, save_directory, **({"max_shard_size": size} if size is not None else {}))
+
+
+def save_together(model: nn.Module) -> None:
+    """Let `save_pretrained` of a parallelized model, and of the one that an adapter's wraps, write over all ranks."""
+    handle = handle_of(model)
+    assert handle is not None
+    # An adapter that is merged leaves the model inside, which is saved as any other.
+    for saved in dict.fromkeys((model, base_model(model))):
+        save: Any = saved.save_pretrained
+        if not isinstance(save, Save):
+            save = Save(save)
+            handle.replace_method(saved, "save_pretrained", save)
+        save.together = WriteTogether(saved, inside=saved is not model)

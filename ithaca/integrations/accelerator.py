@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from ithaca.errors import MeshError, UnsupportedError
+from ithaca.handle import handle_of
 from ithaca.integrations.accelerate_state import checkpoint_plugin
 from ithaca.integrations.late_logits import value_of
 from ithaca.integrations.preparation import Preparation
@@ -31,7 +32,6 @@ from ithaca.integrations.settings import Settings
 from ithaca.integrations.targets import LearnedOnly
 from ithaca.integrations.trainers import naming_sharded_weights
 from ithaca.mesh import Mesh
-from ithaca.models.bound import binding_of
 from ithaca.state.weights.same_start import differing_of, digest
 
 
@@ -221,7 +221,8 @@ class UlyssesMethods:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As ever; where memory runs out, with what held it."""
         upper: Any = super()
-        with binding_of(self._models[-1]).accounting() if self._models else nullcontext(), naming_sharded_weights():
+        handle = handle_of(self._models[-1]) if self._models else None
+        with nullcontext() if handle is None else handle.accounting(), naming_sharded_weights():
             upper.backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

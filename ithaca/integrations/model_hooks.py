@@ -78,7 +78,6 @@ class WholeBatches:
     call: Call | None = None
     # Of the last call with labels in training, and of the last one in evaluation.
     readings: dict[bool, Reading] = field(default_factory=dict)
-    handles: list[Any] = field(default_factory=list)
 
     @property
     def mesh(self) -> Mesh:
@@ -219,14 +218,12 @@ class WholeBatches:
         )
 
 
-def take_whole_batches(model: nn.Module, *, whole_logits: bool = False, length: int | None = None) -> WholeBatches:
+def take_whole_batches(model: nn.Module, *, whole_logits: bool = False, length: int | None = None) -> None:
     """Put the hooks on a parallelized model: before all hooks it has, and after them."""
-    hooks = WholeBatches(model, binding_of(model), whole_logits, length)
-    hooks.handles += [
-        model.register_forward_pre_hook(hooks.enter, prepend=True, with_kwargs=True),
-        model.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True),
-    ]
-    return hooks
+    binding = binding_of(model)
+    hooks = WholeBatches(model, binding, whole_logits, length)
+    binding.handle.add(model.register_forward_pre_hook(hooks.enter, prepend=True, with_kwargs=True))
+    binding.handle.add(model.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True))
 
 
 def _refuse(kwargs: Mapping[str, Any]) -> None:

@@ -12,13 +12,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ithaca.errors import UnsupportedError
-from ithaca.integrations.accelerate_state import SavePretrained
+from ithaca.handle import is_bound
+from ithaca.integrations.accelerate_state import save_together
 from ithaca.integrations.kernel_names import kernel_for
 from ithaca.integrations.model_hooks import take_whole_batches
 from ithaca.integrations.settings import Settings
 from ithaca.mesh import Mesh
-from ithaca.models.bound import is_bound
-from ithaca.models.layers.method_replacement import looks_like
 from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.models.refusals.calls import checkpointing_off, is_checkpointing
 from ithaca.models.support import base_model
@@ -27,7 +26,6 @@ from ithaca.planning.search.advice import Words
 from ithaca.state.optimizer.whole_step import reads_whole, step_whole
 
 logger = logging.getLogger("ithaca")
-_HOOKS = "_ithaca_whole_batches"
 # What makes a step fit, as it is asked for here.
 _WORDS = Words(
     None,
@@ -75,7 +73,8 @@ class Preparation:
             planner.words = _WORDS
         after = dict(model.named_parameters())
         self.moved.update({before[name]: after[name] for name in before})
-        self._dress(model)
+        take_whole_batches(model, whole_logits=self.settings.whole_logits, length=self.settings.length)
+        save_together(model)
         return model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -98,15 +97,6 @@ class Preparation:
         getattr(base, checkpointing_off(base))()
         if self.mesh.rank == 0:
             logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")
-
-    def _dress(self, model: nn.Module) -> None:
-        own = self.settings
-        model.__dict__[_HOOKS] = take_whole_batches(model, whole_logits=own.whole_logits, length=own.length)
-        # An adapter that is merged leaves the model inside, which is saved as any other.
-        for saved in dict.fromkeys((model, base_model(model))):
-            save = SavePretrained(saved, inside=saved is not model)
-            looks_like(save, save.original)
-            saved.__dict__["save_pretrained"] = save
 
 
 def _refuse(base: Any) -> None:

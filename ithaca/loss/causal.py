@@ -213,7 +213,7 @@ class Loss(Tensor):
                 "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
                 "use a model without parallelize for them"
             )
-        with self.binding.accounting():
+        with self.binding.handle.accounting():
             torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
 
 

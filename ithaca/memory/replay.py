@@ -15,7 +15,7 @@ is on the autograd context, so any thread may run it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -58,8 +58,8 @@ class Runner(Protocol):
     def say_aside(self, tensors: list[Tensor]) -> None:
         """Hand on what the layer says on the side."""
 
-    def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """The same error, with what can be said about it."""
+    def accounting(self) -> AbstractContextManager[None]:
+        """Running out of memory inside is told with what held it."""
 
 
 @dataclass(slots=True)
@@ -107,16 +107,8 @@ class Layer:
     units: list[Unit] = field(default_factory=list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.accounting():
+        with self.runner.accounting():
             return self._run(args, kwargs)
-
-    @contextmanager
-    def accounting(self) -> Iterator[None]:
-        """Running out of memory in here is told with what held it."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise self.runner.out_of_memory(error) from error
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self.mode == "keep" or not torch.is_grad_enabled():
@@ -338,7 +330,7 @@ class _Replayed(torch.autograd.Function):
                 "parallelize(..., memory=None)"
             )
         kept.used = True
-        with kept.call.layer.accounting():
+        with kept.call.layer.runner.accounting():
             return (None, None, *_replay(kept, ctx.needs_input_grad[2:], douts))
 
 

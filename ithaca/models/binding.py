@@ -1,9 +1,9 @@
 """Binding: a Hugging Face model's attention goes through Ulysses, on that model alone.
 
 transformers looks an attention function up by the name in `config._attn_implementation`. Binding registers one
-function under a name of our own, gives the model its own copy of its config with that name set, and leaves a
-`Binding` on every module that holds a config. Nothing else changes: weights, classes and other models built from
-the same config object are untouched, and `unbind` puts the original config objects back.
+function under a name of our own, once for the process, gives the model its own copy of its config with that name set,
+and hangs the model's handle on every module that holds a config. Nothing else changes: weights, classes and other models
+built from the same config object are untouched, and `unbind` puts the original config objects back.
 
 The `SequenceLayout` travels as a model kwarg; for architectures that do not pass kwargs down to their attention
 it is read off the `Binding`, which holds it for the time of one forward pass.
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,14 +27,16 @@ from ithaca.attention.kernels import AttentionSpec
 from ithaca.attention.tape import AttentionCall
 from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
+from ithaca.handle import KEY, Handle
 from ithaca.mesh import Mesh
-from ithaca.models.bound import LAYOUT, MARK, NAME, Binding, binding_of
+from ithaca.models.bound import LAYOUT, NAME, Binding, binding_of
 from ithaca.models.called_alone import watch_parts
 from ithaca.models.experts import wants_auxiliary_loss
 from ithaca.models.generate import WholeGenerate
 from ithaca.models.handed_out import mark_output, with_gradient_times
 from ithaca.models.layers.hooks import ShownToHooks
 from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
+from ithaca.models.placed import Placed
 from ithaca.models.refusals.calls import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.refusals.random_depth import watch_rates
 from ithaca.models.rope import pin_length
@@ -45,31 +45,40 @@ from ithaca.sequence.layout import SequenceLayout
 
 def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding:
     """Route this model's attention through Ulysses; `unbind` undoes it."""
+    # Again: whoever exchanged it, as trials and tests do, did so for the models that were bound then.
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    handle = Handle.on(model, mesh)
     copies: dict[int, Any] = {}
     configs = {module: module.config for module in model.modules() if getattr(module, "config", None) is not None}
-    layers = model.config.get_text_config().num_hidden_layers
     signature = inspect.signature(model.forward)
-    binding = Binding(model, mesh, kernel, layers, configs, positions=learned_positions(model))
-    binding.takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    binding = Binding(
+        handle,
+        model,
+        kernel,
+        layers=model.config.get_text_config().num_hidden_layers,
+        configs=configs,
+        positions=learned_positions(model),
+        takes_kwargs=any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()),
+    )
+    handle.keep(binding)
     for module, config in configs.items():
         # One memo for all: modules that shared a config (or a part of it) still do.
-        module.config = copy.deepcopy(config, copies)
-        module.__dict__[MARK] = binding
-    model.config._attn_implementation = NAME
+        handle.replace(module, "config", copy.deepcopy(config, copies))
+        handle.mark(module)
     for module in configs:
         module.config._attn_implementation = NAME
-    binding.handles += [
+    binding.shown = ShownToHooks(model, partial(_is_reduced, binding))
+    for step in (
         model.register_forward_pre_hook(_enter, with_kwargs=True),
         model.register_forward_hook(_leave, always_call=True),
         *watch_rates(model),
         # No closure: a copy of the model asks its own binding.
         *pin_length(model, partial(_layout_of, binding)),
         *watch_parts(model, binding),
-    ]
-    model.__dict__["generate"] = WholeGenerate.of(binding, partial(unsharded, model))
-    binding.shown = ShownToHooks(model, partial(_is_reduced, binding))
-    binding.handles.append(binding.shown)
+        binding.shown,
+    ):
+        handle.add(step)
+    handle.replace_method(model, "generate", WholeGenerate(binding, model.generate))
     return binding
 
 
@@ -85,55 +94,15 @@ def _is_reduced(binding: Binding) -> bool:
 
 @named_arguments
 def unbind(model: nn.Module) -> None:
-    """Take off what `bind` put on: the model computes what it did before, on whole sequences.
+    """Take off what `parallelize` put on: the model computes what it did before, on whole sequences.
 
-    Weights stay where parallelize put them; where those are FSDP2's, gradients are now the mean over ranks.
+    Weights stay where parallelize put them. Where those are FSDP2's, gradients are now the mean over ranks, and what
+    refuses wrong uses of sharded weights stays with them.
     """
     binding = binding_of(model)
-    if binding.reduction is not None:
-        binding.reduction.choose(summed=False)
-    if binding.memory is not None:
-        binding.memory.remove()
-    for handle in binding.handles:
-        handle.remove()
-    for module, config in binding.configs.items():
-        module.config = config
-        del module.__dict__[MARK]
-    del binding.model.__dict__["generate"]
-
-
-@contextmanager
-def unbound_on_refusal(model: nn.Module) -> Iterator[None]:
-    """Inside, a refusal leaves the model as it was before `bind`."""
-    try:
-        yield
-    except UnsupportedError:
-        unbind(model)
-        raise
-
-
-@named_arguments
-@contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs whole sequences on every rank with its original attention.
-
-    Gradients are then the mean over ranks. Backward may come after the `with`, unless layers are run again in it.
-    """
-    binding = binding_of(model)
-    before = binding.sharded
-    name = binding.original_attention
-    binding.sharded = False
-    _set_attention(binding, name)
-    try:
-        yield
-    finally:
-        binding.sharded = before
-        _set_attention(binding, NAME if before else name)
-
-
-def _set_attention(binding: Binding, name: str) -> None:
-    for module in binding.configs:
-        module.config._attn_implementation = name
+    if binding.placement is not None:
+        binding.placement.choose(summed=False)
+    binding.handle.undo()
 
 
 @dataclass(frozen=True)
@@ -150,7 +119,7 @@ class _GoingBack:
 
     def __call__(self, gradient: Tensor) -> None:
         binding = self.binding
-        if self.sharded and binding.model.__dict__.get(MARK) is not binding:
+        if self.sharded and binding.handle.part(Binding) is not binding:
             raise UnsupportedError(
                 "backward of a sharded pass was called after ithaca.unbind(model): call it before unbind"
             )
@@ -160,10 +129,11 @@ class _GoingBack:
                 f"backward runs layers again, and their forward ran {where} `with ithaca.unsharded(model):`: call "
                 f"backward {where} the `with` too"
             )
-        if binding.placed is not None:
-            binding.placed.refuse_changed(self.versions)
-        if binding.reduction is not None:
-            binding.reduction.choose(summed=self.sharded)
+        placed = binding.handle.part(Placed)
+        if placed is not None:
+            placed.refuse_changed(self.versions)
+        if binding.placement is not None:
+            binding.placement.choose(summed=self.sharded)
 
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -239,7 +209,8 @@ def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             "on their own shard alone, so this result is wrong. Something replaced the model's attention after "
             "parallelize; call parallelize last"
         )
-    versions = () if binding.placed is None else binding.placed.versions()
+    placed = binding.handle.part(Placed)
+    versions = () if placed is None else placed.versions()
     back = _GoingBack(binding, binding.sharded, binding.replays, versions)
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -262,7 +233,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls; `[B, H, L, D]` in, `[B, L, H, E]` out."""
-    binding: Binding | None = module.__dict__.get(MARK)
+    handle: Handle | None = module.__dict__.get(KEY)
+    binding = None if handle is None else handle.part(Binding)
     if binding is None:
         raise UnsupportedError(f"{type(module).__name__} was put into the model after parallelize: put it in before")
     call: AttentionCall | None = kwargs.pop(LAYOUT, None) or binding.call
@@ -290,7 +262,11 @@ def _attention(
         spec,
         s_aux,
         binding.kernel,
-        groups=binding.groups,
+        groups=1 if binding.memory is None else binding.memory.groups,
         tape=call.tape,
     )
     return out_BLHE, None
+
+
+# Once for the process, whatever comes and goes; models reach the function by the name in their own config alone.
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

@@ -1,93 +1,78 @@
-"""`Binding`: all that is on one parallelized model, and what its forward pass in flight needs.
+"""`Binding`: the part of a model's handle that its attention, layers and head ask in a forward pass.
 
-`binding.py` makes one and takes it off. It lies on every module that holds a config, under the name `MARK`, so that
-attention, layers and head find it without a registry, and `binding_of` finds it in whatever wraps the model.
+`binding.py` makes one. The handle hangs on every module that holds a config, so that attention finds it without a
+registry, and `binding_of` finds it in whatever wraps the model. `unsharded` has the model run whole sequences for a while.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from torch import OutOfMemoryError, Tensor, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ithaca.arguments import shown
+from ithaca.arguments import named_arguments, shown
 from ithaca.attention.kernels import AttentionSpec, choose
 from ithaca.attention.tape import AttentionCall
-from ithaca.errors import NOT_PICKLED, MeshError, UnsupportedError
+from ithaca.errors import MeshError, UnsupportedError
+from ithaca.handle import Handle, handle_of
 from ithaca.heads import split_heads
 from ithaca.memory.random_state import ShardRng
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.hooks import ShownToHooks
+from ithaca.models.layers.installed import Installed
 from ithaca.models.layers.module_attributes import dropping
-from ithaca.models.placed import Placed
 from ithaca.models.refusals.calls import checkpoints
-from ithaca.sequence.layout import SequenceLayout
+from ithaca.state.weights.placement import Placement
 
 NAME = "ithaca"
 LAYOUT = "sequence_layout"
-MARK = "_ithaca_binding"
 logger = logging.getLogger("ithaca")
-
-
-class Installed(Protocol):
-    """What else is installed on a bound model; see layers.py."""
-
-    @property
-    def tiles_head(self) -> bool: ...
-
-    @property
-    def layers(self) -> Sequence[Any]: ...
-
-    def begin(self, layout: SequenceLayout | None = None) -> None: ...
-
-    def note_parts(self) -> None: ...
-
-    def refuse_replaced(self) -> None: ...
-
-    def remove(self) -> None: ...
-
-    def out_of_memory(self, error: OutOfMemoryError) -> OutOfMemoryError: ...
-
-
-class Reduction(Protocol):
-    """How gradients are reduced over ranks; see state/weights/placement.py."""
-
-    def choose(self, *, summed: bool) -> None: ...
 
 
 @dataclass(eq=False)
 class Binding:
-    """What is installed on one model, and what its forward pass in flight needs."""
+    """What a forward pass of one model needs, and the pass in flight. `configs`: every module's config before."""
 
+    handle: Handle
     model: PreTrainedModel
-    mesh: Mesh
     kernel: str
     layers: int
     configs: dict[Any, Any]
-    call: AttentionCall | None = None
-    groups: int = 1
-    memory: Installed | None = None
-    reduction: Reduction | None = None
-    router_logits: list[Tensor] = field(default_factory=list)
-    calls: int = 0
-
     positions: int | None = None
-    averages: bool = False
-    sharded: bool = True
     takes_kwargs: bool = True
-    handles: list[Any] = field(default_factory=list)
     shown: ShownToHooks | None = None
+    sharded: bool = True
+
+    call: AttentionCall | None = None
+    calls: int = 0
+    router_logits: list[Tensor] = field(default_factory=list)
     rng: ShardRng | None = None
-    placed: Placed | None = None
     announced: set[AttentionSpec] = field(default_factory=set)
     warned_of_labels: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.handle.mesh
+
+    @property
+    def memory(self) -> Installed | None:
+        """What runs layers and head, None where memory is left to autograd."""
+        return self.handle.part(Installed)
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.handle.part(Placement)
+
+    @property
+    def averages(self) -> bool:
+        """True if gradients are averaged over ranks after backward, by a wrapper of the caller's."""
+        return self.placement is None
 
     @property
     def original_attention(self) -> str:
@@ -114,25 +99,6 @@ class Binding:
                 "transformers alone would learn them: set them to -100 for the same loss in both",
                 unlearned,
             )
-
-    @contextmanager
-    def accounting(self) -> Iterator[None]:
-        """Running out of memory in here is told with what held it."""
-        try:
-            yield
-        except OutOfMemoryError as error:
-            if self.memory is None:
-                raise
-            raise self.memory.out_of_memory(error) from error
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(NOT_PICKLED)
 
     def begin_drawing(self) -> None:
         """Let this shard draw random numbers of its own until the pass ends."""
@@ -162,15 +128,37 @@ def binding_of(model: nn.Module) -> Binding:
     """The binding of a model or of what it wraps (PEFT, DDP)."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"the model is {shown(model)}: pass what ithaca.parallelize returned")
-    for module in model.modules():
-        if MARK in module.__dict__:
-            binding: Binding = module.__dict__[MARK]
-            return binding
-    raise UnsupportedError(f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first")
+    handle = handle_of(model)
+    binding = None if handle is None else handle.part(Binding)
+    if binding is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is not parallelized: call ithaca.parallelize(model, mesh) first"
+        )
+    return binding
 
 
-def is_bound(model: nn.Module) -> bool:
-    return any(MARK in module.__dict__ for module in model.modules())
+@named_arguments
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs whole sequences on every rank with its original attention.
+
+    Gradients are then the mean over ranks. Backward may come after the `with`, unless layers are run again in it.
+    """
+    binding = binding_of(model)
+    before = binding.sharded
+    name = binding.original_attention
+    binding.sharded = False
+    _set_attention(binding, name)
+    try:
+        yield
+    finally:
+        binding.sharded = before
+        _set_attention(binding, NAME if before else name)
+
+
+def _set_attention(binding: Binding, name: str) -> None:
+    for module in binding.configs:
+        module.config._attn_implementation = name
 
 
 def check_same_mesh(bound: Mesh, mesh: Mesh) -> None:

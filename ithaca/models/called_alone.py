@@ -8,13 +8,14 @@ says what to call instead. Where weights are whole and sequences too, parts may 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
+from ithaca.models.bound import Binding
 
 _INSTEAD = (
     "call the whole model, which inside `with ithaca.unsharded(model):` gives the logits and, with "
@@ -22,19 +23,10 @@ _INSTEAD = (
 )
 
 
-class Pass(Protocol):
-    """The binding of the model, as far as it is asked here."""
-
-    sharded: bool
-
-    @property
-    def call(self) -> object | None: ...
-
-
-def watch_parts(model: PreTrainedModel, binding: Pass) -> list[Any]:
+def watch_parts(model: PreTrainedModel, binding: Binding) -> list[Any]:
     """Hook the parts; gives the hooks' handles."""
     embeddings, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model
-    watched: list[tuple[Any, Any, Pass | None]] = [(embeddings, embeddings, None), (head, head, None)]
+    watched: list[tuple[Any, Any, Binding | None]] = [(embeddings, embeddings, None), (head, head, None)]
     if decoder is not model:
         watched.append((decoder, embeddings, binding))
     return [part.register_forward_pre_hook(Watch(held, attends)) for part, held, attends in watched if part is not None]
@@ -46,7 +38,7 @@ class Watch:
     for a part with attention in it."""
 
     held: nn.Module
-    attends: Pass | None
+    attends: Binding | None
 
     def __call__(self, part: nn.Module, args: Any) -> None:
         if isinstance(next(self.held.parameters(), None), DTensor):

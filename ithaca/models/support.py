@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ithaca.arguments import shown
 from ithaca.errors import UnsupportedError
-from ithaca.models.bound import is_bound
+from ithaca.handle import is_bound
 from ithaca.models.refusals.compiled import compiled_within
 from ithaca.models.refusals.peft_kinds import check_adapters
 from ithaca.models.refusals.random_depth import refuse_dropped_layers

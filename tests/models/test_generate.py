@@ -15,10 +15,10 @@ from torch import nn
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils.generic import can_return_loss, find_labels
 
+from ithaca import handle
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
-from ithaca.models.layers import install
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
@@ -113,7 +113,7 @@ def test_generate_gives_them_with_adapters_and_after_a_step(memory: Memory, trai
 
 
 def _hidden(sp: int, kind: str) -> tuple[Any, Any]:
-    with patch.object(install, "looks_like", lambda instead, original: None):
+    with patch.object(handle, "looks_like", lambda instead, original: None):
         return both(sp, kind, "save")
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from ithaca.handle import is_bound
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import is_bound
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.verify.fp64 import promoted, relative_error

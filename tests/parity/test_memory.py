@@ -198,7 +198,8 @@ def test_units_are_found_by_role(kind: str, size: int) -> None:
 
 
 def _roles(kind: str) -> list[tuple[tuple[str, ...], bool, bool]]:
-    from ithaca.models.binding import bind, unsharded
+    from ithaca.models.binding import bind
+    from ithaca.models.bound import unsharded
     from ithaca.models.discover.trials import roles_of
     from ithaca.models.layers.install import on_trial
     from ithaca.models.support import decoder_layers

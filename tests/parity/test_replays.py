@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.binding import unsharded
-from ithaca.models.bound import binding_of
+from ithaca.models.bound import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MODES, LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch

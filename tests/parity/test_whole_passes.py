@@ -18,8 +18,8 @@ from transformers import DynamicCache
 from ithaca.errors import UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.binding import unbind, unsharded
-from ithaca.models.bound import binding_of
+from ithaca.models.binding import unbind
+from ithaca.models.bound import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch
@@ -150,7 +150,7 @@ def test_router_logits_that_would_have_no_gradient_are_refused(mode: str, sharde
 
 
 def _always_summed(way: Callable[[nn.Module, Batch, Mesh], None]) -> float:
-    with patch.object(placement.Reduction, "choose", lambda self, *, summed: None):
+    with patch.object(placement.Placement, "choose", lambda self, *, summed: None):
         return _error(way)
 
 

@@ -24,11 +24,23 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ithaca.errors import UnsupportedError
+from ithaca.mesh import Mesh
 from ithaca.models.discover.dependence import rounding
+from ithaca.models.discover.random_weights import stand_ins
 from ithaca.models.discover.roles import switched
+from ithaca.models.refusals.foreign_code import foreign_within
+from ithaca.models.support import verdicts
 
 _NAME = "ithaca-token-by-token"
 _ROWS, _LENGTH, _MARKED = 2, 8, 3
+
+
+def check_mixing(model: PreTrainedModel, layers: list[nn.Module], mesh: Mesh) -> None:
+    """Try a model whose architecture was never measured, or that has code of the user's own where tokens are split."""
+    foreign = foreign_within(model) if mesh.shards > 1 else None
+    if foreign is not None or str(model.config.model_type) not in verdicts():
+        with stand_ins(model, layers, torch.device("cpu")):
+            refuse_mixing(model, foreign)
 
 
 def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
@@ -95,9 +107,12 @@ def _alone(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None,
     return out.transpose(1, 2).contiguous(), None
 
 
+# Once for the process, so that a trial leaves the registry as it was.
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _alone)
+
+
 @contextmanager
 def _token_by_token(model: PreTrainedModel) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _alone)
     configs = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in before:

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 from ithaca.errors import UnsupportedError
 from ithaca.memory.layer_arguments import INSTEAD, Arguments, Seen, reachable, same, version
 from ithaca.memory.replay import Chain, unlinked
-from ithaca.models.binding import unsharded
-from ithaca.models.bound import Binding, logger
+from ithaca.models.bound import Binding, logger, unsharded
 from ithaca.models.discover.roles import few_tokens
 from ithaca.models.planner.plan_in_force import AutoMemory
 from ithaca.planning.plan import Decided, MemoryPlan

@@ -75,30 +75,6 @@ def _read_size(given: object) -> int:
     return int(size)  # type: ignore[call-overload]
 
 
-def refuse_plain_save(model: Any, dress: Callable[[Any, Callable[..., Any]], None]) -> None:
-    """`model.save_pretrained` of weights that are spread over ranks, which transformers cannot read, says what can.
-
-    It stays on for as long as the weights are spread, so an unbound model has it too.
-    """
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        instead = _PlainSave(model.save_pretrained)
-        dress(instead, model.save_pretrained)
-        model.__dict__["save_pretrained"] = instead
-
-
-@dataclass(eq=False)
-class _PlainSave:
-    original: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("state_dict") is None:
-            raise UnsupportedError(
-                "model.save_pretrained(folder) cannot read weights that are spread over ranks: call "
-                "ithaca.save_pretrained(model, folder) on every rank"
-            )
-        return self.original(*args, **kwargs)
-
-
 def write_model(
     base: Any,
     target: Path,

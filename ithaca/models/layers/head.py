@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ithaca.handle import Handle
 from ithaca.memory.head_loss import LossSpec, head_loss
 from ithaca.models.discover.logits_path import numbers_read, read_logits
 from ithaca.models.layers.hooks import hooked
@@ -35,7 +35,7 @@ class HeadForward:
     tile: int
     spec: LossSpec
     fuse: bool
-    account: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError]
+    handle: Handle
     numbers: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,10 +55,8 @@ class HeadForward:
         each = kwargs.pop(EACH, None)
         hidden_BLC = self.model.base_model(*args, **kwargs).last_hidden_state
         bias = getattr(self.head, "bias", None)
-        try:
+        with self.handle.accounting():
             return head_loss(hidden_BLC, self.head.weight, bias, targets_BL, self.tile, spec, fuse=self.fuse, each=each)
-        except torch.OutOfMemoryError as error:
-            raise self.account(error) from error
 
 
 def bare_head(model: PreTrainedModel) -> Any | None:

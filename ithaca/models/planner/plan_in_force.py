@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -19,10 +20,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ithaca.constants import GIB
+from ithaca.handle import handle_of
 from ithaca.memory.head_loss import LossSpec, in_place_kernel
 from ithaca.memory.offload import HostStore
 from ithaca.mesh import Mesh
-from ithaca.models.bound import binding_of
 from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.out_of_memory import out_of_memory
 from ithaca.models.support import base_model
@@ -33,6 +34,7 @@ from ithaca.planning.search.choose import FREE, choose_plan
 from ithaca.planning.search.request import LEAST_HEADROOM
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.sequence.layout import SequenceLayout
+from ithaca.state.optimizer.on_host import held_on_host
 
 # What is left free on the device, for fragmentation and whatever else runs there.
 SHARE = 0.75
@@ -78,7 +80,8 @@ class AutoMemory:
         host_budget: int | None = None,
     ) -> AutoMemory:
         budget = int(SHARE * _device_memory(mesh)) if budget is None else budget
-        return cls(sizes_of(model, base), mesh, job, budget, model, given, host_budget)
+        held = partial(held_on_host, model)
+        return cls(sizes_of(model, base), mesh, job, budget, model, given, host_budget, held=held)
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
         """A plan if this batch needs more than any before, else None: the one in force, or the given one, will do."""
@@ -181,8 +184,8 @@ def more_device(there: int, budget: Callable[[str], str]) -> Callable[[int], str
 
 def planner_of(model: nn.Module) -> AutoMemory | None:
     """What plans for a parallelized model; None where memory is left to autograd."""
-    planner: AutoMemory | None = getattr(binding_of(model).memory, "auto", None)
-    return planner
+    handle = handle_of(model)
+    return None if handle is None else handle.part(AutoMemory)
 
 
 def job_of(

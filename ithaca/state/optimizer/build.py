@@ -32,10 +32,11 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.arguments import check_flag, check_kind, named_arguments, shown
 from ithaca.errors import UnsupportedError
+from ithaca.handle import handle_of
 from ithaca.planning.plan import Optimizer as Name
 from ithaca.quantities import as_number
 from ithaca.state.optimizer.made_before import FOLLOWER
-from ithaca.state.optimizer.on_host import note_optimizer
+from ithaca.state.optimizer.whole_step import CODES_SHARDS
 from ithaca.state.weights.placement import averages_gradients
 
 NAMES = tuple(name for name in get_args(Name) if name != "none")
@@ -87,7 +88,9 @@ def build_optimizer(
         _Rounding(optimizer, {p: place for place, p in enumerate(trained.values())}, seed).install()
     if in_backward:
         _InBackward(optimizer, {p: key for key, p in trained.items()}).install()
-    note_optimizer(model, optimizer)
+    handle = handle_of(model)
+    if handle is not None:
+        handle.steps_by(optimizer)
     return optimizer
 
 
@@ -247,6 +250,7 @@ class _OwnCode:
     aside: ExitStack = field(default_factory=ExitStack)
 
     def install(self) -> None:
+        self.optimizer.__dict__[CODES_SHARDS] = True
         self.optimizer.register_step_pre_hook(self._begin)
         self.optimizer.register_step_post_hook(self._end)
 

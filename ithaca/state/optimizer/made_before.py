@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import UnsupportedError
+from ithaca.handle import Handle
 from ithaca.mesh import Mesh
 from ithaca.state.weights.one_ranks_numbers import is_spread
 from ithaca.state.weights.same_start import differing_of, digest, fingerprint
@@ -81,7 +82,7 @@ class Earlier:
                 "ranks, or make the optimizer after parallelize"
             )
 
-    def follow(self, model: nn.Module) -> None:
+    def follow(self, model: nn.Module, handle: Handle) -> None:
         """Exchange the parameters of every optimizer for those that the model has now."""
         now = dict(model.named_parameters(remove_duplicate=False))
         moved = {old: now[name] for name, old in self._living()}
@@ -93,6 +94,7 @@ class Earlier:
                 if old in optimizer.state:
                     state = optimizer.state.pop(old)
                     optimizer.state[new] = {key: _carried(value, old.shape, new) for key, value in state.items()}
+            handle.steps_by(optimizer)
             if FOLLOWER in optimizer.__dict__:
                 optimizer.__dict__[FOLLOWER](moved)
         for old, new in moved.items():

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
-
-
-def note_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """This is what steps `model` from now on."""
-    _OPTIMIZERS[model] = weakref.ref(optimizer)
-
-
-def is_noted(optimizer: object) -> bool:
-    """True if `build_optimizer` made it."""
-    return any(made() is optimizer for made in _OPTIMIZERS.values())
+from ithaca.handle import handle_of
 
 
 def held_on_host(model: nn.Module) -> int:
@@ -32,10 +20,10 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
         yield parameter
         if parameter.grad is not None:
             yield parameter.grad
-    known = _OPTIMIZERS.get(model)
-    optimizer = None if known is None else known()
-    for state in optimizer.state.values() if optimizer is not None else ():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+    handle = handle_of(model)
+    for optimizer in () if handle is None else handle.living_optimizers():
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _bytes(tensor: Tensor) -> int:

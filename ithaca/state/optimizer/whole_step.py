@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ithaca.errors import UnsupportedError
 from ithaca.state.optimizer.made_before import cut_loaded_state
-from ithaca.state.optimizer.on_host import is_noted
 from ithaca.state.weights.one_ranks_numbers import is_spread
 from ithaca.state.weights.shards import bounds
 
@@ -36,6 +35,8 @@ _READ_ALL = ("LBFGS",)
 _CODE_BLOCKS = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 # Their fused kernels take no DTensor; Adam's and AdamW's do.
 _FUSED_ALONE = ("SGD", "Adagrad")
+# Under this name a torchao optimizer says that `build_optimizer` made it, for shards.
+CODES_SHARDS = "_ithaca_codes_shards"
 
 
 def reads_whole(optimizer: Optimizer) -> bool:
@@ -56,7 +57,7 @@ def watch_steps() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook: an optimizer without weights makes the step, and its closure is the step of whole weights."""
     fused = _is_one_of(optimizer, _FUSED_ALONE) and any(group.get("fused") for group in optimizer.param_groups)
-    coded = _is_one_of(optimizer, _CODE_BLOCKS) and not is_noted(optimizer)
+    coded = _is_one_of(optimizer, _CODE_BLOCKS) and CODES_SHARDS not in optimizer.__dict__
     special = fused or coded or _is_one_of(optimizer, _READ_WHOLE + _READ_ALL)
     if isinstance(optimizer, _StepsWhole):
         return None

@@ -15,17 +15,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import UnsupportedError
+from ithaca.handle import Handle
 from ithaca.state.weights.shardable import refuse_exchanged
 
 
-def refuse_assigned(model: nn.Module) -> None:
+def refuse_assigned(handle: Handle, model: nn.Module) -> None:
     """Before every forward of a sharded model, refuse weights whose `data` was assigned since now."""
     # The root comes before the layers. In front of FSDP2's own hook its weights are still spread.
     root: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is not None:
         watch = _Watch()
         watch(root)
-        root.register_forward_pre_hook(watch, prepend=True)
+        handle.add(root.register_forward_pre_hook(watch, prepend=True), while_sharded=True)
 
 
 # The weight, its wrapper's storage, and where its part lies.

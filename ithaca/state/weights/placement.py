@@ -13,7 +13,6 @@ layer's weights are on the device while it runs. Where the device is the host th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
@@ -25,16 +24,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ithaca.arguments import check_kind, named_arguments
 from ithaca.errors import MeshError, UnsupportedError
+from ithaca.handle import Handle, handle_of
 from ithaca.mesh import Mesh
 from ithaca.state.weights.same_start import make_alike
-from ithaca.state.weights.shardable import note_placed
+from ithaca.state.weights.shardable import Counted
 from ithaca.state.weights.whole_weight_methods import refuse_copy, refuse_pickle
 
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
-_SUMS = "_ithaca_sums_gradients"
-_HOME = "_ithaca_home"
-_GATHERED = "_ithaca_gathered"
 _REFUSED = {
     # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
     "optimizer": "optimizer state alone cannot go to the host and stay exact under clipping: use 'everything', or "
@@ -92,13 +89,14 @@ def place_weights(
     check_placement(mesh, weights, replicas, on_host)
     if weights == "none":
         return
-    model.__dict__[_SUMS] = True
-    note_placed(model)
-    away = leaves_device(mesh, on_host)
-    model.__dict__[_HOME] = torch.device("cpu") if away else mesh.device
+    handle, away = Handle.on(model, mesh), leaves_device(mesh, on_host)
+    grouped = takes_groups(mesh, weights, on_host, compute_dtype)
+    placement = Placement(torch.device("cpu") if away else mesh.device)
+    handle.keep(placement, while_sharded=grouped)
+    handle.keep(Counted.of(model), while_sharded=grouped)
     if not away:
         move(model, mesh.device)
-    if not takes_groups(mesh, weights, on_host, compute_dtype):
+    if not grouped:
         return
     make_alike(model, mesh)
     # Weights bound for the host pass through the device layer by layer: FSDP2 takes there what it shards.
@@ -114,10 +112,10 @@ def place_weights(
         fully_shard(module, mesh=box, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
         sharded: Any = type(module)
         module.__class__ = _named_as(own, sharded)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _sum_gradients(module, uneven)
-    root.register_forward_pre_hook(_gather_for_training, prepend=True)
+    placement.groups = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+    for group in placement.groups:
+        _sum_gradients(group, uneven)
+    handle.add(root.register_forward_pre_hook(_Gathering(), prepend=True), while_sharded=True)
 
 
 @cache
@@ -133,16 +131,21 @@ def _named_as(own: type[nn.Module], sharded: type[nn.Module]) -> type[nn.Module]
     return type(own.__name__, (sharded,), {**names, **methods})
 
 
-def _gather_for_training(model: nn.Module, args: Any) -> None:
-    """FSDP2 keeps what it first gathers weights into: made in inference mode, that could never be trained with."""
-    if not torch.is_inference_mode_enabled() or model.__dict__.get(_GATHERED):
-        return
-    with torch.inference_mode(False):
-        # The root first: it is by this call that it learns that it is one.
-        for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
-            module.unshard()
-            module.reshard()
-    model.__dict__[_GATHERED] = True
+@dataclass(eq=False, slots=True)
+class _Gathering:
+    """A hook: FSDP2 keeps what it first gathers weights into; made in inference mode, that could never be trained with."""
+
+    done: bool = False
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if not torch.is_inference_mode_enabled() or self.done:
+            return
+        with torch.inference_mode(False):
+            # The root first: it is by this call that it learns that it is one.
+            for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+                module.unshard()
+                module.reshard()
+        self.done = True
 
 
 def move(model: nn.Module, device: torch.device) -> None:
@@ -155,7 +158,8 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 def home_of(model: nn.Module) -> torch.device | None:
     """Where weights that are still on the meta device belong; None before they are placed."""
-    return next((module.__dict__[_HOME] for module in model.modules() if _HOME in module.__dict__), None)
+    placement = placement_of(model)
+    return None if placement is None else placement.home
 
 
 def _to_host() -> OffloadPolicy:
@@ -186,15 +190,21 @@ def _sum_gradients(module: FSDPModule, uneven: bool) -> None:
 
 
 @dataclass(eq=False)
-class Reduction:
-    """How FSDP2 reduces gradients: those of shards are summed, those of whole sequences averaged as FSDP2 does."""
+class Placement:
+    """Where one model's weights belong, and how FSDP2 reduces their gradients over ranks, if there are several.
 
-    modules: Sequence[FSDPModule]
+    `groups`: FSDP2's, the root first. Gradients of shards are summed, those of whole sequences averaged as FSDP2 does.
+    """
+
+    home: torch.device
+    groups: tuple[FSDPModule, ...] = ()
     summed: bool = True
     backward: int = -1
 
     def choose(self, *, summed: bool) -> None:
         """For the backward that begins, or outside of one for those to come."""
+        if not self.groups:
+            return
         backward = torch._C._current_graph_task_id()
         if summed != self.summed:
             if backward == self.backward != -1:
@@ -202,16 +212,16 @@ class Reduction:
                     "one backward goes through a sharded pass and one of ithaca.unsharded(model): call backward on each "
                     "loss by itself"
                 )
-            for module in self.modules:
+            for module in self.groups:
                 # None is FSDP2's own mean. Given the number, it divides twice where weights are copied and not sharded.
                 module.set_gradient_divide_factor(1.0 if summed else None)  # type: ignore[arg-type]
         self.summed, self.backward = summed, backward
 
 
-def reduction_of(model: nn.Module) -> Reduction | None:
-    """Of a model whose weights were placed; None where gradients are not reduced, or not by us."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return Reduction(modules) if modules else None
+def placement_of(model: nn.Module) -> Placement | None:
+    """Return where the model's weights were placed; None if they are the caller's to place."""
+    handle = handle_of(model)
+    return None if handle is None else handle.part(Placement)
 
 
 @named_arguments
@@ -245,4 +255,4 @@ def _drop_gathered_gradients(module: Any) -> None:
 
 def averages_gradients(model: nn.Module) -> bool:
     """Whether gradients are averaged over ranks after backward (the caller's wrapper) rather than summed (ours)."""
-    return not any(_SUMS in module.__dict__ for module in model.modules())
+    return placement_of(model) is None

@@ -6,13 +6,15 @@ its gradients; a hook on a gradient stays with the parameter that the shard repl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import UnsupportedError
+from ithaca.handle import handle_of
 
-_PLACED = "_ithaca_parameters_placed"
 _CALLED = "register_post_accumulate_grad_hook"
 
 
@@ -40,19 +42,29 @@ def check_shardable(model: nn.Module, layers: list[nn.Module]) -> None:
             )
 
 
-def note_placed(model: nn.Module) -> None:
-    model.__dict__[_PLACED] = _count(model)
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How many parameters a model had when they were placed."""
+
+    root: nn.Module
+    parameters: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Counted:
+        return cls(model, _count(model))
 
 
 def refuse_added(model: nn.Module) -> None:
     """Refuse parameters, and hooks on them, that came after the others were placed."""
-    root = next((module for module in model.modules() if _PLACED in module.__dict__), None)
-    if root is None:
+    handle = handle_of(model)
+    placed = None if handle is None else handle.part(Counted)
+    if placed is None:
         return
-    if (added := _count(model) - root.__dict__[_PLACED]) > 0:
+    if (added := _count(model) - placed.parameters) > 0:
         raise UnsupportedError(
             f"{type(model).__name__} got {added} parameters after parallelize: add adapters and the like before it"
         )
+    root = placed.root
     if any(isinstance(module, FSDPModule) for module in root.modules()) and not _all_plain_shards(root):
         _name_stranger(root)
 

@@ -9,29 +9,32 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import NOT_PICKLED, PART_NOT_PICKLED, UnsupportedError
+from ithaca.handle import Handle
 from ithaca.state.weights.one_ranks_numbers import is_spread
 
-# Called with what stands in the place of a method, and the method.
-Dress = Callable[[Any, Callable[..., Any]], None]
 _NO_RESIZING = (
     "resize_token_embeddings was called after parallelize, which spread the weights over ranks: resize the model before "
     "parallelize"
 )
 
 
-def refuse_whole_weights(model: Any, base: Any, dress: Dress) -> None:
-    """Put refusals on a model, and on what it is wrapped around, if its weights are spread."""
+def refuse_whole_weights(handle: Handle, model: Any, base: Any) -> None:
+    """Put refusals on a model whose weights are spread, and on what it is wrapped around."""
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         return
+    put = partial(handle.replace_method, while_sharded=True)
+    # The model inside an adapter's outlives it, once the adapter is merged.
     for each in dict.fromkeys((model, base)):
-        _put(each, "load_state_dict", _LoadWhole(each, each.load_state_dict), dress)
-    _put(base, "resize_token_embeddings", _Resize(base.resize_token_embeddings), dress)
+        put(each, "load_state_dict", _LoadWhole(each, each.load_state_dict))
+        put(each, "save_pretrained", Save(each.save_pretrained))
+    put(base, "resize_token_embeddings", _Resize(base.resize_token_embeddings))
     copyreg.pickle(DTensor, _reduce_part)
 
 
@@ -56,9 +59,25 @@ def _reduce_part(value: DTensor) -> Any:
     return value.__reduce_ex__(2)
 
 
-def _put(module: nn.Module, name: str, instead: Any, dress: Dress) -> None:
-    dress(instead, getattr(module, name))
-    module.__dict__[name] = instead
+@dataclass(eq=False)
+class Save:
+    """In place of `save_pretrained`, which reads whole weights unless it is given them. `together`: what writes them over
+    all ranks, where a caller has set it; else the call is refused."""
+
+    original: Callable[..., None]
+    together: Callable[..., None] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("state_dict") is not None:
+            # Gathered already (Trainer does), so this is one rank's work.
+            self.original(*args, **kwargs)
+        elif self.together is not None:
+            self.together(*args, **kwargs)
+        else:
+            raise UnsupportedError(
+                "model.save_pretrained(folder) cannot read weights that are spread over ranks: call "
+                "ithaca.save_pretrained(model, folder) on every rank"
+            )
 
 
 @dataclass(eq=False)

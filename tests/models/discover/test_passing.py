@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 from ithaca.errors import UnsupportedError
+from ithaca.handle import is_bound
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import is_bound
 from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
