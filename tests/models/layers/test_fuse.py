@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
-from ithaca.models.layers.fuse import FusedNorm, compiled_chain, compiled_once, norms_within
 from ithaca.models.layers import fuse
+from ithaca.models.layers.fuse import FusedNorm, compiled_chain, compiled_once, norms_within
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
