@@ -53,7 +53,7 @@ def train(
     _check_dropout(run)
     ended = look_ahead(run)
     if ended is not None:
-        # Under another launcher each rank comes here, and one says it.
+        # Under another launcher every rank comes here, and one prints the line.
         if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
             typer.echo(f"ithaca: {ended}", err=True)
         return
@@ -89,7 +89,7 @@ def check_places(run: Run) -> None:
 
 
 def _check_dropout(run: Run) -> None:
-    """Refuse attention dropout that a folder's config.json names; what it leaves to its type the ranks see."""
+    """Refuse attention dropout that a folder's config.json names; the ranks check what the model type sets itself."""
     from ithaca.planning.model.config_names import refuse_attention_dropout
 
     text = _text(Path(run.model.name).expanduser() / "config.json") | run.model.config
@@ -97,20 +97,23 @@ def _check_dropout(run: Run) -> None:
 
 
 def _check_ranks(run: Run, world: int, typed: Callable[[int], str | None]) -> None:
-    """Refuse degrees that so many ranks, or the model's heads, cannot have; `typed`: how another number is typed."""
+    """Refuse degrees that do not fit the number of ranks or the model's heads.
+
+    `typed`: returns what the user types for another number of ranks.
+    """
     from ithaca.training.degrees import check_degrees
 
     check_degrees(run, world, _heads(Path(run.model.name).expanduser() / "config.json"), typed)
 
 
 def _heads(config: Path) -> int | None:
-    """Return the attention heads that a config.json names; None where it is not here, or for the ranks to judge."""
+    """Return the attention heads that a config.json names; None if it names none, and the ranks check them."""
     heads = _text(config).get("num_attention_heads")
     return heads if isinstance(heads, int) and heads > 0 else None
 
 
 def _text(config: Path) -> dict[str, Any]:
-    """Return what a config.json says of its text model; nothing where it cannot be read, which the ranks tell of."""
+    """Return the part of a config.json on its text model; empty if it cannot be read, which the ranks report."""
     from ithaca.errors import IthacaError
     from ithaca.planning.model.config_check import read_content
     from ithaca.planning.model.config_names import text_of
@@ -122,14 +125,14 @@ def _text(config: Path) -> dict[str, Any]:
 
 
 def split_words(words: list[str]) -> tuple[str | None, list[str]]:
-    """The run file, if the first word is one, and the overrides."""
+    """Return the run file, if the first word is one, and the overrides."""
     if words and "=" not in words[0]:
         return words[0], words[1:]
     return None, words
 
 
 def work(text: str, restart: bool = False) -> int:
-    """What one rank does; gives 75 where the run was asked to stop before its end, 130 where Ctrl-C did."""
+    """Train as one rank; return 75 if a signal stopped the run before its end, 130 if Ctrl-C did."""
     quiet()
     from ithaca.config.schema import Run
     from ithaca.errors import DataError
@@ -146,14 +149,14 @@ def work(text: str, restart: bool = False) -> int:
         try:
             draw_loss(folder.metrics, folder.picture)
         except DataError as error:
-            # The run has ended well: its picture is the least of it.
+            # The run has ended well, and the picture can be drawn again.
             typer.echo(f"warning: {error}", err=True)
         typer.echo(ending(outcome, time.monotonic() - began), err=True)
     return 0
 
 
 def ending(outcome: Outcome, seconds: float) -> str:
-    """Return where everything is, and what to type next; a journal or picture that is not there is left out."""
+    """Return the lines that end a run: files that exist, and the commands to type next."""
     from ithaca.errors import DataError
     from ithaca.report.loss_picture import read_metrics
     from ithaca.training.run.run_folder import RunFolder
@@ -186,9 +189,9 @@ def ending(outcome: Outcome, seconds: float) -> str:
 
 
 def _next(settings: Path) -> str:
-    """After the embedded run, the commands for the user's own model and documents; nothing after a run of those.
+    """Return commands for the user's own model and documents after the embedded run; nothing after another run.
 
-    Nothing of the embedded run is in them: its rate and its RoPE are for weights that know nothing yet.
+    The commands keep no setting of the embedded run: its rate and its RoPE are for weights that are not trained yet.
     """
     from ithaca.config.schema import Model, load_run
 
@@ -209,7 +212,7 @@ def _next(settings: Path) -> str:
 
 
 def _cards() -> str | None:
-    """This machine's GPUs as `ithaca plan` takes them; None where there is none that it knows."""
+    """Return this machine's GPUs as `ithaca plan` takes them; None if it has none that the planner knows."""
     import torch
 
     from ithaca.errors import IthacaError

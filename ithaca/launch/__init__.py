@@ -1,1 +1,1 @@
-"""Ranks started, watched and ended: torchrun's elastic agent, nodes, slurm, signals."""
+"""Launcher: ranks are started, watched and ended on one machine or several, under Slurm or torchrun."""

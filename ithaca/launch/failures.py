@@ -1,7 +1,8 @@
-"""Which rank failed first, in a few lines, from what all ranks of this machine left behind.
+"""The first cause of a failed run, out of the reports and exit codes of this machine's ranks.
 
-A report of a rank's own error comes first, the earliest of them; then a rank that a signal ended; then a hang, which
-the watch has already told; last what ranks raised because another was gone. Functions of values only.
+In this order: the earliest error that a rank raised itself; a rank that ended without a report, by a signal for
+instance; a hang, which the watch has printed already; an error raised because another rank was gone. Functions of
+values only.
 """
 
 from __future__ import annotations
@@ -16,33 +17,35 @@ from ithaca.launch.worker import Report
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to print and the status to end with."""
+    """The text to print, which may be empty, and the status to exit with."""
 
     text: str
     status: int
 
 
 def judge(reports: Sequence[Report], codes: Mapping[int, int], killed: Set[int]) -> Verdict:
-    """The first cause. `codes`: exit codes by rank; `killed`: ranks that the launcher itself ended."""
+    """Return the first cause. `codes`: exit codes by rank. `killed`: the ranks that the agent killed."""
     own = sorted((report for report in reports if not report.consequence), key=lambda report: report.when)
     if own:
-        return _told(own[0], reports, codes)
-    told = {report.rank for report in reports}
-    silent = {rank: code for rank, code in sorted(codes.items()) if code and rank not in told and rank not in killed}
+        return _describe_report(own[0], reports, codes)
+    reported = {report.rank for report in reports}
+    silent = {
+        rank: code for rank, code in sorted(codes.items()) if code and rank not in reported and rank not in killed
+    }
     for rank, code in silent.items():
         if code not in (HANG, PEER):
-            return _ended(rank, code, codes)
+            return _describe_exit(rank, code, codes)
     if HANG in silent.values():
         return Verdict("", HANG)
     if reports and PEER not in silent.values():
-        return _told(min(reports, key=lambda report: report.when), reports, codes)
+        return _describe_report(min(reports, key=lambda report: report.when), reports, codes)
     return Verdict(f"{_ranks(codes)} ended because a rank on another machine did, which says why", PEER)
 
 
-def _told(first: Report, reports: Sequence[Report], codes: Mapping[int, int]) -> Verdict:
+def _describe_report(first: Report, reports: Sequence[Report], codes: Mapping[int, int]) -> Verdict:
     alike = [report.rank for report in reports if (report.error, report.message) == (first.error, first.message)]
     if first.user:
-        # All ranks refuse alike what is wrong for all of them; a rank of its own is named.
+        # A mistake that all ranks refuse names none of them.
         who = "" if len(alike) == len(codes) else f"{_ranks(alike)}: "
         return Verdict(f"{who}{first.message}", first.status)
     also = [rank for rank in codes if rank not in alike]
@@ -50,7 +53,7 @@ def _told(first: Report, reports: Sequence[Report], codes: Mapping[int, int]) ->
     return Verdict(f"{_ranks(alike)} failed: {first.error}: {first.message}{then}\n\n{first.traceback}", first.status)
 
 
-def _ended(rank: int, code: int, codes: Mapping[int, int]) -> Verdict:
+def _describe_exit(rank: int, code: int, codes: Mapping[int, int]) -> Verdict:
     others = [other for other in codes if other != rank]
     then = f"; {_ranks(others)} ended because of it" if others else ""
     if code > 0:

@@ -1,30 +1,35 @@
-"""`launch`: one call that becomes the right number of ranks, wherever it is made.
+"""`launch`: run a function on every rank, wherever the call is made.
 
-In a plain shell it starts the ranks of this machine itself, through torchrun's elastic agent (`launch/agent.py`), as one
-of several nodes if told so. Under torchrun, or as one of many tasks of `srun`, this process already is a rank, and the
-entry runs in it. One rank alone needs nobody: the entry runs in this process too.
+    plain shell, or srun with one task a node          torchrun, or srun with one task a rank
+    ─────────────────────────────────────────          ──────────────────────────────────────
+    launch ── agent.py   starts the ranks, passes      launch ── run_entry   this process is a rank already;
+                │        signals on, ends them                               its launcher watches it
+                ├── rank 0: worker.py ── the entry
+                └── rank 1: worker.py ── the entry
 
-Invariant: the status given is the run's: 0, 2 for a user's mistake, 75 for a run that was told to stop and saved, 130
-where it was told so by Ctrl-C.
+The agent watches the ranks: their exit codes, and the reports that failed ranks leave in a folder, out of which
+`failures.py` finds the first cause. Each rank watches the agent: it ends when the agent's process does. How far a rank
+gets is the subject of `training/watch`. A single rank needs no agent: the entry runs in this process.
+
+Invariant: `launch` returns the status of the run: 0; 2 after a user's mistake; 75 if the run was stopped and saved its
+steps; 130 if it was stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
-import socket
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 from ithaca.errors import ConfigError, IthacaError
-from ithaca.launch.nodes import Nodes
-from ithaca.launch.slurm import Task, read_task
+from ithaca.launch.nodes import find_place
+from ithaca.launch.slurm import read_task
 from ithaca.launch.terminal import say_loading
 from ithaca.launch.worker import Entry, Report, run_entry
 
-PORT = 29_400
 Check = Callable[[int, Callable[[int], str | None]], None]
 
 
@@ -43,14 +48,14 @@ def launch(
     check: Check | None = None,
     setting: str = "launch.processes={}",
 ) -> int:
-    """Run `entry(*args)` on every rank; gives the status to end with.
+    """Run `entry(*args)` on every rank, and return the status to exit with.
 
-    `entry`: `package.module:function`, or a function of a module. `processes`: ranks on this machine; all GPUs, or two
-    on the CPU, if "auto". `grace`: seconds the ranks have to save when told to stop; `saves`: that they do, and
-    are said to. `nodes`, `node_rank` and `rendezvous` (`host:port` on node 0): this machine as one of several. `hosts`:
-    the nodes to take; under Slurm the others stay idle, elsewhere the same command is typed on each of them.
-    `check`: is given the number of ranks before they are started, and how another number is typed, to refuse it. `setting`: where
-    `processes` was typed.
+    `entry`: `package.module:function`, or a function of a module. `processes`: ranks on this machine; "auto" takes all
+    GPUs, or two ranks on the CPU. `grace`: seconds that the ranks have to save after a signal. `saves`: True if they
+    save; the user is then told so. `nodes`, `node_rank`, `rendezvous` (`host:port` of node 0): this machine's place
+    among several. `hosts`: the machines to use; under Slurm the others stay idle, elsewhere the user types the same
+    command on each. `check`: called with the number of ranks, and with a function that returns how the user types
+    another number, before any rank is started; raises to refuse. `setting`: where the user typed `processes`.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_here(entry, args)
@@ -64,15 +69,19 @@ def launch(
         return _run_here(entry, args)
     say_loading("loading torch")
     count = count_processes(processes, device, setting)
-    place = _place(task, nodes, node_rank, rendezvous, hosts)
+    place = find_place(task, nodes, node_rank, rendezvous, hosts)
     if check is not None:
-        check(count * place.count, partial(_typed, setting, place.count, _gpus(device)))
+        check(count * place.count, partial(_write_setting, setting, place.count, _count_gpus(device)))
     if count == 1 and place.count == 1:
         return run_entry(entry, args)
     from ithaca.launch.agent import start_ranks
 
     say_loading(f"starting {count} ranks, each of which loads torch and transformers")
-    variables = _variables(count, place.count == 1 and not _gpus(device))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables = {"OMP_NUM_THREADS": str(max(1, cores // count))}
+    if place.count == 1 and not _count_gpus(device):
+        # gloo would look up the name of this machine, which need not lead back to it.
+        variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     return start_ranks(entry, args, count, place, grace, variables, saves)
 
 
@@ -81,10 +90,8 @@ def count_processes(
     device: Literal["auto", "cpu", "cuda"],
     setting: str = "launch.processes={}",
 ) -> int:
-    """How many ranks this machine gets."""
-    import torch
-
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    """Return the number of ranks on this machine."""
+    gpus = _count_gpus(device)
     if device == "cuda" and not gpus:
         raise ConfigError("launch.device is 'cuda', but torch sees no GPU here: use 'cpu', or install a CUDA build")
     if processes == "auto":
@@ -97,81 +104,39 @@ def count_processes(
     return processes
 
 
-def _gpus(device: str) -> int:
+def _count_gpus(device: str) -> int:
     import torch
 
     return torch.cuda.device_count() if device != "cpu" else 0
 
 
-def _typed(setting: str, nodes: int, gpus: int, ranks: int) -> str | None:
-    """Return how `ranks` ranks on so many machines are typed; None where a machine cannot have as many."""
+def _write_setting(setting: str, nodes: int, gpus: int, ranks: int) -> str | None:
+    """Return what the user types for `ranks` ranks on all machines; None if a machine cannot have its share."""
     each = ranks // nodes
     return None if ranks % nodes or (gpus and each > gpus) else setting.format(each)
 
 
-def _variables(processes: int, loopback: bool) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
-    if loopback:
-        # gloo would look up this machine's name, which need not lead back to it.
-        given["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    return given
-
-
-def _place(
-    task: Task | None, nodes: int | None, node_rank: int | None, rendezvous: str | None, hosts: Sequence[str]
-) -> Nodes:
-    """Which of how many nodes this is, and where they meet."""
-    if task is not None and task.world > 1:
-        # One task a node, which starts the ranks of its node.
-        return Nodes(task.world, task.rank, f"{task.hosts[0]}:{task.port}")
-    if hosts and task is None:
-        return _among(hosts, rendezvous)
-    if nodes is None or nodes == 1:
-        if node_rank is not None or rendezvous is not None:
-            raise ConfigError("--node-rank and --rendezvous are for several nodes: give --nodes too")
-        return Nodes()
-    if nodes < 1 or not 0 <= (node_rank or 0) < nodes:
-        raise ConfigError(f"--nodes {nodes} with --node-rank {node_rank}: ranks of nodes go from 0 to --nodes - 1")
-    if rendezvous is None:
-        raise ConfigError(f"--nodes {nodes} needs --rendezvous host:port, a free port of the node with --node-rank 0")
-    return Nodes(nodes, node_rank, _endpoint(rendezvous))
-
-
-def _among(hosts: Sequence[str], rendezvous: str | None) -> Nodes:
-    endpoint = _endpoint(rendezvous or f"{hosts[0]}:{PORT}")
-    own = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
-    for rank, host in enumerate(hosts):
-        if host in own:
-            return Nodes(len(hosts), rank, endpoint) if len(hosts) > 1 else Nodes()
-    typed = shlex.join(["ithaca", *sys.argv[1:]])
-    raise ConfigError(
-        f"this machine, {socket.gethostname()}, is none of --hosts {','.join(hosts)}: on each of them type\n  {typed}"
-    )
-
-
-def _endpoint(rendezvous: str) -> str:
-    host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise ConfigError(f"--rendezvous {rendezvous!r}: write host:port, such as node0:{PORT}")
-    return rendezvous
-
-
 def _run_here(entry: Entry, args: Sequence[Any]) -> int:
-    """This process is one of several ranks: an error that all have alike is said by one of them."""
+    """Run the entry in this process, which is one of several ranks; one of them prints an error that all ranks have."""
     try:
         return run_entry(entry, args)
     except IthacaError as error:
         rank = int(os.environ["RANK"])
-        if not Report.of(rank, error).consequence and _says(str(error)):
+        if not Report.of(rank, error).consequence and _is_first_to_say(str(error)):
             os.write(2, f"ithaca: {error}\n".encode())
         return error.status
 
 
-def _says(message: str) -> bool:
-    """Whether this rank is the one to say it: the first to ask the store, or rank 0 before there is one."""
+def _is_first_to_say(message: str) -> bool:
+    """Return True if no other rank has asked the store before; without a process group, if this is rank 0."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return os.environ["RANK"] == "0"
-    return dist.distributed_c10d._get_default_store().add(f"said/{message[:200]}", 1) == 1
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(address, port, timeout=timedelta(seconds=10), wait_for_workers=False)
+        return store.add(f"ithaca/said/{message[:200]}", 1) == 1
+    except RuntimeError:
+        # The rank that held the store has ended: a line printed twice is better than none.
+        return True

@@ -1,7 +1,7 @@
-"""Folders for the time of one command; those of a command that was killed go when the next one starts.
+"""Temporary folders of a command. The folder of a command that was killed is removed when the next command starts.
 
-Each holds a file `owner` with the name of its machine, under a lock that ends with the process. What is another user's,
-another machine's, or locked is left alone.
+Each folder holds a file `owner` with the name of its machine, under a lock that ends with the process. Folders of other
+users, of other machines and of running commands are left alone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OWNER = "owner"
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A folder of this process's own, gone afterwards."""
+    """Make a folder for this process, and remove it afterwards."""
     clear_left(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    # Under its name only once it is locked: nobody may take it for one that was left.
+    # The file gets its name only once it is locked: no other command may take the folder for an abandoned one.
     born = folder / f".{_OWNER}"
     handle = take(born, wait=True)
     assert handle is not None
@@ -42,7 +42,7 @@ def scratch_folder() -> Iterator[str]:
 
 
 def clear_left(where: Path) -> None:
-    """Remove the folders of processes of this user and machine that are gone."""
+    """Remove the folders that processes of this user and machine left when they were killed."""
     for owner in where.glob(f"{_PREFIX}*/{_OWNER}"):
         with suppress(OSError):
             if owner.stat().st_uid != os.getuid() or owner.read_text(encoding="utf-8") != socket.gethostname():

@@ -1,7 +1,7 @@
-"""Which rank this process is, from what `srun` says in the environment.
+"""The place of this process in a Slurm job step, from the environment that `srun` sets.
 
-Ranks are numbered node by node, so that neighbouring ranks share a machine whatever way Slurm dealt out its tasks.
-Functions of a mapping: nothing is run, and Slurm's own tools are not needed.
+Ranks are numbered node by node, so that neighbouring ranks share a machine however Slurm distributes its tasks.
+Functions of a mapping: no process is started, and Slurm's own tools are not needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ithaca.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task of a job step: its node and place there, all nodes of the step and how many tasks each has."""
+    """One task of a job step: the nodes of the step, their numbers of tasks, this task's node and its place there."""
 
     hosts: tuple[str, ...]
     counts: tuple[int, ...]
@@ -32,7 +32,7 @@ class Task:
         return sum(self.counts)
 
     def variables(self) -> dict[str, str]:
-        """The launch variables that torch.distributed reads."""
+        """Return the launch variables that torch.distributed reads."""
         numbers = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world,
@@ -43,7 +43,7 @@ class Task:
         return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": self.hosts[0]}
 
     def only(self, chosen: Sequence[str]) -> Task | None:
-        """The same task in a step of the `chosen` nodes alone; None on a node that was not chosen."""
+        """Return the task as one of a step of the `chosen` nodes alone; None if its node is not chosen."""
         unknown = [host for host in chosen if host not in self.hosts]
         if unknown:
             raise ConfigError(f"--hosts names {', '.join(unknown)}, but this job has {', '.join(self.hosts)}")
@@ -55,7 +55,7 @@ class Task:
 
 
 def read_task(environment: Mapping[str, str]) -> Task | None:
-    """The task that this process is; None outside of `srun`."""
+    """Return the task of this process; None outside of `srun`."""
     if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
         return None
     if "SLURM_STEP_ID" not in environment:
@@ -67,7 +67,7 @@ def read_task(environment: Mapping[str, str]) -> Task | None:
     if len(hosts) != len(counts):
         raise ConfigError(f"Slurm names {len(hosts)} nodes but tasks for {len(counts)}: start with `srun`, or torchrun")
     job, step = int(environment.get("SLURM_JOB_ID", "0")), environment.get("SLURM_STEP_ID", "0")
-    # Below the ports that systems hand out themselves, and another one for another step of the job.
+    # Below the ports that systems assign themselves; each step of a job has another one.
     port = 10_000 + (job * 61 + (int(step) if step.isdigit() else 0)) % 20_000
     return Task(hosts, counts, int(environment["SLURM_NODEID"]), int(environment["SLURM_LOCALID"]), port)
 
@@ -86,7 +86,7 @@ def _first(environment: Mapping[str, str], *names: str) -> str:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """`2(x3),1` as 2, 2, 2, 1."""
+    """Return `2(x3),1` as 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -97,13 +97,10 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """`gpu[01-03,7],login` as gpu01, gpu02, gpu03, gpu7, login."""
-    return tuple(host for part in _split(text) for host in _expand(part))
-
-
-def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
-    return [part for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text) if part]
+    """Return `gpu[01-03,7],login` as gpu01, gpu02, gpu03, gpu7, login."""
+    # Split at commas outside of brackets.
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    return tuple(host for part in parts for host in _expand(part))
 
 
 def _expand(pattern: str) -> list[str]:

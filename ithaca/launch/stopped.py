@@ -1,11 +1,12 @@
-"""Ctrl-C and SIGTERM where a verb has no ranks to hand them to: one line that says what stays, and the shells' status.
+"""Ctrl-C and SIGTERM while a command has no ranks: one line that says what remains, and the exit status of shells.
 
-An import that Python's KeyboardInterrupt ends may swallow it, or fail much later of a module that is half there: while
-anything is imported the process ends at once, after what `cleaned_if_stopped` names. Elsewhere Ctrl-C is a
-KeyboardInterrupt, so that files are closed and folders removed on the way out; where that takes too long, and at the
-second Ctrl-C, the process ends all the same.
+    during an import                the clean-ups of `cleaned_if_stopped` run, and the process ends at once: an import
+                                    may swallow a KeyboardInterrupt, or leave a module that is half there
+    in the verb, the first Ctrl-C   KeyboardInterrupt: files are closed and folders removed on the way out
+    after 10 s, or Ctrl-C again     the clean-ups run, and the process ends at once
+    after the verb                  the process ends at once, without a line
 
-This file imports nothing that takes time: it is the first of the command line.
+This file imports nothing that takes time: the command line imports it first.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from ithaca.exit_codes import INTERRUPTED, PREEMPTED
 
-# Seconds that a KeyboardInterrupt has to end the verb.
+# Seconds that the verb has to end after a KeyboardInterrupt.
 PATIENCE = 10.0
 
 _STAYS = {
@@ -47,33 +48,40 @@ _state = _State()
 
 @contextmanager
 def hearing(*, last: bool) -> Iterator[None]:
-    """Inside, signals end the command in a sentence; `last`: afterwards too, as the process ends with the command."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Handle signals for the time of a command. `last`: True if the process ends with the command; they stay handled."""
     home = os.getpid()
     _state.verb = next((word for word in sys.argv[1:2] if word in _VERBS), "")
     _state.inside = _state.done = _state.asked = False
 
     def hear(number: int, frame: FrameType | None) -> None:
         if os.getpid() != home:
-            # A forked process, which whoever forked it ends.
+            # A forked process, which its parent ends.
             os._exit(128 + number)
         _hear(number, frame)
 
-    # What is ignored already, as in a shell's background, stays so.
-    before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, hear) for number in _heard() if signal.getsignal(number) != signal.SIG_IGN
-    }
+    # A signal that is ignored already, as in a shell's background, stays ignored.
+    heard = [number for number in _heard() if signal.getsignal(number) != signal.SIG_IGN]
+    with handling(dict.fromkeys(heard, hear), restore=not last):
+        try:
+            yield
+        finally:
+            _state.done = True
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+
+
+@contextmanager
+def handling(handlers: Mapping[signal.Signals, Any], *, restore: bool = True) -> Iterator[None]:
+    """Install signal handlers for a time; none outside of the main thread, where Python allows none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        _state.done = True
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-        if not last:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, handler in before.items() if restore else ():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _heard() -> tuple[signal.Signals, ...]:
@@ -86,7 +94,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
         os._exit(status_of(number))
     if number == signal.SIGINT and _state.inside and not _state.asked and not _imports(frame):
         _state.asked = True
-        # A timer of the kernel's, and no thread: this runs between any two instructions, with any lock held.
+        # A timer of the kernel, no thread: the handler runs between any two instructions, with any lock held.
         signal.signal(signal.SIGALRM, _end)
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         raise KeyboardInterrupt
@@ -101,7 +109,7 @@ def _end(number: int, _frame: object) -> None:
         with suppress(Exception):
             clean()
     with suppress(OSError):
-        # Straight to the descriptor: the stream may be in the middle of something else.
+        # Straight to the descriptor: the stream may be in the middle of a write.
         os.write(2, _line(_state.verb).encode())
     os._exit(status_of(number))
 
@@ -123,7 +131,7 @@ def _imports(frame: FrameType | None) -> bool:
 
 @contextmanager
 def cleaned_if_stopped(clean: Callable[[], object]) -> Iterator[None]:
-    """Inside, a process that ends at once calls `clean` before; what raises is for the caller's own `finally`."""
+    """Call `clean` if the process ends at once inside; an exception is left to the caller's own `finally`."""
     _state.cleaners.append(clean)
     try:
         yield
@@ -133,7 +141,7 @@ def cleaned_if_stopped(clean: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def told_when_stopped(verb: str) -> Iterator[None]:
-    """Inside, Ctrl-C ends the verb in a sentence."""
+    """Turn a KeyboardInterrupt inside into one line and the status of an interrupted command."""
     _state.inside = True
     try:
         yield
@@ -149,16 +157,16 @@ def told_when_stopped(verb: str) -> Iterator[None]:
 
 
 def say_stopped(verb: str) -> None:
-    """Write the line to sys.stderr, where the stack is unwound and the stream may be used."""
+    """Write the line to sys.stderr, which is free once the stack is unwound."""
     sys.stderr.write(_line(verb))
     sys.stderr.flush()
 
 
 def _line(verb: str) -> str:
-    """Say what was stopped and what stays; of several ranks of one command the first says it."""
+    """Return the line of what was stopped and what remains; of several ranks only rank 0 has one."""
     if os.environ.get("RANK", "0") != "0":
         return ""
-    # A bar that is cut off leaves its line half full, and the terminal without a cursor.
+    # A progress bar that is cut off leaves a half-full line, and the terminal without a cursor.
     clear = "\r\x1b[K\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
     who = f"{verb} was stopped before its end" if verb else "stopped before anything was done"
     return f"{clear}ithaca: {who}: {_STAYS.get(verb, _NOTHING)}\n"

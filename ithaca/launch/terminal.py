@@ -1,7 +1,7 @@
-"""Lines on a terminal that other processes draw on too: what is being loaded, and messages beside a live bar.
+"""Lines on a terminal that other processes write to as well: notes of what is loading, messages beside a progress bar.
 
-Importing torch and transformers takes ten seconds and more, in the launcher and again in its ranks; a terminal that
-says nothing for so long looks as if nothing happened. In a log file these lines would be noise and are left out.
+Importing torch and transformers takes ten seconds and more, in the launcher and again in its ranks; on a terminal that
+stays empty for so long the command looks dead. A log file does not get these notes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 # Wider than any table, so that no cell is cut.
 _WHOLE = 400
 
-# To the line's start, and the line emptied: a bar that a rank has drawn there, and the ^C that the terminal echoes.
+# Go to the start of the line and erase it: a rank's progress bar may be there, or the ^C that the terminal echoes.
 _CLEAR = "\r\x1b[K"
 
 
 def say_loading(text: str) -> None:
-    """Write what takes a while, at once, where somebody watches; imports nothing."""
+    """Write at once what is loading, if stderr is a terminal. Imports nothing."""
     if sys.stderr.isatty():
         os.write(2, f"{_CLEAR}{text} ...\n".encode())
 
 
 def print_page(*parts: RenderableType, whole: bool = False) -> None:
-    """Print tables as wide as the terminal, and whole where they go to a file or a pipe, no line filled with blanks.
+    """Print tables as wide as the terminal, or in full width to a file or a pipe; no line ends in blanks.
 
-    `whole`: lines are as long as they take in a narrow terminal too, for tables of paths and numbers alone.
+    `whole`: True for tables of paths and numbers alone, which are printed in full width in a narrow terminal too.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -47,6 +47,6 @@ def print_page(*parts: RenderableType, whole: bool = False) -> None:
 
 
 def say_beside_a_bar(text: str) -> None:
-    """Write a line of the command's own where a rank's bar may stand: the bar is drawn again below it."""
+    """Write a line of the command over a rank's progress bar, which the rank draws again below."""
     clear = _CLEAR if sys.stderr.isatty() else ""
     os.write(2, f"{clear}ithaca: {text.rstrip()}\n".encode())

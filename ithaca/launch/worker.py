@@ -1,9 +1,9 @@
-"""One rank started by `launch`: it runs the entry, and leaves a report where that fails.
+"""One rank that the agent started: it runs the entry, and leaves a status or a report in the agent's folder.
 
-A report is a JSON file in a folder of the launcher's: the launcher reads all of them and shows the first cause once,
-so a rank itself prints nothing of its own end.
+A report is a JSON file of the error that ended the rank. The agent reads the reports of all ranks and prints the first
+cause once, so a failed rank prints nothing itself.
 
-Invariant: a rank does not outlive the launcher, and Ctrl-C reaches it by way of the launcher alone.
+Invariant: a rank does not outlive the agent's process, and Ctrl-C reaches a rank only through the agent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ithaca.exit_codes import FAILED, PREEMPTED
 
 Entry = str | Callable[..., int | None]
 
-# What collectives and stores say when another rank is gone.
+# Parts of the messages that collectives and stores raise when another rank is gone.
 _CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "Socket closed",
     "remote process exited or there was a network error", "Failed to recv, got 0 bytes", "Stop_waiting response",
@@ -37,9 +37,10 @@ _CONSEQUENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ended one rank. `user`: the caller's to mend. `consequence`: raised because another rank had ended.
+    """The error that ended one rank. `user`: True for a user's mistake, which needs no traceback.
 
-    `status`: what the rank, and the launcher if this was the first cause, ends with.
+    `consequence`: True if the error was raised because another rank had ended. `status`: exit code of the rank, and of
+    the launcher too if the error was the first cause.
     """
 
     rank: int
@@ -69,13 +70,15 @@ class Report:
         ]
 
 
-def work(entry: Entry, args: Sequence[Any], folder: str) -> int:
-    """The whole life of a rank; gives its status."""
+def work(entry: Entry, args: Sequence[Any], folder: str) -> None:
+    """Run the entry as one rank, and leave its status in `folder`, or a report if the entry fails."""
+    rank = int(os.environ["RANK"])
     _follow_parent()
     try:
-        return run_entry(entry, args)
+        status = run_entry(entry, args)
+        Path(folder, f"status-{rank}").write_text(str(status), encoding="utf-8")
     except BaseException as error:
-        report = Report.of(int(os.environ["RANK"]), error)
+        report = Report.of(rank, error)
         report.write(folder)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,8 +86,13 @@ def work(entry: Entry, args: Sequence[Any], folder: str) -> int:
         os._exit(report.status)
 
 
+def read_statuses(folder: str) -> list[int]:
+    """Return the statuses of the ranks whose entry returned one."""
+    return [int(path.read_text(encoding="utf-8")) for path in Path(folder).glob("status-*")]
+
+
 def run_entry(entry: Entry, args: Sequence[Any]) -> int:
-    """Run `entry`; a run that stopped because it was told to has the status that schedulers requeue."""
+    """Run `entry` and return its status; a run that a signal stopped returns the one that schedulers requeue."""
     from ithaca.training.watch.watch import Preempted
 
     try:
@@ -94,7 +102,7 @@ def run_entry(entry: Entry, args: Sequence[Any]) -> int:
 
 
 def resolve(entry: Entry) -> Callable[..., int | None]:
-    """A function, or the one that `package.module:function` names."""
+    """Return the function that `package.module:function` names, or the function given."""
     if callable(entry):
         return entry
     module, _, name = entry.partition(":")
@@ -105,17 +113,17 @@ def resolve(entry: Entry) -> Callable[..., int | None]:
 
 
 def _follow_parent() -> None:
-    """Leave the terminal's process group, which Ctrl-C is sent to, and end when the launcher does, however it ends."""
+    """Leave the terminal's process group, to which Ctrl-C is sent, and end when the agent's process ends."""
     if hasattr(os, "setsid"):
         os.setsid()
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank is a child of the launcher"
+    assert parent is not None, "a rank is a child of the agent's process"
     threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True, name="ithaca parent").start()
 
 
 def _end_after(sentinel: int) -> None:
     wait([sentinel])
     if hasattr(os, "killpg"):
-        # The whole group: processes that this rank started, for reading data, end with it.
+        # The whole group, so that processes which this rank started to read data end too.
         os.killpg(0, signal.SIGKILL)
     os._exit(FAILED)

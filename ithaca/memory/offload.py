@@ -3,12 +3,18 @@
 `HostStore.put` starts copying tensors out and gives a `Ticket`; `Ticket.get` gives them back on the device, in order
 with the current stream. At most `STAGED` tickets hold their device tensors while they are copied out: the next `put`
 then waits, on the GPU, for the oldest. What is still here when it is wanted back, as the last layers' tensors are,
-is not copied again. Host blocks are pinned once, exactly as large as needed (torch's own pinned
-allocator rounds up to powers of two, which would take up to twice as much), kept between steps, and given back by
-`close` or with the last that holds them: memory freed while the driver still knows it would be in the way of whatever
-comes to lie there next. Their pages are had from the kernel by all cores before the driver pins them: it would ask for
-them one by one, which took four times as long (2.5 and 10 GB a second on a host of 16 cores). On a CPU device there is
-nothing to move: tickets just hold the tensors.
+is not copied again. On a CPU device there is nothing to move: tickets just hold the tensors.
+
+Host blocks are pinned once, exactly as large as needed, kept between steps, and given back by `close` or with the last
+that holds them: memory freed while the driver still knows it would be in the way of whatever comes to lie there next.
+Their pages are had from the kernel by all cores before the driver pins them: it would ask for them one by one, which
+took four times as long (2.5 and 10 GB a second on a host of 16 cores).
+
+torch's own pinned allocator cannot take the pool's place in any version that Ithaca runs with (2.11 to 2.13). It rounds
+blocks up to powers of two, up to twice as much; without the rounding (`pinned_max_round_threshold_mb`) it either pins
+anew at every use or, as of 2.13, hands out a cached block that is smaller than what was asked for
+(https://github.com/pytorch/pytorch/pull/192722). Its options hold for the whole process, and none keeps host memory
+free for others.
 """
 
 from __future__ import annotations

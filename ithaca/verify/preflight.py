@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ithaca.errors import CheckpointError, UnsupportedError
 from ithaca.heads import split_heads
+from ithaca.models.files.conversion import Group
 from ithaca.models.files.read_weights import different_copies, read_generation
-from ithaca.models.files.weight_sources import INDEX, Group, Headers, plan_groups, read_headers
+from ithaca.models.files.safetensors_files import INDEX, Headers, TensorReader, read_headers
+from ithaca.models.files.weight_sources import plan_groups
 from ithaca.models.support import check_model
 from ithaca.parallelize import head_counts
 from ithaca.verify.small_subject import Subject, empty_of
@@ -52,29 +53,21 @@ def check_weights(config: PreTrainedConfig, folder: Path, subject: Subject) -> N
 
 
 def _check_numbers(groups: Iterable[Group], headers: Headers, tied: dict[str, str]) -> None:
-    """Every number is finite, and a weight that is there under two names is one weight."""
+    """Refuse a number that is not finite, and two values of a weight that is there under two names."""
     whose: dict[str, str] = {}
-    for group in groups:
-        for key in group.keys:
-            # In fp32, because torch does not ask it of 8 bits.
-            if not bool(_read(headers, key).float().isfinite().all()):
-                raise CheckpointError(
-                    f"{headers[key].file}: {key} holds NaN or infinity, which no training mends: copy the weights anew, or "
-                    "start from a checkpoint before they went wrong"
-                )
-        own, target = group.keys[0], next(iter(group.targets))
-        source = tied.get(target, target)
-        first = whose.setdefault(source, own)
-        if first != own and group.converter is None and not torch.equal(_read(headers, first), _read(headers, own)):
-            raise different_copies(source, tied)
-
-
-def _read(headers: Headers, key: str) -> Tensor:
-    from safetensors import SafetensorError, safe_open
-
-    file = headers[key].file
-    try:
-        with safe_open(str(file), framework="pt") as handle:
-            return handle.get_tensor(key)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
+    with TensorReader(headers) as reader:
+        for group in groups:
+            for key in group.keys:
+                # In fp32, because torch does not ask it of 8 bits.
+                if not bool(reader.whole(key).float().isfinite().all()):
+                    raise CheckpointError(
+                        f"{headers[key].file}: {key} holds NaN or infinity, which no training mends: copy the weights anew, "
+                        "or start from a checkpoint before they went wrong"
+                    )
+            own, target = group.keys[0], next(iter(group.targets))
+            source = tied.get(target, target)
+            first = whose.setdefault(source, own)
+            if first == own or group.converter is not None:
+                continue
+            if not torch.equal(reader.whole(first), reader.whole(own)):
+                raise different_copies(source, tied)

@@ -10,8 +10,8 @@ import torch
 
 from ithaca.errors import ConfigError, DataError, PeerError
 from ithaca.launch.failures import judge
-from ithaca.launch.launcher import _place, count_processes, launch
-from ithaca.launch.nodes import Nodes, meet
+from ithaca.launch.launcher import count_processes, launch
+from ithaca.launch.nodes import Nodes, find_place, meet
 from ithaca.launch.slurm import expand_counts, expand_hosts, read_task
 from ithaca.launch.worker import Report, resolve
 
@@ -76,17 +76,17 @@ def test_a_batch_script_is_no_task() -> None:
 def test_one_task_a_node_starts_the_ranks_of_its_node() -> None:
     task = read_task({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"})
     assert task is not None
-    place = _place(task, None, None, None, ())
+    place = find_place(task, None, None, None, ())
     assert (place.count, place.rank, place.endpoint) == (4, 2, f"gpu08:{task.port}")
 
 
 def test_hosts_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["ithaca", "train", "--hosts", "a,b"])
     own = socket.gethostname()
-    place = _place(None, None, None, None, ["elsewhere", own])
+    place = find_place(None, None, None, None, ["elsewhere", own])
     assert (place.count, place.rank, place.endpoint) == (2, 1, "elsewhere:29400")
     with pytest.raises(ConfigError, match=r"is none of --hosts a,b: on each of them type\n  ithaca train --hosts a,b"):
-        _place(None, None, None, None, ["a", "b"])
+        find_place(None, None, None, None, ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_hosts_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_wrong_nodes_are_refused(settings: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _place(None, *settings, ())
+        find_place(None, *settings, ())
 
 
 def test_nodes_that_do_not_come_are_told_of() -> None:
     with pytest.raises(
         ConfigError, match=r"not all of 2 nodes met at 127\.0\.0\.1:1 within 1 s: start the same command"
     ):
-        meet(Nodes(2, 1, "127.0.0.1:1", patience=1))
+        meet(Nodes(2, 1, "127.0.0.1:1", patience=1), 1)
 
 
 def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:

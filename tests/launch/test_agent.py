@@ -1,62 +1,105 @@
-"""The agent's own ending: torch, which would end ranks its own way, is handed none that is alive beside a failed one."""
+"""The agent's own ending of ranks: after a failure, at the end of the grace, and at a second Ctrl-C."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import pytest
+import torch.distributed as dist
 
 from ithaca.launch import agent as module
-from ithaca.launch.agent import Agent
+from ithaca.launch.agent import Agent, Stopped
+from ithaca.launch.nodes import Meeting, Nodes, meet
 
 
 @pytest.fixture
-def crew(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An agent over two processes: one that waits, and one that fails when it is told to."""
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Connection]]:
+    """An agent over two processes that ignore SIGTERM; rank 1 fails when it is told to."""
     monkeypatch.setattr(module, "LINGER", 0.2)
     spawn = multiprocessing.get_context("spawn")
     told, say = spawn.Pipe(duplex=False)
-    processes = [spawn.Process(target=time.sleep, args=(60,)), spawn.Process(target=_fail_when, args=(told,))]
-    agent = object.__new__(Agent)
-    agent._pcontext = SimpleNamespace(_pc=SimpleNamespace(processes=processes))
-    group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in range(2)])
-    monkeypatch.setattr(Agent, "get_worker_group", lambda self: group)
-    for process in processes:
+    begun = spawn.Semaphore(0)
+    ranks = {0: spawn.Process(target=_wait, args=(begun,)), 1: spawn.Process(target=_fail, args=(begun, told))}
+    for process in ranks.values():
         process.start()
-    yield agent, processes, say
-    for process in processes:
+    for _ in ranks:
+        assert begun.acquire(timeout=60)
+    yield Agent(grace=0.2, ranks=dict(ranks)), say
+    for process in ranks.values():
         process.kill()
         process.join()
 
 
-def _fail_when(told: Any) -> None:
+def _wait(begun: threading.Semaphore) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    begun.release()
+    time.sleep(60)
+
+
+def _fail(begun: threading.Semaphore, told: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    begun.release()
     told.recv()
     os._exit(3)
 
 
-def test_torch_is_not_asked_while_all_ranks_run(crew: Any) -> None:
-    agent, processes, _ = crew
-    asked: list[float | None] = []
-    assert not agent._join(lambda timeout: asked.append(timeout), -1)
-    assert not asked
-    assert all(process.is_alive() for process in processes)
-
-
-def test_torch_is_asked_of_a_failure_when_all_ranks_are_gone(crew: Any) -> None:
-    agent, processes, say = crew
-    alive: list[bool] = []
-
-    def join(timeout: float | None) -> bool:
-        alive.extend(process.is_alive() for process in processes)
-        return True
-
+def test_rank_fails_others_are_killed_after_lingering(crew: tuple[Agent, Connection]) -> None:
+    agent, say = crew
     say.send(None)
-    # Waits until one of them ends; a rank that fails between two looks is seen by the second.
-    assert agent._join(join, None)
-    assert alive == [False, False]
-    assert agent.codes() == {0: -9, 1: 3}
+    agent.watch(lambda: False)
+    assert agent.codes == {0: -9, 1: 3}
     assert agent.killed == {0}
+
+
+def test_first_machine_gone_ranks_are_killed(crew: tuple[Agent, Connection]) -> None:
+    agent, _ = crew
+    agent.watch(lambda: True)
+    assert agent.codes == {0: -9, 1: -9}
+
+
+def test_grace_over_ranks_are_killed_and_saving_was_announced_once(
+    crew: tuple[Agent, Connection], capfd: pytest.CaptureFixture[str]
+) -> None:
+    agent, _ = crew
+    agent.hear(signal.SIGTERM)
+    agent.hear(signal.SIGTERM)
+    agent.watch(lambda: False)
+    assert agent.killed == {0, 1}
+    assert capfd.readouterr().err.count("saved within 0.2 s") == 1
+
+
+def test_second_interrupt_ranks_are_killed_before_the_grace_is_over(crew: tuple[Agent, Connection]) -> None:
+    agent, _ = crew
+    agent.grace = 1000.0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        agent.hear(number)
+    agent.watch(lambda: False)
+    assert agent.killed == {0, 1}
+
+
+def test_signal_while_idle_ends_the_wait() -> None:
+    agent = Agent(grace=1.0, idle=True)
+    with pytest.raises(Stopped):
+        agent.hear(signal.SIGINT)
+
+
+def test_environment_of_a_rank_joins_the_store_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds torch to TORCHELASTIC_USE_AGENT_STORE, which it does not document."""
+    meeting = meet(Nodes(), 2)
+    for name, value in meeting.variables(0).items():
+        monkeypatch.setenv(name, value)
+    store, rank, world = next(dist.rendezvous("env://"))
+    assert (rank, world, store.get("ithaca/ranks/0")) == (0, 2, b"2")
+
+
+def test_machines_with_different_counts_have_consecutive_ranks() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = Meeting(store, "127.0.0.1", 1, (2, 3, 1)).variables(2)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [variables[name] for name in names] == ["4", "6", "2", "3", "1", "3"]

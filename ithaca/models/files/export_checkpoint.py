@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from ithaca.config.messages import near_paths
 from ithaca.errors import CheckpointError
+from ithaca.models.files.conversion import describe_conversions, restore_conversions
 from ithaca.models.files.export_folder import description_of
 from ithaca.models.files.origin import ORIGIN, check_base
-from ithaca.models.files.read_weights import Weights, base_of, plain_name
-from ithaca.models.files.write_weights import modes_of_umask, write_model
+from ithaca.models.files.read_weights import WholeWeights, base_of, plain_name
+from ithaca.models.files.safetensors_files import modes_of_umask
+from ithaca.models.files.write_weights import write_model
 from ithaca.state.checkpoint import manifest
 from ithaca.state.checkpoint.dcp import Saved
 from ithaca.state.weights.finite import check_finite
@@ -39,7 +41,7 @@ _TOKENIZER = (
 
 
 def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Path | None = None) -> dict[str, Any]:
-    """What an export needs besides the tensors: JSON, to be kept in a checkpoint's facts under "model".
+    """Return what an export needs besides the tensors: JSON, to be kept in a checkpoint's facts under "model".
 
     `folder`: where the weights came from (of a model with adapters the frozen ones still do); `tokenizer`: the folder of
     its files or a hub name, the same folder if None.
@@ -47,9 +49,8 @@ def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Pat
     base = base_of(model)
     tokenizer = tokenizer or folder
     adapted: Any = model if hasattr(model, "peft_config") else None
-    used = getattr(base, "_weight_conversions", None)
     return {
-        "conversions": None if used is None else [repr(each) for each in used],
+        "conversions": describe_conversions(base),
         "config": json.loads(base.config.to_json_string()),
         "generation": json.loads(base.generation_config.to_json_string()) if base.can_generate() else None,
         "adapter": None if adapted is None else _plain(adapted.peft_config["default"].to_dict()),
@@ -59,7 +60,7 @@ def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Pat
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """peft's sets and enums as lists and words."""
+    """Return peft's settings with lists for its sets and words for its enums."""
     return {
         key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
         for key, value in settings.items()
@@ -67,7 +68,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """A whole checkpoint: `path` itself, or one of the run there, the newest if `step` is None."""
+    """Return a whole checkpoint: `path` itself, or one of the run there, the newest if `step` is None."""
     if (path / manifest.MANIFEST).is_file():
         if step not in (None, manifest.step_of(path)):
             raise CheckpointError(f"{path} is one checkpoint, not that of step {step}: name the run's folder instead")
@@ -114,7 +115,7 @@ def export_checkpoint(
 
 
 def copy_tokenizer(source: str, to: Path) -> None:
-    """A tokenizer's files: as they are from a folder, else those that transformers saves of a hub name's."""
+    """Write a tokenizer's files: as they are from a folder, else those that transformers saves of a hub name's."""
     if Path(source).is_dir():
         for file in {file for pattern in _TOKENIZER for file in Path(source).glob(pattern) if file.is_file()}:
             shutil.copyfile(file, to / file.name)
@@ -129,9 +130,8 @@ def copy_tokenizer(source: str, to: Path) -> None:
 
 
 def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The empty model that was trained, with the config it had then."""
+    """Return the empty model that was trained, with the config it had then."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     settings = dict(description["config"])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -139,10 +139,7 @@ def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
         twin: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if description["generation"] is not None:
         twin.generation_config = GenerationConfig.from_dict(description["generation"])
-    if description["conversions"] is not None:
-        # transformers saves under the names it found, so it must know which of its conversions loading had used.
-        known = get_model_conversion_mapping(twin)
-        twin._weight_conversions = [each for each in known if repr(each) in description["conversions"]]
+    restore_conversions(twin, description["conversions"])
     twin.name_or_path = description["folder"]
     return twin
 
@@ -162,7 +159,7 @@ def _write_whole(
 
 
 def _kept_names(twin: Any, kept: set[str]) -> dict[str, str]:
-    """The name each weight was kept under: its own, or that of the weight it is tied to."""
+    """Return the name that each weight was kept under: its own, or that of the weight it is tied to."""
     tied: dict[str, str] = dict(twin.all_tied_weights_keys)
     names = {}
     for key in twin.state_dict():
@@ -182,7 +179,7 @@ def _write_merged(
         raise CheckpointError(f"{folder}, which the adapter was trained on, is gone: put the model back there")
     trained = next(iter(saved.tensors.values())).properties.dtype
     twin = _twin(description, dtype or trained)
-    weights = Weights(twin, folder)
+    weights = WholeWeights(twin, folder)
     adapted, merge = _adapted(description, saved, trained)
 
     def fetch(key: str, empty: Tensor) -> Tensor:
@@ -196,7 +193,7 @@ def _write_merged(
 def _adapted(
     description: dict[str, Any], saved: Saved, dtype: torch.dtype
 ) -> tuple[Any, Callable[[str, Tensor], Tensor]]:
-    """An empty model with the checkpoint's adapter on it, and what adds the adapter's part to a weight."""
+    """Return an empty model with the checkpoint's adapter on it, and what adds the adapter's part to a weight."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 

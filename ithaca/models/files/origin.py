@@ -1,4 +1,4 @@
-"""What a run started from: its model's config.json and, where adapters are trained, a digest of the weights below them.
+"""The origin of a run: its model's config.json and, where adapters are trained, a digest of the weights below them.
 
 A checkpoint of adapters holds the adapters alone, and the config is read anew at every start: a folder in which somebody
 has put another model since would go on, or be merged on export, as if nothing had been.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaca.errors import CheckpointError
-from ithaca.models.files.weight_sources import weight_files
+from ithaca.models.files.safetensors_files import headers_of, weight_files
 
 ORIGIN = "origin"
 # What says nothing of the numbers that a model computes.
@@ -43,32 +43,16 @@ def digest_weights(folder: Path) -> str:
 
 
 def _tensors(file: Path) -> list[str]:
-    """A line for each tensor of a safetensors file."""
-    try:
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size))
-            lines = []
-            for name, about in header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = about["data_offsets"]
-                sample = hashlib.sha256()
-                for place in (start, (start + end) // 2):
-                    opened.seek(8 + size + place)
-                    sample.update(opened.read(min(_SAMPLE, end - place)))
-                lines.append(f"{name} {about['dtype']} {about['shape']} {sample.hexdigest()}")
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-        MemoryError,
-    ) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
+    """Return a line for each tensor of a safetensors file."""
+    lines = []
+    headers = headers_of(file)
+    with file.open("rb") as opened:
+        for name, header in headers.items():
+            sample = hashlib.sha256()
+            for place in (header.start, (header.start + header.end) // 2):
+                opened.seek(place)
+                sample.update(opened.read(min(_SAMPLE, header.end - place)))
+            lines.append(f"{name} {header.dtype} {list(header.shape)} {sample.hexdigest()}")
     return lines
 
 

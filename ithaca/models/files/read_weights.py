@@ -10,8 +10,7 @@ Invariant: at no time does a rank hold more than its shards, one such weight, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -23,14 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import CheckpointError
-from ithaca.models.files.weight_sources import Group, Headers, plan_groups, read_headers
+from ithaca.models.files.conversion import Group, copy_conversions
+from ithaca.models.files.safetensors_files import TensorReader, read_headers
+from ithaca.models.files.weight_sources import plan_groups
 from ithaca.ranks import on_all_ranks
 from ithaca.state.weights.finite import check_finite
 from ithaca.state.weights.placement import home_of
 from ithaca.state.weights.shards import bounds
 
-# Mapped pages count as this process's memory until the file is closed: close and open again after so many bytes.
-_MAPPED = 16 * 2**20
 _PIECE = 8 * 2**20
 
 
@@ -49,20 +48,19 @@ def _load(model: nn.Module, folder: str | PathLike[str]) -> None:
     headers = read_headers(Path(folder))
     twin = twin_of(base)
     groups = plan_groups(twin, headers, Path(folder))
-    base._weight_conversions = twin._weight_conversions
+    copy_conversions(twin, base)
     read_generation(base, Path(folder))
     materialize(model)
-    homes = _homes(base)
-    tied: dict[str, str] = dict(twin.all_tied_weights_keys)
-    with torch.no_grad(), _Reader(headers) as reader:
+    filling = _Filling(_homes(base), dict(twin.all_tied_weights_keys))
+    with torch.no_grad(), TensorReader(headers) as reader:
         for group in groups:
-            _fill(group, homes, tied, reader, twin)
+            _fill(group, filling, reader, twin)
 
 
 def read_generation(base: Any, folder: Path) -> None:
-    """How the folder says text is to be generated, to be saved again with the model.
+    """Read the folder's settings of text generation, to be saved again with the model.
 
-    transformers reads settings that it refuses to write: better told here than when the training is over.
+    transformers reads settings that it refuses to write: better refused here than when the training is over.
     """
     from transformers import GenerationConfig
 
@@ -128,7 +126,7 @@ def plain_name(key: str) -> str:
 
 
 def _homes(base: Any) -> dict[str, Tensor]:
-    """Where each weight of the file goes: parameters and persistent buffers by transformers' names, once each."""
+    """Return parameters and persistent buffers by transformers' names, once each."""
     homes: dict[str, Tensor] = {plain_name(key): p for key, p in base.named_parameters() if ".lora_" not in key}
     kept = base.state_dict().keys()
     return homes | {plain_name(key): buffer for key, buffer in base.named_buffers() if key in kept}
@@ -139,7 +137,7 @@ def materialize(model: nn.Module) -> None:
     home = home_of(model) or torch.device("cpu")
     sharded = any(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     if sharded:
-        # FSDP2 hears of it, and torch swaps DTensors in place: tied weights stay tied.
+        # FSDP2 takes note of it, and torch swaps DTensors in place: tied weights stay tied.
         model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
         return
     made: dict[Tensor, Tensor] = {}
@@ -160,39 +158,48 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _fill(group: Group, homes: dict[str, Tensor], tied: dict[str, str], reader: _Reader, twin: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """The weights to be filled by transformers' names, the other names of tied ones, and those that have their values."""
+
+    homes: dict[str, Tensor]
+    tied: dict[str, str]
+    filled: set[str] = field(default_factory=set)
+
+
+def _fill(group: Group, filling: _Filling, reader: TensorReader, twin: Any) -> None:
     if group.converter is None:
         (target,) = group.targets
-        _put(target, homes, tied, group.keys[0], reader)
+        _put(target, filling, group.keys[0], reader)
         return
-    within = _own_experts(group, homes)
+    within = _own_experts(group, filling.homes)
     parts = [key for at, key in enumerate(group.keys) if within is None or group.ranks[at] in within]
     if not parts:
         return
     made = group.convert(twin, {key: reader.whole(key) for key in parts})
     for target, tensor in made.items():
         check_finite(tensor, target, reader.headers[parts[0]].file)
-        home = homes[tied.get(target, target)]
+        home = filling.homes[filling.tied.get(target, target)]
         local(home).copy_(tensor[bounds(home)] if within is None else tensor)
 
 
-def _put(target: str, homes: dict[str, Tensor], tied: dict[str, str], key: str, reader: _Reader) -> None:
+def _put(target: str, filling: _Filling, key: str, reader: TensorReader) -> None:
     """Read one plain weight. Where the files hold a tied one under both names, the second is compared with the first."""
-    source = tied.get(target, target)
-    home = homes[source]
+    source = filling.tied.get(target, target)
+    home = filling.homes[source]
     own = local(home)
-    again = source in reader.filled
+    again = source in filling.filled
     for at, where in _pieces(own, bounds(home)):
         read = check_finite(reader.part(key, where), key, reader.headers[key].file)
         if not again:
             own[at].copy_(read)
         elif not torch.equal(own[at], read.to(own)):
-            raise different_copies(source, tied)
-    reader.filled.add(source)
+            raise different_copies(source, filling.tied)
+    filling.filled.add(source)
 
 
 def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
-    """What is said where files hold a tied weight twice, and not the same."""
+    """Return the error of files that hold a tied weight twice, and not the same."""
     return CheckpointError(
         f"{' and '.join(tied_to(source, tied))} are one weight by the config, but the files hold different ones: "
         "set tie_word_embeddings to false in config.json"
@@ -226,7 +233,7 @@ def _own_experts(group: Group, homes: dict[str, Tensor]) -> range | None:
     return range(first.start, first.stop) if others == whole else None
 
 
-class Weights:
+class WholeWeights:
     """A folder's weights by transformers' names in memory, made whole one at a time."""
 
     def __init__(self, twin: Any, folder: Path) -> None:
@@ -238,57 +245,9 @@ class Weights:
     def whole(self, key: str) -> Tensor:
         """The weight `key`, on the host."""
         group = self._groups[key]
-        with _Reader(self._headers) as reader:
+        with TensorReader(self._headers) as reader:
             read = {key: reader.whole(key).clone() for key in group.keys}
         return next(iter(read.values())) if group.converter is None else group.convert(self._twin, read)[key]
-
-
-@dataclass(slots=True)
-class _Reader:
-    """Open files, closed again before more than `_MAPPED` bytes are read. `filled`: weights that have their values."""
-
-    headers: Headers
-    filled: set[str] = field(default_factory=set)
-    opened: dict[Path, Any] = field(default_factory=dict)
-    stack: ExitStack = field(default_factory=ExitStack)
-    mapped: int = 0
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def whole(self, key: str) -> Tensor:
-        return self.part(key, tuple(slice(0, size) for size in self.headers[key].shape))
-
-    def part(self, key: str, where: Iterable[slice]) -> Tensor:
-        """A piece of a tensor, in the file's own pages."""
-        where = tuple(where)
-        handle = self._open(self.headers[key].file)
-        # safetensors has no slice of a tensor without dims.
-        read: Tensor = handle.get_slice(key)[where] if where else handle.get_tensor(key)
-        if self.mapped and self.mapped + read.nbytes > _MAPPED:
-            del read
-            self.close()
-            return self.part(key, where)
-        self.mapped += read.nbytes
-        return read
-
-    def close(self) -> None:
-        self.opened.clear()
-        self.stack.close()
-        self.mapped = 0
-
-    def _open(self, file: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if file not in self.opened:
-            try:
-                self.opened[file] = self.stack.enter_context(safe_open(str(file), framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file} cannot be read ({error}): copy it anew") from None
-        return self.opened[file]
 
 
 def _rank() -> int:

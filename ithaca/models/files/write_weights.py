@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -25,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ithaca.arguments import check_count, check_kind, named_arguments, shown
 from ithaca.errors import ArgumentError, IthacaError, UnsupportedError
+from ithaca.models.files.conversion import names_on_disk, not_written
+from ithaca.models.files.safetensors_files import INDEX, modes_of_umask, write_tensors
 from ithaca.quantities import parse_bytes
 from ithaca.ranks import on_rank_0
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-_INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _PART = ".part"
 _ADAPTER = "adapter_config.json"
@@ -140,11 +140,11 @@ class _Writer:
         if self.failure is not None:
             return
         try:
-            self.pending |= _convert(base, layer)
+            self.pending |= names_on_disk(base, layer)
             layer.clear()
             for name, keys in self.plan.items():
                 if name not in self.written and self.pending.keys() >= set(keys):
-                    _write(self.target / (name + _PART), {key: self.pending.pop(key) for key in keys})
+                    write_tensors(self.target / (name + _PART), {key: self.pending.pop(key) for key in keys})
                     self.written.add(name)
         except Exception as error:
             self.failure = error
@@ -162,7 +162,7 @@ class _Writer:
         for old in self.target.iterdir():
             if _WEIGHTS.fullmatch(old.name) and old.name not in self.plan:
                 old.unlink()
-        (self.target / _INDEX).unlink(missing_ok=True)
+        (self.target / INDEX).unlink(missing_ok=True)
         _write_rest(base, self.target, self.plan, total)
 
 
@@ -178,18 +178,13 @@ def _on_rank_0(target: Path, action: Callable[[], object], alone: bool = False) 
 
 def _layers(base: Any) -> list[dict[str, Tensor]]:
     """The state dict in pieces: a decoder layer each, and each other weight alone."""
-    state = {key: tensor for key, tensor in base.state_dict().items() if key not in _tied(base)}
+    left_out = not_written(base)
+    state = {key: tensor for key, tensor in base.state_dict().items() if key not in left_out}
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         match = _LAYER.match(key)
         groups.setdefault(match.group(1) if match else key, {})[key] = tensor
     return list(groups.values())
-
-
-def _tied(base: Any) -> set[str]:
-    """Names transformers drops because another name has the same tensor."""
-    ignored = set(base._keys_to_ignore_on_save or ())
-    return set(getattr(base, "all_tied_weights_keys", None) or {}) | ignored
 
 
 def _plan_files(
@@ -201,7 +196,7 @@ def _plan_files(
     # The hub's own split of torch tensors does not see that meta tensors share a storage, as the pieces of a fused
     # tensor do: it would count the whole storage once for every piece.
     split = split_state_dict_into_shards_factory(
-        _convert(base, meta),
+        names_on_disk(base, meta),
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
         get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
         filename_pattern="model{suffix}.safetensors",
@@ -213,19 +208,11 @@ def _plan_files(
 def _as_filed(base: Any, groups: list[dict[str, Tensor]], plan: dict[str, list[str]]) -> list[dict[str, Tensor]]:
     """The groups in the order of the files they go to, which a conversion may have changed: few files wait at once."""
     place = {key: at for at, key in enumerate(key for keys in plan.values() for key in keys)}
-    return sorted(groups, key=lambda group: min(place[key] for key in _convert(base, _on_meta(group))))
+    return sorted(groups, key=lambda group: min(place[key] for key in names_on_disk(base, _on_meta(group))))
 
 
 def _on_meta(group: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in group.items()}
-
-
-def _convert(base: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """From transformers' names in memory to its names on disk."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    converted: dict[str, Tensor] = revert_weight_conversion(base, state)
-    return converted
 
 
 def _gather(tensor: Tensor) -> Tensor:
@@ -252,37 +239,12 @@ def _prepare_folder(target: Path, *, whole: bool = False) -> None:
         left.unlink()
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    with modes_of_umask(path.parent, (path.name,)):
-        # A tensor may be a view of a fused one: clone it, safetensors stores whole tensors only.
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
-
-
-@contextmanager
-def modes_of_umask(folder: Path, names: tuple[str, ...] = ("*.safetensors",)) -> Iterator[None]:
-    """Give the files that are written inside the mode that `open` gives: safetensors 0.8 leaves them at 600.
-
-    The umask cannot be read without changing it for other threads; a file made here has it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".mode.part"
-    probe.touch()
-    mode = probe.stat().st_mode & 0o777
-    probe.unlink()
-    yield
-    for name in names:
-        for file in folder.glob(name):
-            file.chmod(mode)
-
-
 def _write_rest(base: Any, target: Path, plan: dict[str, list[str]], total: int) -> None:
     if len(plan) > 1:
         weight_map = {key: name for name, keys in plan.items() for key in keys}
         parameters = sum(p.numel() for p in base.parameters())
         index = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
-        (target / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     base.config.save_pretrained(target)
     if base.can_generate():
         base.generation_config.save_pretrained(target)

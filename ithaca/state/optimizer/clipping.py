@@ -1,8 +1,8 @@
 """The norm of all gradients, and a step that is clipped by it and left out where something is not finite.
 
-Both stay on the device: the norm is of local shards, summed over the ranks that hold the others, and a GPU's AdamW
-(`state/optimizer/adamw.py`) or else torch's fused one takes the factor and the verdict as tensors. The host hears of them
-afterwards and never waits before a step.
+Both stay on the device: the norm is of local shards, summed over the ranks that hold the others, and torch's fused AdamW
+takes the factor and the verdict as tensors, by the attributes that `torch.amp.GradScaler` sets (`grad_scale`,
+`found_inf`). The host reads them afterwards and never waits before a step. Other optimizers wait.
 
 Invariant: a step left out changes neither weights nor moments nor their count of steps.
 """
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ _BLOCK, _PIECE = 512, 2**22
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor | None:
-    """The norm of all ranks' gradients, on `device`, in fp32 or, of a CPU's, fp64; None without a gradient."""
+    """Return the norm of all ranks' gradients, on `device`, in fp32 or, of a CPU's, fp64; None without a gradient."""
     shards: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad
@@ -52,7 +49,7 @@ def _square(grads: list[Tensor]) -> Tensor:
 
 
 def _square_on_cpu(grad: Tensor) -> Tensor:
-    """In fp64 over blocks of fp32: a CPU's fp32 sum of millions has three digits, and its fp64 norm takes far longer
+    """Sum in fp64 over blocks of fp32: a CPU's fp32 sum of millions has three digits, and its fp64 norm takes far longer
     than the step; this has seven, as fast as the gradient is read."""
     total = torch.zeros((), dtype=torch.float64)
     for piece in grad.reshape(-1).split(_PIECE):
@@ -64,7 +61,7 @@ def _square_on_cpu(grad: Tensor) -> Tensor:
 
 
 def _summed(key: Any, square: Tensor) -> Tensor:
-    """Over the ranks that hold the other shards; a copy of a shard is not counted again."""
+    """Sum over the ranks that hold the other shards; a copy of a shard is not counted again."""
     if key is not None:
         mesh, placements = key
         for dim, placement in enumerate(placements):
@@ -92,23 +89,14 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Te
     # Moved here, where that is waited for: the optimizer would read what is still on its way to the host.
     where = optimizer.param_groups[0]["params"][0].device
     scale, clips, finite = factor.float().to(where), (factor > 1).to(where), finite.to(where)
-    kernel = _kernel() if where.type == "cuda" else None
-    if kernel is not None and kernel.steps_here(optimizer):
-        kernel.step(optimizer, finite.float(), scale)
-        return
-    # A step that divides also writes gradients back, which takes longer: two are launched, and one of them left out.
+    # A step that divides also writes gradients back, a sixth more of its time: two are launched, and one is left out.
     _step_where(optimizer, finite & ~clips)
     if clip:
         _step_where(optimizer, finite & clips, scale)
 
 
-@cache
-def _kernel() -> Any | None:
-    return import_module("ithaca.state.optimizer.adamw") if find_spec("triton") is not None else None
-
-
 def _step_where(optimizer: Any, taken: Tensor, scale: Tensor | None = None) -> None:
-    """A step that changes nothing where `taken` is false; of gradients divided by `scale`."""
+    """Take a step of gradients divided by `scale`; where `taken` is false it changes nothing."""
     optimizer.grad_scale, optimizer.found_inf = scale, (~taken).float()
     try:
         optimizer.step()
@@ -121,7 +109,7 @@ def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _factor(norm: Tensor, clip: float) -> Tensor:
-    """What gradients are divided by."""
+    """Return the number that gradients are divided by."""
     return ((norm + _EPS) / clip).clamp(min=1.0)
 
 

@@ -217,7 +217,7 @@ def save_to(folder: str, *, adapter: bool = False, fail: int | None = None) -> N
 
 @contextmanager
 def full_disk_after(files: int | None) -> Iterator[None]:
-    original = write_weights._write
+    original = write_weights.write_tensors
     written: list[Path] = []
 
     def write(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -226,7 +226,7 @@ def full_disk_after(files: int | None) -> Iterator[None]:
         written.append(path)
         original(path, tensors)
 
-    with patch.object(write_weights, "_write", write):
+    with patch.object(write_weights, "write_tensors", write):
         yield
 
 
@@ -272,7 +272,7 @@ def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tupl
     model = parallelize(build(kind, torch.float32), mesh, allow_untested=True)
     held, files, layers = [0], [0], [0]
     kept: dict[str, Tensor] = {}
-    take, write = write_weights._Writer.take, write_weights._write
+    take, write = write_weights._Writer.take, write_weights.write_tensors
 
     def watched_take(writer: Any, base: Any, layer: dict[str, Tensor]) -> None:
         layers.append(storages(layer))
@@ -289,7 +289,7 @@ def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tupl
     class Writer(write_weights._Writer):  # type: ignore[misc]
         take = watched_take
 
-    with patch.multiple(write_weights, _Writer=Writer, _write=watched_write):
+    with patch.multiple(write_weights, _Writer=Writer, write_tensors=watched_write):
         save_pretrained(model, folder, max_shard_size=size)
     return max(held), max(files) + max(layers)
 
