@@ -11,6 +11,7 @@ import pytest
 
 from ithaca.cli import main
 from tests.compat.held import FILES, Typed
+from tests.compat.make import put_places
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,7 @@ def work(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """The working folder of then, which the test may write to, as the current one."""
     folder = tmp_path / "work"
     shutil.copytree(unpacked, folder)
+    put_places(folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "home"))
     monkeypatch.setenv("COLUMNS", "140")

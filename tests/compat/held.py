@@ -19,19 +19,18 @@ def read(name: str) -> Any:
     return json.loads((FILES / name).read_text(encoding="utf-8"))
 
 
-def run_alone(words: list[str], **environment: str) -> subprocess.Popen[str]:
-    """Python with these words, in the current folder, with this version of the package."""
+def environment() -> dict[str, str]:
+    """What a process is given to run this version, wherever it runs."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    given = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, *words], env=given, **pipes)
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def train(words: str) -> tuple[int, str]:
     """`ithaca train WORDS` in a process of its own: status and what it printed."""
-    run = run_alone(["-m", "ithaca", "train", *words.split()])
-    said, _ = run.communicate(timeout=300)
-    return run.returncode, said
+    command = [sys.executable, "-m", "ithaca", "train", *words.split()]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(command, env=os.environ | environment(), timeout=300, **pipes)
+    return run.returncode, run.stdout
 
 
 def missing(then: Any, now: Any, where: str = "") -> list[str]:

@@ -3,14 +3,16 @@
 The files there were made at commit 9ed481b, with Python 3.11.7, torch 2.13.0+cpu and transformers as `made.json` says:
 
     git worktree add OLD 9ed481b
-    PYTHONPATH=OLD OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv/bin/python tests/compat/make.py
+    PYTHONPATH=OLD OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv/bin/python tests/compat/make.py [PART ...]
 
 It takes about ten minutes on two cores. Run again it makes files of the same kind, stopped at other steps.
 
 - `work.tar.xz`: a working folder with a model, documents, run files, prepared caches, runs that were stopped by SIGTERM
   (as the names of their run files say), one that ended, and its export.
-- `trainer.tar.xz`: what `script.py` left of a `Trainer` on two ranks, `training_args.bin` and a checkpoint among it.
-- `made.json`: versions, and for every stopped run the losses that the earlier version got when it went on.
+- `trainer.tar.xz`: what `script.py` left of a `Trainer` on two ranks, `training_args.bin` and a checkpoint among it;
+  more such arguments; the state that `loop.py` saved.
+- `made.json`: versions, and for every stopped run the losses that the earlier version got when it went on;
+  `trainer.json`: losses of the Trainer from the start, and from its checkpoint on; those of the loop.
 - `reports/`: JSON of `plan`, `rehearse`, `verify`, `models` and `doctor`, and a calibration.
 - `settings/`: run files beside the settings that they were read to.
 - `names.json`: public names with their parameters. `options.json`: options of every verb. `statuses.json`: commands and
@@ -35,12 +37,13 @@ import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 COMMIT = "9ed481b"
+HERE = "{here}"
 FILES = Path(__file__).resolve().parent / "files"
-SCRIPT = Path(__file__).resolve().parent / "script.py"
 # Part of a cache's name: files of documents get this time before anything reads them.
 WRITTEN = 1_700_000_000
 WORDS = ["sea", "ship", "wind", "oar", "isle", "home", "wine-dark", "king", "loom", "bow"]
@@ -300,35 +303,43 @@ def read_weights(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def trainer(folder: Path) -> dict[str, Any]:
-    """A Trainer on two ranks over six steps, with a checkpoint at the third; then again from there."""
-    first, again = run_script(folder), run_script(folder, "trainer/checkpoint-3")
-    for file in folder.glob("trainer/checkpoint-[!3]*"):
-        shutil.rmtree(file)
-    return {"first": first, "again": again}
-
-
-def run_script(folder: Path, *words: str) -> list[float]:
-    port = socket.create_server(("127.0.0.1", 0))
-    number = port.getsockname()[1]
-    port.close()
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def run_script(folder: Path, name: str, *words: str, **environment: str) -> list[float]:
+    """Run a script of this folder on two ranks; gives the losses that it wrote."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, str(FILES.parent / name), *words]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), *words],
-            cwd=folder,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            command, cwd=folder, env={**os.environ, **environment, **common, "RANK": rank, "LOCAL_RANK": rank}
         )
-        for rank in range(2)
+        for rank in ("0", "1")
     ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    ended = [rank.wait(timeout=300) for rank in ranks]
+    assert ended == [0, 0], ended
     losses: list[float] = json.loads((folder / "losses.json").read_text())
     (folder / "losses.json").unlink()
     return losses
 
 
+def save_arguments(folder: Path) -> None:
+    """`training_args.bin` with a plan made by hand, and as TRL makes it of a TrainingArguments."""
+    import torch
+    from transformers import TrainingArguments
+    from trl import SFTConfig
+
+    import ithaca as package
+
+    plan = package.MemoryPlan(("save", "recompute"), (False, True), 1024, 512)
+    config = package.UlyssesConfig(memory=plan, host_budget="1GB")
+    given = TrainingArguments("trainer", report_to=[], use_cpu=True, parallelism_config=config)
+    torch.save(given, folder / "plan.bin")
+    said = {name: value for name, value in given.to_dict().items() if not name.startswith("_n_gpu")}
+    torch.save(SFTConfig(**said), folder / "sft.bin")
+
+
 def reports(folder: Path, to: Path) -> None:
-    to.mkdir(parents=True)
+    to.mkdir(exist_ok=True)
     for name, words in REPORTS.items():
         (to / f"{name}.json").write_text(ithaca(words, folder=folder).stdout)
     for name, words in WRITTEN_REPORTS.items():
@@ -352,7 +363,7 @@ def reports(folder: Path, to: Path) -> None:
 def settings(folder: Path, to: Path) -> None:
     import yaml
 
-    to.mkdir(parents=True)
+    to.mkdir(exist_ok=True)
     for name, text in SETTINGS.items():
         (to / f"{name}.yaml").write_text(text)
         shown = ithaca(f"train {to / name}.yaml --show", folder=folder)
@@ -421,6 +432,12 @@ def pack(folder: Path, archive: Path) -> None:
             opened.add(path, path.name, filter=plain)
 
 
+def hide_places(folder: Path) -> None:
+    """Checkpoints name the folder of their model: HERE stands for what is above it, and the tests put theirs there."""
+    for file in folder.rglob("facts.json"):
+        file.write_text(file.read_text().replace(str(folder), HERE))
+
+
 def check_clean(folder: Path) -> None:
     """No file holds a path or the name of this machine."""
     words = {str(Path.home()), tempfile.gettempdir(), socket.gethostname(), str(FILES.parent.parent.parent), sys.prefix}
@@ -431,40 +448,93 @@ def check_clean(folder: Path) -> None:
             assert not told, f"{file} holds {told}"
 
 
+def make_runs(folder: Path) -> None:
+    import torch
+    import transformers
+
+    made = {
+        "commit": COMMIT,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "runs": work(folder),
+    }
+    shutil.rmtree(folder / "home")
+    hide_places(folder)
+    check_clean(folder)
+    pack(folder, FILES / "work.tar.xz")
+    write("made", made)
+
+
+def make_trainer(folder: Path) -> None:
+    make_model(folder / "model")
+    first, again = run_script(folder, "script.py"), run_script(folder, "script.py", "trainer/checkpoint-3")
+    for file in folder.glob("trainer/checkpoint-[!3]*"):
+        shutil.rmtree(file)
+    loop = run_script(folder, "loop.py")
+    save_arguments(folder)
+    write("trainer", {"first": first, "again": again, "loop": loop})
+    shutil.rmtree(folder / "model")
+    check_clean(folder)
+    pack(folder, FILES / "trainer.tar.xz")
+
+
+def make_settings(folder: Path) -> None:
+    make_model(folder / "model")
+    (folder / "texts").mkdir()
+    settings(folder, FILES / "settings")
+
+
+def make_reports(folder: Path) -> None:
+    make_model(folder / "model")
+    reports(folder, FILES / "reports")
+
+
+def make_names(folder: Path) -> None:
+    write("names", names())
+    write("options", options(folder))
+
+
+def make_statuses(folder: Path) -> None:
+    """After `runs`: in copies of the folder that it left."""
+    with tarfile.open(FILES / "work.tar.xz") as opened:
+        opened.extractall(folder, filter="data")
+    put_places(folder)
+    write("statuses", statuses(folder))
+
+
+def put_places(folder: Path) -> None:
+    """Undo `hide_places` for a folder where the files lie now, and sum the changed files anew."""
+    for file in folder.rglob("facts.json"):
+        file.write_text(file.read_text().replace(HERE, str(folder)))
+        manifest = file.with_name("manifest.json")
+        said = json.loads(manifest.read_text())
+        said["files"][file.name] = {"crc32": zlib.crc32(file.read_bytes()), "size": file.stat().st_size}
+        manifest.write_text(json.dumps(said))
+
+
+PARTS = {
+    "runs": make_runs,
+    "trainer": make_trainer,
+    "settings": make_settings,
+    "reports": make_reports,
+    "names": make_names,
+    "statuses": make_statuses,
+}
+
+
 def main() -> None:
     import ithaca as package
 
     root = Path(package.__file__).parent.parent
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout
     assert head.startswith(COMMIT), f"{root} is at {head.strip()}: put a checkout of {COMMIT} on PYTHONPATH"
-    import torch
-    import transformers
-
-    shutil.rmtree(FILES, ignore_errors=True)
-    FILES.mkdir()
-    made: dict[str, Any] = {
-        "commit": head.strip(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "work")
-        folder.mkdir()
-        made["runs"] = work(folder)
-        pack(folder, FILES / "work.tar.xz")
-        check_clean(folder)
-        settings(folder, FILES / "settings")
-        reports(folder, FILES / "reports")
-        write("statuses", statuses(folder))
-        write("options", options(folder))
-        made["trainer"] = trainer(folder)
-        left = Path(scratch, "left")
-        shutil.copytree(folder / "trainer", left / "trainer")
-        pack(left, FILES / "trainer.tar.xz")
-        check_clean(left)
-    write("names", names())
-    write("made", made)
+    FILES.mkdir(exist_ok=True)
+    for part in sys.argv[1:] or PARTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, "work")
+            folder.mkdir()
+            PARTS[part](folder)
     check_clean(FILES)
 
 

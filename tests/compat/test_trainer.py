@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickletools
-import socket
 import zipfile
 from pathlib import Path
 
@@ -12,13 +11,16 @@ import pytest
 import torch
 
 import ithaca
-from tests.compat.held import ROOT, read, run_alone
-from tests.compat.test_runs import MADE, same
+from tests.compat.held import environment, read
+from tests.compat.make import run_script
+from tests.compat.test_runs import same
 
 # Modules whose classes stand in files of users, by these names.
 PICKLED = {
     "ithaca.integrations.config UlyssesConfig",
+    "ithaca.integrations.config UlyssesRecord",
     "ithaca.integrations.settings Settings",
+    "ithaca.planning.plan MemoryPlan",
 }
 
 
@@ -68,15 +70,24 @@ def test_training_args_of_then_load_with_their_settings(unpacked: Path) -> None:
     json.dumps(found.to_dict()["parallelism_config"])
 
 
+def test_training_args_of_then_with_a_plan_load(unpacked: Path) -> None:
+    found = torch.load(unpacked / "plan.bin", weights_only=False)
+    plan = ithaca.MemoryPlan(("save", "recompute"), (False, True), 1024, 512)
+    assert found.parallelism_config.settings.memory == plan
+    assert repr(found.parallelism_config) == repr(ithaca.UlyssesConfig(memory=plan, host_budget="1GB"))
+
+
+def test_training_args_of_then_as_trl_made_them_load(unpacked: Path) -> None:
+    record = torch.load(unpacked / "sft.bin", weights_only=False).parallelism_config
+    assert record["host_budget"] == record.settings.host_budget == "1GB"
+
+
 @pytest.mark.slow
 def test_trainer_from_a_checkpoint_of_then_gets_the_losses_of_then(work: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    words = [str(ROOT / "tests" / "compat" / "script.py"), "trainer/checkpoint-3"]
-    ranks = [run_alone(words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    losses = json.loads((work / "losses.json").read_text())
-    assert losses == same(MADE["trainer"]["again"])
-    assert read("made.json")["trainer"]["first"][3:] == pytest.approx(losses[-3:], abs=1e-5)
+    losses = run_script(work, "script.py", "trainer/checkpoint-3", **environment())
+    assert losses == same(read("trainer.json")["again"])
+    assert losses[-3:] == pytest.approx(read("trainer.json")["first"][3:], abs=1e-5)
+
+
+def test_loop_from_a_state_of_then_gets_the_losses_of_then(work: Path) -> None:
+    assert run_script(work, "loop.py", "state.pt", **environment()) == same(read("trainer.json")["loop"])
