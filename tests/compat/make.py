@@ -104,7 +104,7 @@ data:
   learn: all
   chat_template: template.jinja
   streaming: true
-  bad_share: 2%
+  bad_share: 0.02
   cache: cache
   workers: 3
 validation: {share: 0, sources: held.jsonl, every: 50, rows: 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickletools
 import zipfile
@@ -33,19 +34,12 @@ def pickled_names(file: Path) -> set[str]:
         parts = [file.read_bytes()]
     found: set[str] = set()
     for part in parts:
-        texts: list[str] = []
-        try:
-            for code, value, _ in pickletools.genops(part):
-                if code.name == "GLOBAL":
-                    found.add(str(value))
-                elif code.name == "STACK_GLOBAL":
-                    found.add(" ".join(texts[-2:]))
-                if isinstance(value, str):
-                    texts.append(value)
-        except ValueError:
-            # No pickle.
-            continue
-    return {name for name in found if name.startswith("ithaca")}
+        # Not every file is a pickle.
+        with contextlib.suppress(ValueError):
+            values = [value for _, value, _ in pickletools.genops(part)]
+            # Module and name in one, or by later protocols the module alone.
+            found |= {value for value in values if isinstance(value, str) and value.startswith("ithaca.")}
+    return found
 
 
 def test_files_of_then_name_no_other_classes_than_those_kept(unpacked: Path) -> None:
