@@ -342,6 +342,8 @@ def reports(folder: Path, to: Path) -> None:
     to.mkdir(exist_ok=True)
     for name, words in REPORTS.items():
         (to / f"{name}.json").write_text(ithaca(words, folder=folder).stdout)
+    doctor = [{**row, "found": ""} for row in json.loads((to / "doctor.json").read_text())]
+    (to / "doctor.json").write_text(json.dumps(doctor, indent=1) + "\n")
     for name, words in WRITTEN_REPORTS.items():
         done = ithaca(f"{words} --json report.json", folder=folder)
         assert done.returncode == 0, done.stderr
