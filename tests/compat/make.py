@@ -76,7 +76,10 @@ STOPPED: dict[str, dict[str, Any]] = {
         "mesh": {"sp": 2},
         "launch": {"device": "cpu", "processes": 2},
     },
-    "adamw8bit": {"optimizer": {"name": "adamw8bit"}},
+    "adamw8bit": {
+        "model": {"name": "wide", "tokenizer": "model", "weights": "random"},
+        "optimizer": {"name": "adamw8bit"},
+    },
     "bf16_sr": {"precision": "bf16", "optimizer": {"name": "bf16_sr"}},
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
     "stream": {"data": {"sources": ["rows.jsonl"], "streaming": True}},
@@ -199,7 +202,7 @@ def ithaca(words: str, *, folder: Path, timeout: float = 600.0, **env: str) -> s
 
 
 def make_model(folder: Path) -> None:
-    """Two layers of width 32 over 60 words."""
+    """Two layers of width 32 over 60 words, and beside them a model with wider weights."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -211,13 +214,16 @@ def make_model(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
     )
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": len(words), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
     torch.manual_seed(7)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # A config alone. Moments of fewer than 4,096 numbers are never in 8 bits.
+    LlamaConfig(**sizes | {"intermediate_size": 128, "num_hidden_layers": 1}).save_pretrained(folder.with_name("wide"))
 
 
 def make_documents(folder: Path) -> None:
@@ -276,20 +282,24 @@ def work(folder: Path) -> dict[str, Any]:
     assert ithaca("train ended.yaml", folder=folder).returncode == 0
     assert ithaca("export runs/ended --to exported", folder=folder).returncode == 0
     found: dict[str, Any] = {"ended": {"losses": [line["loss"] for line in steps_in(folder, "ended")]}}
-    for name in STOPPED:
-        status = stop_run(folder, name)
-        before = len(steps_in(folder, name))
-        with tempfile.TemporaryDirectory() as other:
-            shutil.copytree(folder, other, dirs_exist_ok=True)
-            went_on = ithaca(f"train {name}.yaml", folder=Path(other))
-            assert went_on.returncode == 0, went_on.stderr
-            losses = [line["loss"] for line in steps_in(Path(other), name)]
-            weights = read_weights(Path(other) / "runs" / name / "export")
-        found[name] = {"status": status, "steps": before, "losses": losses, "weights": weights}
-        print(name, before, len(losses), status, flush=True)
+    found |= {name: stop_and_go_on(folder, name) for name in STOPPED}
     for png in (*folder.rglob("loss.png"),):
         png.unlink()
     return found
+
+
+def stop_and_go_on(folder: Path, name: str) -> dict[str, Any]:
+    """Leave a stopped run in the folder; gives what the same command got of it in a copy."""
+    status = stop_run(folder, name)
+    before = len(steps_in(folder, name))
+    with tempfile.TemporaryDirectory() as other:
+        shutil.copytree(folder, other, dirs_exist_ok=True)
+        went_on = ithaca(f"train {name}.yaml", folder=Path(other))
+        assert went_on.returncode == 0, went_on.stderr
+        losses = [line["loss"] for line in steps_in(Path(other), name)]
+        weights = read_weights(Path(other) / "runs" / name / "export")
+    print(name, before, len(losses), status, flush=True)
+    return {"status": status, "steps": before, "losses": losses, "weights": weights}
 
 
 def read_weights(folder: Path) -> dict[str, list[float]]:
@@ -477,6 +487,7 @@ def make_trainer(folder: Path) -> None:
     save_arguments(folder)
     write("trainer", {"first": first, "again": again, "loop": loop})
     shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "wide")
     check_clean(folder)
     pack(folder, FILES / "trainer.tar.xz")
 
