@@ -25,11 +25,11 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def train(words: str) -> tuple[int, str]:
-    """`ithaca train WORDS` in a process of its own: status and what it printed."""
-    command = [sys.executable, "-m", "ithaca", "train", *words.split()]
+def run_alone(words: str) -> tuple[int, str]:
+    """`ithaca WORDS`, which begin with the verb, in a process of its own: status and what it printed."""
+    command = [sys.executable, "-m", "ithaca", *words.split()]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.run(command, env=os.environ | environment(), timeout=300, **pipes)
+    run = subprocess.run(command, env=os.environ | environment(), timeout=600, **pipes)
     return run.returncode, run.stdout
 
 

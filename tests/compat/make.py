@@ -167,7 +167,7 @@ COMMANDS: tuple[tuple[str, bool], ...] = (
     ("prepare ended.yaml --show 1", False),
     ("prepare nowhere.yaml", True),
     ("prepare ended.yaml data.sources=nowhere", False),
-    ("export runs/ended --to exported", False),
+    ("export runs/ended --to again", False),
     ("export runs/nowhere --to exported", True),
     ("export runs/ended --step 3 --to exported", True),
     ("verify --model llama --sp 1", True),
@@ -280,7 +280,7 @@ def work(folder: Path) -> dict[str, Any]:
     make_run_files(folder)
     assert ithaca("prepare chats.yaml", folder=folder).returncode == 0
     assert ithaca("train ended.yaml", folder=folder).returncode == 0
-    assert ithaca("export runs/ended --to exported", folder=folder).returncode == 0
+    assert ithaca("export runs/ended --to again", folder=folder).returncode == 0
     found: dict[str, Any] = {"ended": {"losses": [line["loss"] for line in steps_in(folder, "ended")]}}
     found |= {name: stop_and_go_on(folder, name) for name in STOPPED}
     for png in (*folder.rglob("loss.png"),):

@@ -44,8 +44,10 @@ def test_checkpoint_of_then_is_exported_to_the_same_weights(work: Path, typed: T
     assert all(torch.equal(then[name], now[name]) for name in then)
 
 
-def test_folder_of_an_earlier_export_with_force_is_replaced(work: Path, typed: Typed) -> None:
-    # It has no mark of whose export it is: the earlier version left none.
+def test_folder_of_an_earlier_export_is_replaced_with_force_only(work: Path, typed: Typed) -> None:
+    # It has no mark of whose export it is: the earlier version left none, and wrote over whatever was there.
+    status, _, said = typed("export runs/ended --to exported")
+    assert (status, "--force" in said) == (2, True)
     status, _, said = typed("export runs/ended --to exported --force")
     assert status == 0, said
     torch.testing.assert_close(logits(str(work / "exported")), logits(str(work / "runs/ended/export")))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ithaca
-from tests.compat.held import Typed, read
+from tests.compat.held import Typed, read, run_alone
 
 NAMES = read("names.json")
 STATUSES = read("statuses.json")
@@ -53,7 +53,8 @@ def test_verb_of_then_has_the_same_options(verb: str, typed: Typed, monkeypatch:
     [pytest.param(one["words"], one["status"], marks=[pytest.mark.slow] * (not one["quick"])) for one in STATUSES],
 )
 def test_command_of_then_ends_with_the_same_status(words: str, status: int, typed: Typed) -> None:
-    found, _, said = typed(words)
+    # Training joins a process group, which stays in its process.
+    found, said = run_alone(words) if words.startswith("train") and "--show" not in words else typed(words)[::2]
     assert found == status, said
 
 

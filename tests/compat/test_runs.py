@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.compat.held import missing, read, train
+from tests.compat.held import missing, read, run_alone
 
 MADE = read("made.json")
 STOPPED = [name for name, run in MADE["runs"].items() if "status" in run]
@@ -53,7 +53,7 @@ def weights(folder: Path) -> dict[str, list[float]]:
 def test_stopped_run_goes_on_with_the_numbers_of_then(name: str) -> None:
     then = MADE["runs"][name]
     before = {record["kind"]: record for record in records(name)}
-    status, said = train(f"{name}.yaml")
+    status, said = run_alone(f"train {name}.yaml")
     assert status == 0, said
     assert f"{then['steps']} steps done" in said, "it went on from the checkpoint"
     assert losses(name) == same(then["losses"])
@@ -70,7 +70,7 @@ def test_stopped_run_goes_on_with_the_numbers_of_then(name: str) -> None:
 @pytest.mark.usefixtures("work")
 def test_stopped_run_without_its_cache_makes_the_same_tokens_again() -> None:
     shutil.rmtree("cache")
-    status, said = train("ranks.yaml")
+    status, said = run_alone("train ranks.yaml")
     assert status == 0, said
     assert losses("ranks") == same(MADE["runs"]["ranks"]["losses"])
 
@@ -78,7 +78,7 @@ def test_stopped_run_without_its_cache_makes_the_same_tokens_again() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("work")
 def test_stopped_run_on_more_ranks_goes_on_with_the_losses_of_then() -> None:
-    status, said = train("stages.yaml launch.processes=2 mesh.sp=2")
+    status, said = run_alone("train stages.yaml launch.processes=2 mesh.sp=2")
     assert status == 0, said
     assert losses("stages") == pytest.approx(MADE["runs"]["stages"]["losses"], abs=ELSEWHERE)
 
@@ -86,7 +86,7 @@ def test_stopped_run_on_more_ranks_goes_on_with_the_losses_of_then() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("work")
 def test_ended_run_with_a_longer_stage_goes_on() -> None:
-    status, said = train("ended.yaml stages.0.steps=6")
+    status, said = run_alone("train ended.yaml stages.0.steps=6")
     assert status == 0, said
     assert losses("ended")[:4] == MADE["runs"]["ended"]["losses"]
     assert len(losses("ended")) == 6
