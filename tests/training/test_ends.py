@@ -117,12 +117,12 @@ def with_losses_times(text: str, factor: float) -> dict[str, Any]:
     from ithaca.training import loop
     from tests.training.runs import _train
 
-    real = loop.causal_loss
+    real = loop.micro_loss
     try:
-        loop.causal_loss = lambda *given, **named: real(*given, **named) * factor
+        loop.micro_loss = lambda *given, **named: real(*given, **named) * factor
         return _train(text)
     finally:
-        loop.causal_loss = real
+        loop.micro_loss = real
 
 
 def test_a_run_whose_every_step_was_skipped_ends_with_an_error_and_no_model(tmp_path: Path) -> None:

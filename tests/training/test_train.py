@@ -256,30 +256,29 @@ def test_validation_is_the_same_at_every_degree_and_held_back(place: Path) -> No
 def _bad(kind: str) -> Callable[..., Any]:
     from ithaca.training import loop
 
-    real = loop.causal_loss
+    real = loop.micro_loss
 
-    def causal_loss(model: Any, batch: Any, mesh: Any, **options: Any) -> Any:
-        loss = real(model, batch, mesh, **options)
-        return loss * float(kind)
+    def micro_loss(*given: Any, **named: Any) -> Any:
+        return real(*given, **named) * float(kind)
 
-    return causal_loss
+    return micro_loss
 
 
 def _with_bad_steps(text: str, steps: list[int], kind: str, **options: Any) -> dict[str, Any]:
     from ithaca.training import loop
     from tests.training.runs import _train
 
-    kept, real = loop.StageLoop._step, loop.causal_loss
+    kept, real = loop.StageLoop._step, loop.micro_loss
 
     def step(self: Any, place: Any, spans: Any) -> Any:
-        loop.causal_loss = _bad(kind) if place.total in steps else real  # type: ignore[assignment]
+        loop.micro_loss = _bad(kind) if place.total in steps else real  # type: ignore[assignment]
         return kept(self, place, spans)
 
     try:
         loop.StageLoop._step = step  # type: ignore[method-assign]
         return _train(text, **options)
     finally:
-        loop.StageLoop._step, loop.causal_loss = kept, real  # type: ignore[method-assign]
+        loop.StageLoop._step, loop.micro_loss = kept, real  # type: ignore[method-assign]
 
 
 def test_rare_metrics_still_tell_a_stage_s_first_and_last_step(place: Path) -> None:
