@@ -105,6 +105,10 @@ class Mesh:
     def world_group(self) -> dist.ProcessGroup:
         return self.weights.get_group()
 
+    def __deepcopy__(self, _memo: object) -> Mesh:
+        """Return the mesh itself: a copy of a model runs on the same ranks, and process groups cannot be copied."""
+        return self
+
     def __str__(self) -> str:
         return f"dp={self.dp} x ring={self.ring} x sp={self.sp} on {self.device.type}"
 
