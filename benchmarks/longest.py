@@ -32,9 +32,9 @@ from benchmarks.floor import SHAPES, Shape, build_model, config_of, step_flops, 
 from benchmarks.peers import GIB, about, host_gib, ithaca_figures, memory, outcome_of
 from benchmarks.stamps import mark, save
 from benchmarks.step import ALLOCATOR, Cell, load, parse_cells, record, show_length
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.flops import attention_flops, token_flops
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job
 from ithaca.planning.terms.cost import run_again
 
 SHORT = 8192

@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.rehearsal_cells import EXPERT_LAYERS, EXPERTS, Cell
 from ithaca.cli.plan_inputs import read_machine
 from ithaca.planning.machine.hardware import DEVICES, find_device
+from ithaca.planning.memory_plan import Job, MemoryPlan
 from ithaca.planning.model.known_models import find_model, known_config, read_config
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.search.choose import choose_plan
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.planning.terms.step_time import step_time

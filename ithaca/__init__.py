@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ithaca.models.bound import unsharded as unsharded
     from ithaca.models.files.write_weights import save_pretrained as save_pretrained
     from ithaca.parallelize import parallelize as parallelize
-    from ithaca.planning.plan import MemoryPlan as MemoryPlan
+    from ithaca.planning.memory_plan import MemoryPlan as MemoryPlan
     from ithaca.sequence.batch import Shard as Shard
     from ithaca.sequence.batch import shard_batch as shard_batch
     from ithaca.sequence.collate import SequenceCollator as SequenceCollator
@@ -51,7 +51,7 @@ _HOMES = {
     "init_mesh": "ithaca.mesh",
     "unbind": "ithaca.models.binding",
     "unsharded": "ithaca.models.bound",
-    "MemoryPlan": "ithaca.planning.plan",
+    "MemoryPlan": "ithaca.planning.memory_plan",
     "Shard": "ithaca.sequence.batch",
     "shard_batch": "ithaca.sequence.batch",
     "SequenceCollator": "ithaca.sequence.collate",

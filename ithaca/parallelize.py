@@ -28,7 +28,7 @@ from ithaca.models.placed import Placed
 from ithaca.models.planner.plan_in_force import AutoMemory, job_of
 from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import base_model, check_model, decoder_layers
-from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
+from ithaca.planning.memory_plan import Decided, MemoryPlan, Optimizer
 from ithaca.quantities import no_truth, parse_bytes, with_unit
 from ithaca.state.optimizer.made_before import Earlier
 from ithaca.state.weights.guards import guard_weights

@@ -28,7 +28,7 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.models import support
 from ithaca.models.binding import unbind
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.verify.small_models.features import small_batch, small_config, small_model
 from tests.ranks import run_ranks

@@ -28,7 +28,7 @@ from ithaca.models.bound import Binding, binding_of
 from ithaca.models.layers import fuse
 from ithaca.models.planner.plan_in_force import AutoMemory
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks

@@ -168,7 +168,7 @@ def test_the_files_keep_to_the_house(path: str) -> None:
         ("ithaca/attention/kernels/cpu.py", "from ... import training"),
         ("ithaca/sequence/layout.py", "def late():\n    from ithaca.planning import terms"),
         ("ithaca/parallelize.py", "from .cli import main"),
-        ("ithaca/mesh.py", "from ithaca.planning.plan import Job"),
+        ("ithaca/mesh.py", "from ithaca.planning.memory_plan import Job"),
         ("ithaca/errors.py", "from ithaca.mesh import Mesh"),
         ("ithaca/constants.py", "from ithaca.errors import IthacaError"),
         ("ithaca/utils/misc.py", ""),

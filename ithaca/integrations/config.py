@@ -24,7 +24,7 @@ from ithaca.integrations.settings import Settings
 from ithaca.integrations.trainers import check_trainer, name_sharded_weights, place_references, trainer_of_call
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import read_budget, read_memory
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 
 _WEIGHTS = Literal["shard", "replicate"]
 _HANDLER = ("sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 
 # Blocks of each kind in the first run, as two layers' tensors are on their way out at once; and layers of each size, as
 # FSDP2 gathers up to three at once.

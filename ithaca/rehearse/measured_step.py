@@ -35,7 +35,7 @@ from ithaca.models.files.pretrained import add_adapters, empty_model
 from ithaca.models.files.read_weights import local, materialize
 from ithaca.models.support import base_model, decoder_layers
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.rehearse.fake_tensors import fake_step, faked
 from ithaca.rehearse.lone_group import sent_of
 from ithaca.rehearse.memory_trace import Kinds, Trace, TracedStore, held_by

@@ -30,8 +30,8 @@ from ithaca.models.layers.fuse import compiled_once
 from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.plan_in_force import MOST, SHARE, host_share, job_of, more_device
 from ithaca.models.support import base_model
+from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Decided, Job, MemoryPlan
 from ithaca.planning.search.advice import Words, typed_free
 from ithaca.planning.search.choose import choose_plan
 from ithaca.planning.terms.memory_terms import Memory, Term, memory_of

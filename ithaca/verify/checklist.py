@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ithaca.mesh import Mesh
 from ithaca.models.support import base_model, decoder_layers, memory_refusal
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.ranks import on_rank_0
 from ithaca.verify.batches import Sample
 from ithaca.verify.checks import CHECKS, Bench, Check, Line, run_again

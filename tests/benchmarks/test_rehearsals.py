@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import rehearsal_cells, rehearsal_page, rehearsal_plan, rehearsals
 from benchmarks.step import show_length
-from ithaca.planning.plan import Job
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.search.choose import choose_plan
 from tests.tolerances import PLANNED_MEMORY, PREDICTED_STEP
 

@@ -14,7 +14,7 @@ from ithaca.cli.plan_inputs import read_machine
 from ithaca.config.schema import load_run
 from ithaca.planning.machine.calibrated import Measured, write_measured
 from ithaca.planning.machine.hardware import DEVICES, AttentionSpeed
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.planning.search.what_if import show_length as shown_length
 from tests.planning.models import LLAMA_8B
 

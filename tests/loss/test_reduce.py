@@ -21,7 +21,7 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import unbind
 from ithaca.models.layers import hooks
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.parity import gradient_errors

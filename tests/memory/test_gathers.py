@@ -11,7 +11,7 @@ from torch import nn
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.planning.terms.memory_terms import GATHERED, GATHERED_REBUILDING
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks

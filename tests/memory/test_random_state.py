@@ -15,7 +15,7 @@ from ithaca.memory.random_state import ShardRng
 from ithaca.mesh import init_mesh
 from ithaca.models.bound import Binding
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 

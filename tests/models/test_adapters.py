@@ -15,7 +15,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.bound import unsharded
 from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import COMPILED

@@ -14,7 +14,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
 from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.parity import compare
 from ithaca.verify.small_models.features import small_batch, small_model

@@ -26,7 +26,7 @@ from ithaca.memory.replay import Kept
 from ithaca.mesh import init_mesh
 from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.state.weights.placement import recover
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.parity import compare, gradient_errors, reference

@@ -15,7 +15,7 @@ from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.bound import binding_of, unsharded
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.fp64 import promoted, relative_error
 from ithaca.verify.parity import reference
 from ithaca.verify.small_models.features import small_batch, small_model

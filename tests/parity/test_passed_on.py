@@ -15,7 +15,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.bound import binding_of
 from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import Decided, LayerMode, MemoryPlan
 from ithaca.planning.search.choose import choose_plan, feasible
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.verify.fp64 import promoted

@@ -16,7 +16,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.bound import binding_of, unsharded
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MODES, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import MODES, LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.state.weights.placement import Weights
 from ithaca.verify.fp64 import promoted

@@ -18,7 +18,7 @@ from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.loss.reduce import reduce_mean
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.verify.fp64 import promoted, relative_error
 from ithaca.verify.parity import gradient_errors

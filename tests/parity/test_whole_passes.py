@@ -21,7 +21,7 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import unbind
 from ithaca.models.bound import binding_of, unsharded
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.state.weights import placement as placement
 from ithaca.verify.fp64 import promoted

@@ -14,8 +14,8 @@ import torch
 from ithaca.attention.kernels import blockwise
 from ithaca.config.schema import Optimizer
 from ithaca.mesh import init_mesh
+from ithaca.planning.memory_plan import Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.rehearse import rehearsal as rehearse_module
 from ithaca.rehearse.lone_group import alone

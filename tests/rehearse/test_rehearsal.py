@@ -26,7 +26,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.files.read_weights import local, materialize
 from ithaca.models.support import decoder_layers
 from ithaca.planning.machine.hardware import find_device, find_link
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.planning.terms.traffic import Machine, exchanged
 from ithaca.rehearse import measured_step, phases
 from ithaca.rehearse.extrapolate import Trial, blocks_of, choose_trials, cut_plan, derive, derive_clocked

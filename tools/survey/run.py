@@ -32,7 +32,7 @@ from ithaca.models.binding import bind
 from ithaca.models.bound import NAME
 from ithaca.models.layers.install import install_memory
 from ithaca.models.support import decoder_layers
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.state.weights.placement import place_weights
 from ithaca.verify.parity import Batch, compare
 from ithaca.verify.small_models.features import build, small_batch

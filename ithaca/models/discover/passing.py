@@ -28,7 +28,7 @@ from ithaca.memory.replay import Chain, unlinked
 from ithaca.models.bound import Binding, logger, unsharded
 from ithaca.models.discover.roles import few_tokens
 from ithaca.models.planner.plan_in_force import AutoMemory
-from ithaca.planning.plan import Decided, MemoryPlan
+from ithaca.planning.memory_plan import Decided, MemoryPlan
 
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
 # Their objects on modules are configs and the like: large, and without tensors.

@@ -31,7 +31,7 @@ from ithaca.models.layers.installed import Installed
 from ithaca.models.layers.module_attributes import settings
 from ithaca.models.layers.units import Fused, UnitBackward, UnitForward, adapted, router_of
 from ithaca.models.planner.plan_in_force import AutoMemory
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from ithaca.models.layers.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hoo
 from ithaca.models.layers.module_attributes import Assumed
 from ithaca.models.planner.plan_in_force import AutoMemory
 from ithaca.models.refusals.memory_plans import check_plan
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
 
 logger = logging.getLogger("ithaca")

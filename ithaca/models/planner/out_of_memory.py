@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ithaca.errors import IthacaError, MemoryPlanError
+from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Decided, Job, MemoryPlan
 from ithaca.planning.search.advice import LIBRARY, Words, explain
 from ithaca.planning.search.choose import FREE, choose_plan
 from ithaca.planning.terms.memory_terms import Memory, memory_of

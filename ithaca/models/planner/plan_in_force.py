@@ -27,8 +27,8 @@ from ithaca.mesh import Mesh
 from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.out_of_memory import out_of_memory
 from ithaca.models.support import base_model
+from ithaca.planning.memory_plan import Decided, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Decided, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.search.advice import LIBRARY, Words, explain
 from ithaca.planning.search.choose import FREE, choose_plan
 from ithaca.planning.search.request import LEAST_HEADROOM

@@ -11,7 +11,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.models.layers.units import router_of
 from ithaca.models.refusals.calls import refuse_checkpointing
 from ithaca.models.support import decoder_layers, memory_refusal
-from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import Decided, LayerMode, MemoryPlan
 
 
 def plan_for(

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.layer_parameters import LayerSizes
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job
 
 # Backward of attention forms the scores again: five products where forward has two.
 ATTENTION_BACKWARD = 2.5

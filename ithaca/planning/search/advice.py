@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job
 from ithaca.planning.terms.memory_terms import Memory, Term
 from ithaca.quantities import show_bytes, show_of, unit_of
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ithaca.planning.plan import Job, MemoryPlan
+from ithaca.planning.memory_plan import Job, MemoryPlan
 from ithaca.planning.search.choose import FREE, cheapest
 from ithaca.planning.search.longest import longest
 from ithaca.planning.search.meshes import Place, all_degrees, parts, whole

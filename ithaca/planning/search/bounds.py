@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from ithaca.planning.plan import MODES, LayerMode
+from ithaca.planning.memory_plan import MODES, LayerMode
 from ithaca.planning.terms.memory_terms import SLACK, STAGED, Frame, total
 
 

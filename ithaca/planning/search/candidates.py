@@ -18,8 +18,8 @@ from itertools import combinations
 from math import inf
 from typing import NamedTuple
 
+from ithaca.planning.memory_plan import MODES, LayerMode
 from ithaca.planning.model.flops import attention_flops
-from ithaca.planning.plan import MODES, LayerMode
 from ithaca.planning.terms.cost import run_again
 from ithaca.planning.terms.memory_terms import Frame
 

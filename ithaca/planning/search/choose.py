@@ -15,8 +15,8 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
+from ithaca.planning.memory_plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.search.advice import LIBRARY, Words, refusal
 from ithaca.planning.search.bounds import Limits
 from ithaca.planning.search.candidates import (

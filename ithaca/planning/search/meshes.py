@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job
 from ithaca.planning.search.request import Degrees, Wanted
 from ithaca.planning.terms.activations import Flow, attention_work
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ithaca.planning.memory_plan import Job, Optimizer
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, Optimizer
 from ithaca.planning.terms.traffic import Machine
 
 Precision = Literal["mixed", "bf16"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ithaca.planning.memory_plan import Job, LayerMode
 from ithaca.planning.model.layer_parameters import LayerSizes
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, LayerMode
 
 FP32 = 4
 

@@ -6,10 +6,10 @@ meanwhile, and are free as long as the attention of a layer takes longer than it
 
 from __future__ import annotations
 
+from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.flops import attention_flops, token_flops
 from ithaca.planning.model.layer_parameters import LayerSizes
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.terms.activations import Flow, saved
 
 # An H200 does about 550 TFLOP/s of attention and copies 55 GB/s each way; an A100's ratio is much the same.

@@ -18,8 +18,8 @@ from operator import itemgetter, mul, sub
 from typing import NamedTuple
 
 from ithaca.errors import MemoryPlanError
+from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan, behind_root
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan, behind_root
 from ithaca.planning.terms.activations import (
     FP32,
     Flow,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.flops import ATTENTION_BACKWARD, attention_flops, model_flops, utilisation
 from ithaca.planning.model.layer_parameters import LayerSizes
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.terms.activations import FP32, Flow, saved
 from ithaca.planning.terms.cost import SUMMED_BYTES, last_product
 from ithaca.planning.terms.memory_terms import optimizer_bytes

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ithaca.planning.machine.hardware import Device, Link
+from ithaca.planning.memory_plan import Job, LayerMode
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, LayerMode
 from ithaca.planning.terms.activations import FP32
 
 # What large collectives usually reach of a link's speed; not measured here.

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.arguments import check_flag, check_kind, named_arguments, shown
 from ithaca.errors import UnsupportedError
 from ithaca.handle import handle_of
-from ithaca.planning.plan import Optimizer as Name
+from ithaca.planning.memory_plan import Optimizer as Name
 from ithaca.quantities import as_number
 from ithaca.state.optimizer.made_before import FOLLOWER
 from ithaca.state.optimizer.whole_step import CODES_SHARDS

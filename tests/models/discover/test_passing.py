@@ -17,7 +17,7 @@ from ithaca.handle import is_bound
 from ithaca.mesh import init_mesh
 from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.verify.parity import compare
 from ithaca.verify.small_models.features import small_batch, small_config
 from tests.ranks import run_ranks

@@ -17,7 +17,7 @@ from ithaca.models.binding import unbind
 from ithaca.models.layers import fuse
 from ithaca.models.layers.fuse import FusedNorm, compiled_chain, compiled_once, norms_within
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import COMPILED

@@ -15,7 +15,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.layers import install
 from ithaca.models.layers.hooks import drop_hooks
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.training.watch.layer_boundaries import put_boundaries
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.parity import compare, gradient_errors, reference

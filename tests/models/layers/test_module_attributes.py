@@ -19,7 +19,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.discover.roles import signature
 from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks

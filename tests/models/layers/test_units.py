@@ -17,7 +17,7 @@ from ithaca.models.discover.roles import UnitRole, find_units, layer_arguments
 from ithaca.models.layers import fuse
 from ithaca.models.layers.units import Fused, UnitBackward, UnitForward
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import FP64

@@ -16,7 +16,7 @@ from torch import Tensor
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.fp64 import promoted, relative_error
 from ithaca.verify.parity import reference
 from ithaca.verify.small_models.features import small_batch, small_model

@@ -16,8 +16,8 @@ from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.models.support import verdicts
 from ithaca.parallelize import parallelize
+from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.layer_parameters import Wants
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.search.choose import choose_plan
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.rehearse.memory_trace import Trace

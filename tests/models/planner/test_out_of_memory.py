@@ -14,7 +14,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.planner.out_of_memory import DeviceMemoryError, out_of_memory
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import Job, MemoryPlan
+from ithaca.planning.memory_plan import Job, MemoryPlan
 from ithaca.state.weights.placement import recover
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.planning.models import B8

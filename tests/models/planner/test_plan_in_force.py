@@ -17,7 +17,7 @@ from ithaca.models.planner import plan_in_force
 from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.plan_in_force import MOST, SHARE, AutoMemory, planner_of
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import Job
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.search.advice import LIBRARY
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.optimizer.on_host import held_on_host

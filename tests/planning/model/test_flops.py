@@ -16,9 +16,9 @@ from ithaca.config.schema import Lora
 from ithaca.models.files.pretrained import add_adapters
 from ithaca.models.planner.loaded_sizes import sizes_of as sizes_at_hand
 from ithaca.planning.machine.hardware import find_device
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.flops import ATTENTION_BACKWARD, attention_flops, model_flops, pairs, utilisation
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.planning.models import B8, LLAMA_8B, K
 

@@ -11,8 +11,8 @@ import pytest
 
 from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError
+from ithaca.planning.memory_plan import MODES, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import MODES, Job, LayerMode, MemoryPlan
 from ithaca.planning.search.bounds import Limits
 from ithaca.planning.search.candidates import Bounds, Candidate, keeping, running_again
 from ithaca.planning.search.choose import FREE, _fit, choose_plan, head_groups_for, loss_tile_for, mlp_tile_for

@@ -9,8 +9,8 @@ import pytest
 
 from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError
+from ithaca.planning.memory_plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.search.advice import LIBRARY, typed_free
 from ithaca.planning.search.choose import choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.terms.cost import copy_cost, recompute_cost, tile_cost

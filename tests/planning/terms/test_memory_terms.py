@@ -11,9 +11,9 @@ import pytest
 
 from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError, MeshError
+from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.known_models import find_model
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.search.advice import explain
 from ithaca.planning.terms.activations import (
     Flow,

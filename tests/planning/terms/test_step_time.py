@@ -11,10 +11,10 @@ import pytest
 
 from ithaca.constants import GIB
 from ithaca.planning.machine.hardware import H200
+from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.flops import model_flops
 from ithaca.planning.model.known_models import known_config
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.search.choose import choose_plan
 from ithaca.planning.terms.step_time import (
     ELEMENTWISE_SHARE,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ithaca.heads import split_heads
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Job
 from ithaca.planning.terms.traffic import LINK_SHARE, copies_s, exchange_s, exchanged, gather_s, ring_s
 from tests.planning.machines import machine
 from tests.planning.models import B8, LLAMA_8B, K

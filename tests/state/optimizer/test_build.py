@@ -27,7 +27,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import Job
+from ithaca.planning.memory_plan import Job
 from ithaca.planning.terms.memory_terms import optimizer_bytes
 from ithaca.state.optimizer.build import NAMES, build_optimizer
 from ithaca.state.weights.placement import place_weights

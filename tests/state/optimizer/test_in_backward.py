@@ -18,7 +18,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.weights.placement import place_weights
 from ithaca.verify.small_models.features import small_batch, small_model

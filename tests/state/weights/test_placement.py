@@ -27,7 +27,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.bound import binding_of
 from ithaca.models.files.write_weights import save_pretrained
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.weights import placement as placement
 from ithaca.state.weights.placement import _sum_gradients

@@ -16,7 +16,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.support import decoder_layers
 from ithaca.parallelize import parallelize
-from ithaca.planning.plan import MemoryPlan
+from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.training.watch.watch import Preempted, Watch
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import RankError, run_ranks
