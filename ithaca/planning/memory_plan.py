@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 from ithaca.arguments import named_arguments
@@ -99,12 +99,9 @@ class Job:
         return self.tokens * self.sp
 
 
-def behind_root(modes: Sequence[LayerMode], index: int) -> int:
-    """How many layers this one is behind the one its input is rebuilt from; 0 where the input itself is saved."""
-    place = 0
-    while modes[index - place] == "rebuild":
-        place += 1
-    return place
+def layers_from_roots(modes: Sequence[LayerMode]) -> tuple[int, ...]:
+    """Return the number of layers between each layer and the root its input is rebuilt from; 0 where its own input is saved."""
+    return tuple(accumulate(modes, lambda behind, mode: behind + 1 if mode == "rebuild" else 0, initial=0))[1:]
 
 
 @named_arguments
@@ -130,8 +127,8 @@ class MemoryPlan:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """How many layers each is behind the one its input is rebuilt from; 0 where the input itself is saved."""
-        return tuple(behind_root(self.layers, index) for index in range(len(self.layers)))
+        """Layers between each layer and the root its input is rebuilt from; 0 where its own input is saved."""
+        return layers_from_roots(self.layers)
 
     def summary(self) -> str:
         """One line: '12 save, 20 recompute; 20 offloaded; MLP tile 2048, loss tile 2048, 1 head group'."""
@@ -207,6 +204,10 @@ class Decided:
                     f"{name} has {len(given)} entries, the model {count} layers: give one a layer, or one"
                 )
         return replace(self, layers=self.modes(count))
+
+
+# A plan that is left to the search altogether.
+UNDECIDED = Decided()
 
 
 def _check_modes(modes: Sequence[LayerMode]) -> None:

@@ -1,39 +1,41 @@
-"""The plan with the least work done again that fits the device and the host.
+"""The plan with the least work done again that fits the device and the host: plain loops over a small family of plans.
 
-Candidates run from "keep everything" to "recompute everything"; each is offloaded no further than it must be, from
-the first layers on, whose tensors are needed last. Of the candidates that fit, the cheapest by `cost` wins.
+From the first layer to the last, a plan of the family is one of two kinds:
+
+    save save save save save save keep keep keep            the last `kept` layers keep everything
+    S r S r S r | S r r r S r r r S r r r                   chains of one length up to a turn, of another from there on
+
+`r` is a layer in mode "rebuild", `S` the root of its chain, in mode "save" or "recompute": of all roots so many
+recompute, the cheapest first. A chain of length 1 is a root alone. In both kinds the first layers are offloaded, whose
+tensors backward needs last, and only as many as must be.
+
+The memory model (`terms/memory_terms.py`) says whether a plan fits, the cost model (`terms/cost.py`) which one is best.
+One more layer that recomputes, or that is offloaded, never takes more memory, so both numbers are found by bisection;
+everything else is a loop.
+
+    plan = choose_plan(sizes, job, device_budget, host_budget)      # None if no plan fits
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, permutations
 from math import inf
-from operator import itemgetter
 from typing import NamedTuple
 
-from ithaca.planning.memory_plan import Decided, Job, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import MODES, UNDECIDED, Decided, Job, LayerMode, MemoryPlan
+from ithaca.planning.model.flops import attention_flops
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.advice import LIBRARY, Words, refusal
-from ithaca.planning.search.bounds import Limits
-from ithaca.planning.search.candidates import (
-    CHAINS,
-    Bounds,
-    Candidate,
-    Modes,
-    given,
-    keeping,
-    rebuilds,
-    running_again,
-    uniform,
-)
-from ithaca.planning.terms.activations import Flow, group_bytes
-from ithaca.planning.terms.cost import copy_cost, tile_cost
-from ithaca.planning.terms.memory_terms import Frame, Memory
+from ithaca.planning.terms.activations import TensorBytes, group_bytes
+from ithaca.planning.terms.cost import copy_cost, run_again, tile_cost
+from ithaca.planning.terms.memory_terms import SLACK, MemoryModel, ModesMemory, StepMemory
 
+Modes = tuple[LayerMode, ...]
+# Layers from one root to the next.
+CHAINS = (1, 2, 4)
 # A head group's buffers and workspace take at most this share of the device.
 GROUP_SHARE = 0.05
 # No kernel tensor reaches this many elements.
@@ -41,220 +43,293 @@ INDEX_LIMIT = 2**31
 MLP_TILE_BYTES = 512 * 2**20
 LOSS_TILE_BYTES = 2**31
 SMALLEST_MLP_TILE, SMALLEST_LOSS_TILE = 2048, 256
-# Nothing is decided.
-FREE = Decided()
 
 
-def choose_plan(
-    sizes: ModelSizes,
-    job: Job,
-    device_budget: int,
-    host_budget: int = 0,
-    decided: Decided = FREE,
-    *,
-    words: Words = LIBRARY,
-) -> MemoryPlan:
-    """The cheapest plan within both budgets, in bytes of one rank (its share of the host's); what is decided stays.
-
-    Raises `MemoryPlanError` when nothing fits, with the largest term and the changes that would do, in these `words`.
-    """
-    fixed = decided.spread(len(sizes.layers))
-    plan = cheapest(sizes, job, device_budget, host_budget, fixed)
-    if plan is None:
-        miss = nearest_miss(sizes, job, host_budget, fixed)
-        fits = partial(feasible, sizes, fixed)
-        freed = fixed.names if feasible(sizes, FREE, job, device_budget, host_budget) else ()
-        raise refusal(sizes, job, miss, device_budget, host_budget, fits=fits, words=words, freed=freed)
-    return plan
-
-
-def cheapest(sizes: ModelSizes, job: Job, device: int, host: int, fixed: Decided) -> MemoryPlan | None:
-    """The plan of least cost that fits; smaller pieces are tried only when no plan fits with the usual ones."""
-    if not feasible(sizes, fixed, job, device, host):
-        return None
-    for pieces in (_usual(sizes, job, device, fixed), _small(sizes, job, fixed)):
-        tiles = (pieces.mlp_tile,) if fixed.mlp_tile else _tiles(pieces.mlp_tile, job.tokens)
-        frames = [Frame(sizes, job, tile, pieces.loss_tile, pieces.head_groups) for tile in tiles]
-        best = Found(inf, inf, None)
-        for find in (keeping, running_again) if fixed.layers is None else (None,):
-            for cost, frame, candidate in _in_order(frames, find, device, host, best.total, fixed):
-                if cost >= best.total:
-                    break
-                modes = candidate.modes()
-                offload = _fit(frame, modes, device, host, fixed)
-                if offload is not None:
-                    fitted = MemoryPlan(modes, offload, frame.mlp_tile, pieces.loss_tile, pieces.head_groups)
-                    best = min(best, Found(cost + copy_cost(sizes, job, fitted), cost, fitted), key=Found.order)
-        if best.plan is not None:
-            return best.plan
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan that fits; of two that cost the same in all, the one with less work done again is better."""
-
-    total: float
-    cost: float
-    plan: MemoryPlan | None
-
-    def order(self) -> tuple[float, float]:
-        return self.total, self.cost
-
-
-Find = Callable[[Frame, Bounds], Iterator[Candidate]]
-
-
-def _in_order(
-    frames: list[Frame], find: Find | None, device: int, host: int, limit: float, fixed: Decided
-) -> list[tuple[int, Frame, Candidate]]:
-    """Candidates with nothing offloaded yet, the cheapest first, in each of the frames, which differ in their MLP tile;
-    left out are those that cost `limit` or more, or save more than device and host can hold."""
-    found = []
-    for frame in frames:
-        summing = tile_cost(frame.sizes, frame.job, frame.mlp_tile)
-        # Saved tensors that stay on the device leave the host nothing but the state it has.
-        limits = Limits(frame, device, min(host, frame.host_beside) if fixed.offload is False else host)
-        bounds = Bounds(limits.saved, limit - summing, cache(limits.saved_at))
-        modes = fixed.modes(len(frame.kinds))
-        candidates = (find or keeping)(frame, bounds) if modes is None else given(frame, modes)
-        found += [(summing + c.cost, frame, c) for c in candidates]
-    return sorted(found, key=lambda each: each[0])
-
-
-class Pieces(NamedTuple):
-    """How large the pieces are that are worked on at once, in a `Frame`'s order."""
+class Tiling(NamedTuple):
+    """Sizes of what is computed at once, in the order in which a `MemoryModel` takes them."""
 
     mlp_tile: int
     loss_tile: int
     head_groups: int
 
 
+def choose_plan(
+    sizes: ModelSizes, job: Job, device: int, host: int = 0, decided: Decided = UNDECIDED
+) -> MemoryPlan | None:
+    """Return the cheapest plan within `device` and `host` bytes of one rank; None if no plan fits."""
+    decided = decided.spread(len(sizes.layers))
+    if not feasible(sizes, decided, job, device, host):
+        return None
+    for tiling in (_usual_tiling(sizes, job, device, decided), _smallest_tiling(sizes, job, decided)):
+        tiles = (tiling.mlp_tile,) if decided.mlp_tile else _mlp_tiles(tiling.mlp_tile, job.tokens)
+        searches = [Search(sizes, job, tiling._replace(mlp_tile=tile), device, host, decided) for tile in tiles]
+        best = NONE
+        searches = [search for search in searches if search.possible()]
+        # Plans that run no attention again come first: where one fits, few of the others cost less.
+        for search in searches:
+            best = search.keep(best)
+        for search in searches:
+            best = search.run_again(best)
+        if best.plan is not None:
+            return best.plan
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best plan so far and its costs in FLOPs: `total`, and of that `again`, work done again without host copies."""
+
+    total: float
+    again: float
+    plan: MemoryPlan | None
+
+
+NONE = Best(inf, inf, None)
+
+
+class Search:
+    """The search among plans with given tiles and head groups."""
+
+    def __init__(
+        self, sizes: ModelSizes, job: Job, tiling: Tiling, device: int, host: int, decided: Decided
+    ) -> None:
+        self.sizes, self.job, self.tiling = sizes, job, tiling
+        self.device, self.host, self.decided = device, host, decided
+        self.count = len(sizes.layers)
+        self.memory = MemoryModel(sizes, job, *tiling)
+
+    def possible(self) -> bool:
+        """True if any plan fits with these tiles."""
+        return any(self.furthest(modes) is not None for modes in _smallest(self))
+
+    def keep(self, best: Best) -> Best:
+        """Return the better of `best` and the plans that keep the last layers, or whose modes are decided."""
+        modes = self.decided.modes(self.count)
+        if modes is not None:
+            return self.better(best, modes)
+        keeps, saves = (self.costs((mode,) * self.count) for mode in ("keep", "save"))
+        costs = [self.summing + sum(saves[:n]) + sum(keeps[n:]) for n in range(self.count + 1)]
+        # A kept layer's tensors cannot be offloaded; those of the last layers are freed soonest.
+        return self.cheapest(best, costs, lambda n: ("save",) * n + ("keep",) * (self.count - n))
+
+    def run_again(self, best: Best) -> Best:
+        """Return the better of `best` and the plans with chains and with layers that recompute."""
+        # Every one of them costs more than saving each layer's input and attention.
+        if self.decided.layers is not None or self.again(("save",) * self.count) >= best.total:
+            return best
+        lengths = CHAINS if rebuilds(self.sizes) else CHAINS[:1]
+        for length in lengths:
+            best = self.recompute(best, range(0, self.count, length))
+        for first, second in permutations(lengths, 2):
+            step = max(first, second)
+            for turn in range(step, self.count, step):
+                best = self.recompute(best, (*range(0, turn, first), *range(turn, self.count, second)))
+        return best
+
+    def recompute(self, best: Best, roots: Sequence[int]) -> Best:
+        """Return the better of `best` and the plans with chains from these roots, of which some recompute."""
+        order = sorted(roots, key=self.attention.__getitem__)
+        chains = chained(self.count, roots)
+        costs = [*accumulate((self.attention[root] for root in order), initial=self.again(chains))]
+
+        def recomputed(number: int) -> Modes:
+            again = set(order[:number])
+            return tuple("recompute" if i in again else mode for i, mode in enumerate(chains))
+
+        # Most chains do not fit however many of their roots recompute, if the plan is to be the best so far.
+        most = bisect_left(costs, best.total) - 1
+        if most < 0:
+            return best
+        saved = sum(layer.saved for layer in self.memory.layers(recomputed(most)))
+        if saved > self.most_saved or self.furthest(recomputed(most)) is None:
+            return best
+        # Copies cost where attention is short. There a chain costs more than recomputing, so few copies are looked for only
+        # without chains.
+        whole_row = len(roots) == self.count
+        return self.cheapest(best, costs[: most + 1], recomputed, whole_row=whole_row)
+
+    def cheapest(
+        self, best: Best, costs: Sequence[int], modes_of: Callable[[int], Modes], *, whole_row: bool = True
+    ) -> Best:
+        """Return the better of `best` and the plans of a row, each of which costs more than the one before it and takes less
+        memory: the first that fits or, in a `whole_row`, one with fewer copies that cost something."""
+        last = len(costs) - 1
+        first = bisect_left(range(last), True, key=lambda n: self.furthest(modes_of(n)) is not None)
+        for number in range(first, last + 1 if whole_row else first + 1):
+            if costs[number] >= best.total:
+                break
+            best = self.better(best, modes_of(number))
+        return best
+
+    def better(self, best: Best, modes: Modes) -> Best:
+        """Return the better of `best` and the plan with these modes, as few layers of which are offloaded as must be."""
+        again = self.again(modes)
+        if again >= best.total or (offload := self.offload(modes)) is None:
+            return best
+        plan = MemoryPlan(modes, offload, *self.tiling)
+        total = again + copy_cost(self.sizes, self.job, plan)
+        return Best(total, again, plan) if (total, again) < (best.total, best.again) else best
+
+    def offload(self, modes: Modes) -> tuple[bool, ...] | None:
+        """Return which layers to offload, as few as fit the device; None if the host cannot take so many."""
+        most = self.furthest(modes)
+        if most is None or self.decided.offload is not None:
+            return most
+        memory, counts = ModesMemory(self.memory, modes), range(sum(most))
+        return _first(modes, bisect_left(counts, True, key=lambda n: self.fits(memory, _first(modes, n))))
+
+    def furthest(self, modes: Modes) -> tuple[bool, ...] | None:
+        """Return as many of the first layers as the host takes, or those decided; None if the plan does not fit then."""
+        memory = ModesMemory(self.memory, modes)
+        offload = self.decided.flags(modes) if self.decided.offload is not None else self.most_offloaded(memory)
+        if offload is None or memory.host_bytes(offload) > self.host - self.memory.host_beside_saved:
+            return None
+        return offload if self.fits(memory, offload) else None
+
+    def most_offloaded(self, memory: ModesMemory) -> tuple[bool, ...]:
+        """Return as many of the first layers as the host can take."""
+        pages = [0 if mode == "keep" else layer.pinned for mode, layer in zip(memory.modes, memory.layers, strict=True)]
+        return _first(memory.modes, bisect_right([*accumulate(pages)], self.host - self.memory.host_beside_saved))
+
+    def fits(self, memory: ModesMemory, offload: Sequence[bool]) -> bool:
+        return memory.device_bytes(offload) <= self.device
+
+    def again(self, modes: Modes) -> int:
+        """Return the FLOPs done again under these modes, sums of weight gradients over tiles among them."""
+        return self.summing + sum(self.costs(modes))
+
+    def costs(self, modes: Modes) -> list[int]:
+        """Return the FLOPs that each layer does again."""
+        return [self.prices[key] for key in zip(self.sizes.kinds, modes)]
+
+    @cached_property
+    def prices(self) -> dict[tuple[int, LayerMode], int]:
+        """FLOPs done again by a layer of each kind in each mode."""
+        sizes, tiled = self.sizes, self.memory.tiled
+        kinds = dict(zip(sizes.kinds, sizes.layers))
+        return {(k, mode): run_again(sizes, self.job, kinds[k], mode, tiled=tiled) for k in kinds for mode in MODES}
+
+    @cached_property
+    def most_saved(self) -> float:
+        """Bytes that all layers together can save at most, if the last layer is not kept."""
+        # At the loss and in the last layer's backward all that is saved lies on the device or on the host.
+        memory = self.memory
+        room = self.device - memory.standing_bytes[False] - memory.gradient_bytes(0)
+        last = memory.layers(("save",) * self.count)[-1].work + memory.positions
+        return (room + 1) / (1 + SLACK) - max(memory.at_loss, last) + max(0, self.host - memory.host_beside_saved)
+
+    @cached_property
+    def summing(self) -> int:
+        return tile_cost(self.sizes, self.job, self.tiling.mlp_tile)
+
+    @cached_property
+    def attention(self) -> list[int]:
+        """FLOPs of each layer's attention, forward: what recomputing the layer costs more than saving."""
+        return [self.prices[kind, "recompute"] - self.prices[kind, "save"] for kind in self.sizes.kinds]
+
+
+def rebuilds(sizes: ModelSizes) -> bool:
+    """True if a layer's input may be rebuilt from an earlier layer's."""
+    # Not through experts: a rebuilt input differs in its last bits, and could choose others. Nor where a layer's input is
+    # more than the output of the one before it.
+    return sizes.linked and not any(layer.experts for layer in sizes.layers)
+
+
+def chained(count: int, roots: Sequence[int]) -> Modes:
+    """Return the modes of chains that begin at these roots."""
+    modes: list[LayerMode] = ["rebuild"] * count
+    for root in roots:
+        modes[root] = "save"
+    return tuple(modes)
+
+
+def _first(modes: Modes, number: int) -> tuple[bool, ...]:
+    """Offload the first `number` layers, but for kept ones."""
+    if "keep" in modes:
+        return tuple(i < number and mode != "keep" for i, mode in enumerate(modes))
+    return (True,) * number + (False,) * (len(modes) - number)
+
+
 def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:
-    """About 512 MiB of a tile's activations, forward and backward; a power of two from 2048 on."""
-    return _tile(MLP_TILE_BYTES // (2 * sizes.widest * job.compute_bytes), SMALLEST_MLP_TILE, job.tokens)
+    """Return the tokens of an MLP tile: about 512 MiB of activations, both ways; a power of two from 2048 on."""
+    return _power_of_two(MLP_TILE_BYTES // (2 * sizes.widest * job.compute_bytes), SMALLEST_MLP_TILE, job.tokens)
 
 
 def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
-    """At most about 2 GiB of logits and their gradient, in fp32 where they are not compiled."""
+    """Return the tokens of a loss tile: at most about 2 GiB of logits and their gradient."""
     if job.whole_logits:
         return job.tokens
+    # Uncompiled, four fp32 values and a mark of each logit live at once.
     each = 2 * job.compute_bytes + (0 if job.fused else 17)
-    return _tile(LOSS_TILE_BYTES // (each * sizes.vocabulary), SMALLEST_LOSS_TILE, job.tokens)
+    return _power_of_two(LOSS_TILE_BYTES // (each * sizes.vocabulary), SMALLEST_LOSS_TILE, job.tokens)
 
 
 def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
-    """The fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
-    # Of numbers of groups that are as large, the first: the others only add calls.
+    """Return the fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
+    # Numbers of groups whose largest is as large differ in nothing but calls: the smallest of them will do.
     split = sizes.split(job.sp)
     numbers = {-(-split.most[1] // groups): groups for groups in range(split.most_groups, 0, -1)}
-    flows = [Flow.of(sizes, job, groups) for groups in sorted(numbers.values())]
-    small = [flow for flow in flows if flow.largest_g < INDEX_LIMIT] or flows[-1:]
-    modest = (flow for flow in small if group_bytes(flow) <= GROUP_SHARE * device)
+    every = [TensorBytes.of(sizes, job, groups) for groups in sorted(numbers.values())]
+    small = [tensors for tensors in every if tensors.largest_g < INDEX_LIMIT] or every[-1:]
+    modest = (tensors for tensors in small if group_bytes(tensors) <= GROUP_SHARE * device)
     return next(modest, min(small, key=group_bytes)).groups
 
 
-def _tile(tokens: int, least: int, whole: int) -> int:
+def _power_of_two(tokens: int, least: int, whole: int) -> int:
     power = 1 << max(tokens, 1).bit_length() - 1
     return min(max(power, least), whole)
 
 
-def _usual(sizes: ModelSizes, job: Job, device: int, fixed: Decided) -> Pieces:
-    return Pieces(
-        mlp_tile=fixed.mlp_tile or mlp_tile_for(sizes, job),
-        loss_tile=fixed.loss_tile or loss_tile_for(sizes, job),
-        head_groups=fixed.head_groups or head_groups_for(sizes, job, device),
+def _usual_tiling(sizes: ModelSizes, job: Job, device: int, decided: Decided) -> Tiling:
+    return Tiling(
+        decided.mlp_tile or mlp_tile_for(sizes, job),
+        decided.loss_tile or loss_tile_for(sizes, job),
+        decided.head_groups or head_groups_for(sizes, job, device),
     )
 
 
-def _small(sizes: ModelSizes, job: Job, fixed: Decided) -> Pieces:
-    return Pieces(
-        mlp_tile=fixed.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),
-        loss_tile=fixed.loss_tile or (job.tokens if job.whole_logits else min(SMALLEST_LOSS_TILE, job.tokens)),
-        head_groups=fixed.head_groups or head_groups_for(sizes, job, 0),
+def _smallest_tiling(sizes: ModelSizes, job: Job, decided: Decided) -> Tiling:
+    return Tiling(
+        decided.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),
+        decided.loss_tile or (job.tokens if job.whole_logits else min(SMALLEST_LOSS_TILE, job.tokens)),
+        decided.head_groups or head_groups_for(sizes, job, 0),
     )
 
 
-def _tiles(usual: int, whole: int) -> tuple[int, ...]:
-    """The usual tile, four times that and so on, and the whole."""
-    sizes = []
+def _mlp_tiles(usual: int, whole: int) -> tuple[int, ...]:
+    """Return the usual tile, four times that and so on, and the whole shard."""
+    tiles = []
     while usual < whole:
-        sizes.append(usual)
+        tiles.append(usual)
         usual *= 4
-    return (*sizes, whole)
+    return (*tiles, whole)
 
 
-def _fit(frame: Frame, modes: Modes, device: int, host: int, fixed: Decided) -> tuple[bool, ...] | None:
-    """As few of the first layers offloaded as fit the device; None where that is too much for the host."""
-    most = _furthest(frame, modes, device, host, fixed)
-    if most is None or fixed.offload is not None:
-        return most
-    # More layers away, fewer bytes here: the first count that fits is found by halving.
-    least = Limits(frame, device, host).least_offloaded(modes)
-    counts = range(least, max((index for index, away in enumerate(most) if away), default=-1) + 1)
-    number = bisect_left(counts, True, key=lambda count: frame.fits(modes, _first(modes, count), device))
-    return _first(modes, least + number)
+def feasible(sizes: ModelSizes, decided: Decided, job: Job, device: int, host: int) -> bool:
+    """True if any plan fits; the best one is not looked for."""
+    search = Search(sizes, job, _smallest_tiling(sizes, job, decided), device, host, decided)
+    return search.possible()
 
 
-def _furthest(frame: Frame, modes: Modes, device: int, host: int, fixed: Decided) -> tuple[bool, ...] | None:
-    """As many of the first layers offloaded as the host takes, or what was decided; None where that does not fit."""
-    room = host - frame.host_beside
-    if fixed.offload is not None:
-        offload = fixed.flags(modes)
-        if offload is None or frame.pinned(modes, offload) > room:
-            return None
-    else:
-        most = _most_offloaded(frame, modes, room)
-        if most < 0:
-            return None
-        offload = _first(modes, most)
-    return offload if frame.fits(modes, offload, device) else None
+def nearest_miss(sizes: ModelSizes, job: Job, host: int, decided: Decided) -> StepMemory:
+    """Return the least memory that any plan takes, with as many layers offloaded as the host takes."""
+    search = Search(sizes, job, _smallest_tiling(sizes, job, decided), 0, host, decided)
+    misses = []
+    for modes in _smallest(search):
+        memory = ModesMemory(search.memory, modes)
+        offload = search.most_offloaded(memory) if decided.offload is None else decided.flags(modes)
+        if offload is not None:
+            misses.append(memory.memory(offload))
+    return min(misses, key=lambda memory: memory.device_bytes)
 
 
-def _most_offloaded(frame: Frame, modes: Modes, room: int) -> int:
-    """How many of the first layers the host can take; -1 where it is full without them."""
-    pages = list(map(itemgetter(1), frame.all_saves(modes)))
-    if "keep" in modes:
-        pages = [0 if mode == "keep" else size for mode, size in zip(modes, pages, strict=True)]
-    return bisect_right([0, *accumulate(pages)], room) - 1
-
-
-def _first(modes: Modes, number: int) -> tuple[bool, ...]:
-    """The first `number` layers away, but for kept ones."""
-    if "keep" not in modes:
-        return (True,) * number + (False,) * (len(modes) - number)
-    return tuple(i < number and mode != "keep" for i, mode in enumerate(modes))
-
-
-def _smallest(frame: Frame, fixed: Decided) -> Iterator[Modes]:
-    """The plans that can be smallest: one tensor a layer saved, or, for few layers or tokens, least work at once."""
-    count = len(frame.kinds)
-    if (decided := fixed.modes(count)) is not None:
+def _smallest(search: Search) -> Iterator[Modes]:
+    """Yield the modes that can take least: one tensor a layer saved or, for few layers or tokens, least work at once."""
+    count = search.count
+    if (decided := search.decided.modes(count)) is not None:
         yield decided
         return
-    modes: tuple[LayerMode, ...] = ("recompute", "save", "keep")
-    yield from (uniform(mode, count) for mode in modes)
-    for k in CHAINS if rebuilds(frame) else ():
-        yield tuple("rebuild" if i % k else "recompute" for i in range(count))
-
-
-def feasible(sizes: ModelSizes, fixed: Decided, job: Job, device: int, host: int) -> bool:
-    """Whether any plan fits, without looking for the best."""
-    frame = Frame(sizes, job, *_small(sizes, job, fixed))
-    if Limits(frame, device, host).hopeless:
-        return False
-    return any(_furthest(frame, modes, device, host, fixed) is not None for modes in _smallest(frame, fixed))
-
-
-def nearest_miss(sizes: ModelSizes, job: Job, host: int, fixed: Decided) -> Memory:
-    """The least device memory that can be had, with as many layers away as the host takes."""
-    frame = Frame(sizes, job, *_small(sizes, job, fixed))
-    misses = []
-    for modes in _smallest(frame, fixed):
-        if fixed.offload is not None:
-            offload = fixed.flags(modes)
-        else:
-            offload = _first(modes, max(0, _most_offloaded(frame, modes, host - frame.host_beside)))
-        if offload is not None:
-            misses.append(frame.memory(modes, offload))
-    return min(misses, key=lambda memory: memory.device_bytes)
+    uniform: tuple[LayerMode, ...] = ("recompute", "save", "keep")
+    yield from ((mode,) * count for mode in uniform)
+    for length in CHAINS[1:] if rebuilds(search.sizes) else ():
+        yield tuple("rebuild" if i % length else "recompute" for i in range(count))

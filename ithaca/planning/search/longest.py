@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from ithaca.planning.search.choose import FREE, feasible, nearest_miss
+from ithaca.planning.memory_plan import UNDECIDED as FREE
+from ithaca.planning.search.choose import feasible, nearest_miss
 from ithaca.planning.search.meshes import Place, parts, whole
 from ithaca.planning.search.request import Degrees, Recipe, Wanted, job_of, leanest, recipes
-from ithaca.planning.terms.memory_terms import Memory
+from ithaca.planning.terms.memory_terms import StepMemory
 
 # Lengths are looked for in steps of this many tokens; where the search for the longest begins.
 STEP, GUESS = 1024, 2**19
@@ -98,7 +99,7 @@ def _at(place: Place, length: int) -> tuple[Wanted, int, Degrees]:
     return place.wanted, length, place.degrees
 
 
-def miss(wanted: Wanted, length: int) -> tuple[Place, Recipe, Memory] | None:
+def miss(wanted: Wanted, length: int) -> tuple[Place, Recipe, StepMemory] | None:
     """The nearest miss of the most exact numerics; None where no cut is possible at all."""
     place = next(iter(whole(wanted) or parts(wanted)), None)
     if place is None:

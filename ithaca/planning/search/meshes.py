@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.request import Degrees, Wanted
-from ithaca.planning.terms.activations import Flow, attention_work
+from ithaca.planning.terms.activations import TensorBytes, attention_work
 
 # The row that parts of a machine are compared at; their needs are in proportion to its length.
 _ROW = 2**20
@@ -101,8 +101,8 @@ def _needs(place: Place, work: dict[int, int]) -> tuple[float, ...]:
 
 
 def _attention_bytes(sizes: ModelSizes, sp: int) -> int:
-    flow = Flow.of(sizes, Job(_ROW, sp=sp), sizes.split(sp).most_groups)
-    return sum(piece.bytes for piece in attention_work(flow, sizes.layers[0], "save"))
+    tensors = TensorBytes.of(sizes, Job(_ROW, sp=sp), sizes.split(sp).most_groups)
+    return sum(piece.bytes for piece in attention_work(tensors, sizes.layers[0], "save"))
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The bytes of activations on one rank: what a layer saves, and what lives while it is worked on.
 
-A `Flow` holds the tensors' sizes once: B*L tokens of a shard, B*S of the whole sequence, heads of a rank and of a
-head group. Everything else is a sum of them, given as `Piece(name, bytes, formula)`; formulas use the design's
+A `TensorBytes` holds the tensors' sizes once: B*L tokens of a shard, B*S of the whole sequence, heads of a rank and of a
+head group. Everything else is a sum of them, given as `Allocation(name, bytes, formula)`; formulas use the design's
 letters, `X` the residual stream `B*L*hidden*c`, `c` the bytes of a computed value, `g` of a head group.
 """
 
@@ -17,7 +17,7 @@ from ithaca.planning.model.model_sizes import ModelSizes
 FP32 = 4
 
 
-class Piece(NamedTuple):
+class Allocation(NamedTuple):
     """One named share of memory."""
 
     name: str
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class TensorBytes:
     """Bytes of one rank's tensors. `q`, `kv`, `out`: all heads, its tokens. `*_g`: one head group, all tokens."""
 
     tokens: int
@@ -54,7 +54,7 @@ class Flow:
     cast: int
 
     @classmethod
-    def of(cls, sizes: ModelSizes, job: Job, groups: int) -> Flow:
+    def of(cls, sizes: ModelSizes, job: Job, groups: int) -> TensorBytes:
         split = sizes.split(job.sp)
         heads, kv_heads = split.most
         key, value, c = sizes.key_size, sizes.value_size, job.compute_bytes
@@ -100,72 +100,72 @@ class Flow:
         return not self.alone and self.groups == 1
 
 
-def saved(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tuple[int, ...]:
+def saved(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tuple[int, ...]:
     """The tensors that a layer leaves for its backward, in bytes each."""
     if mode == "save":
-        return flow.x, flow.out, flow.lse
+        return tensors.x, tensors.out, tensors.lse
     if mode == "rebuild":
-        return flow.out, flow.lse
+        return tensors.out, tensors.lse
     if mode == "recompute":
-        return (flow.x,)
+        return (tensors.x,)
     # Of one group among ranks q, k, v are kept as they arrived, and the output is there twice: as attention's backward
     # wants it, and as the projection after it does.
-    qkv = flow.q_g + flow.kv_g if flow.arrives else flow.q + flow.kv
-    attention = (qkv, flow.out, flow.lse, _normed(flow, layer), _into_projection(flow, layer))
+    qkv = tensors.q_g + tensors.kv_g if tensors.arrives else tensors.q + tensors.kv
+    attention = (qkv, tensors.out, tensors.lse, _normed(tensors, layer), _into_projection(tensors, layer))
     # What the first norm leaves: q, k, v are made of its output, where there is but one the MLP too.
     wanted = layer.wants.queries or (layer.one_norm and (layer.wants.mlp or not _keeps_mlp(layer, mode, tiled=tiled)))
-    norms = _norm(flow, layer, wanted, tiled=tiled) + _mlp_norm(flow, layer, mode, tiled=tiled)
-    return norms, *attention, _kept_wide(flow, layer, mode, tiled=tiled)
+    norms = _norm(tensors, layer, wanted, tiled=tiled) + _mlp_norm(tensors, layer, mode, tiled=tiled)
+    return norms, *attention, _kept_wide(tensors, layer, mode, tiled=tiled)
 
 
-def _mlp_norm(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+def _mlp_norm(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """What the norm before the MLP leaves, if it has its own: all of it, or the input where it runs again."""
     if layer.one_norm:
         return 0
-    return _norm(flow, layer, layer.wants.mlp, tiled=tiled) if _keeps_mlp(layer, mode, tiled=tiled) else flow.x
+    return _norm(tensors, layer, layer.wants.mlp, tiled=tiled) if _keeps_mlp(layer, mode, tiled=tiled) else tensors.x
 
 
-def _kept_wide(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+def _kept_wide(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """What a layer saves for its MLP alone: gate, up, activation (kept by autograd alone) and product; without a gate
     the activation and what goes in. The last only where something wants it."""
     if not _keeps_mlp(layer, mode, tiled=tiled):
         return 0
-    wide = (2 if flow.fused else 3) if layer.gated else 1
-    if flow.cast:
-        return wide * layer.width * flow.tokens * flow.c + flow.cast * layer.adapted[1]
-    return (wide + layer.wants.down) * layer.width * flow.tokens * flow.c
+    wide = (2 if tensors.fused else 3) if layer.gated else 1
+    if tensors.cast:
+        return wide * layer.width * tensors.tokens * tensors.c + tensors.cast * layer.adapted[1]
+    return (wide + layer.wants.down) * layer.width * tensors.tokens * tensors.c
 
 
-def _into_projection(flow: Flow, layer: LayerSizes) -> int:
+def _into_projection(tensors: TensorBytes, layer: LayerSizes) -> int:
     """What the projection after attention wants of its input, beside attention's own. Adapters that compute in more bytes
     keep their inputs in those, and what is frozen beside them none."""
-    if flow.cast:
-        return flow.cast * layer.adapted[0]
-    return flow.out if flow.arrives and layer.wants.projection else 0
+    if tensors.cast:
+        return tensors.cast * layer.adapted[0]
+    return tensors.out if tensors.arrives and layer.wants.projection else 0
 
 
-def gone_before_attention(flow: Flow, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+def freed_before_attention(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """What a layer saves for what comes after its attention, whose backward finds it gone: the MLP's, with its norm,
     and the projection's input where that is not attention's own output."""
     if mode != "keep":
         return 0
-    wide, norm = _kept_wide(flow, layer, mode, tiled=tiled), _mlp_norm(flow, layer, mode, tiled=tiled)
-    return wide + norm + (0 if flow.cast else _into_projection(flow, layer))
+    wide, norm = _kept_wide(tensors, layer, mode, tiled=tiled), _mlp_norm(tensors, layer, mode, tiled=tiled)
+    return wide + norm + (0 if tensors.cast else _into_projection(tensors, layer))
 
 
-def _norm(flow: Flow, layer: LayerSizes, wanted: bool, *, tiled: bool) -> int:
+def _norm(tensors: TensorBytes, layer: LayerSizes, wanted: bool, *, tiled: bool) -> int:
     """What the norm before attention, or before the MLP, leaves: its input, and its output where that is wanted; one
     after them its input. A LayerNorm is one operator, and in tiles a norm runs again."""
-    norms, output = 2 if layer.sandwiched else 1, flow.x if wanted and not flow.cast else 0
-    if flow.fused or tiled or not layer.gated:
-        return norms * flow.x + output
-    return norms * flow.tokens * flow.hidden * _uncompiled(flow, layer) + output
+    norms, output = 2 if layer.sandwiched else 1, tensors.x if wanted and not tensors.cast else 0
+    if tensors.fused or tiled or not layer.gated:
+        return norms * tensors.x + output
+    return norms * tensors.tokens * tensors.hidden * _uncompiled(tensors, layer) + output
 
 
-def _uncompiled(flow: Flow, layer: LayerSizes) -> int:
+def _uncompiled(tensors: TensorBytes, layer: LayerSizes) -> int:
     """Bytes that a norm which is not compiled leaves of each value: its input in fp32 (less its mean, for the variance
     and for the quotient) and, where its weight is trained, what that is multiplied with."""
-    return FP32 * (1 + layer.centred) + (FP32 if layer.norms_in_fp32 else flow.c) * flow.trains
+    return FP32 * (1 + layer.centred) + (FP32 if layer.norms_in_fp32 else tensors.c) * tensors.trains
 
 
 def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
@@ -173,116 +173,116 @@ def _keeps_mlp(layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> bool:
     return mode == "keep" and not tiled and not layer.experts
 
 
-def _normed(flow: Flow, layer: LayerSizes) -> int:
+def _normed(tensors: TensorBytes, layer: LayerSizes) -> int:
     """What norms of queries and keys leave."""
-    return flow.tokens * layer.normed * (flow.c if flow.fused else _uncompiled(flow, layer))
+    return tensors.tokens * layer.normed * (tensors.c if tensors.fused else _uncompiled(tensors, layer))
 
 
-def attention_work(flow: Flow, layer: LayerSizes, mode: LayerMode) -> list[Piece]:
+def attention_work(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode) -> list[Allocation]:
     """What lives beside the saved tensors while a layer's attention runs backward."""
     lasting = _lasting(_ATTENTION_STREAMS, layer, mode)
-    pieces = [Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}")]
+    allocations = [Allocation("residual stream", len(lasting) * tensors.x, f"{len(lasting)} X: {', '.join(lasting)}")]
     if mode != "keep":
-        pieces += _queries(flow, layer)
-    gradients, formula = flow.out, "B*L*H*E*c for the output's"
-    if flow.groups > 1:
+        allocations += _queries(tensors, layer)
+    gradients, formula = tensors.out, "B*L*H*E*c for the output's"
+    if tensors.groups > 1:
         # The groups' results come together in these; one group's are made when its kernel is through.
-        gradients += _returned(flow)
+        gradients += _returned(tensors)
         formula += " + q, k, v (and fp32 of k, v where ranks share them)"
-    pieces.append(Piece("gradients of attention", gradients, formula))
-    return [*pieces, *_group_work(flow, kept=mode == "keep")]
+    allocations.append(Allocation("gradients of attention", gradients, formula))
+    return [*allocations, *_group_work(tensors, kept=mode == "keep")]
 
 
-def _returned(flow: Flow) -> int:
+def _returned(tensors: TensorBytes) -> int:
     """Gradients of q, k, v as their tokens' owner has them."""
-    return flow.q + flow.kv + (flow.kv * FP32 // flow.c if flow.shares_kv else 0)
+    return tensors.q + tensors.kv + (tensors.kv * FP32 // tensors.c if tensors.shares_kv else 0)
 
 
-def _queries(flow: Flow, layer: LayerSizes) -> list[Piece]:
+def _queries(tensors: TensorBytes, layer: LayerSizes) -> list[Allocation]:
     """What a layer that is run again makes for its attention."""
-    pieces = [Piece("q, k, v", flow.q + flow.kv, "B*L*(H*D + K*(D+E))*c")]
-    if flow.cast:
-        pieces.append(Piece("inputs of adapters", flow.cast * layer.adapted[0], "B*L*inputs*4"))
+    allocations = [Allocation("q, k, v", tensors.q + tensors.kv, "B*L*(H*D + K*(D+E))*c")]
+    if tensors.cast:
+        allocations.append(Allocation("inputs of adapters", tensors.cast * layer.adapted[0], "B*L*inputs*4"))
     if layer.normed:
-        pieces.append(Piece("norms of q, k", _normed(flow, layer), "B*L*(H+K)*D*c, uncompiled (4 + c)"))
-    return pieces
+        allocations.append(Allocation("norms of q, k", _normed(tensors, layer), "B*L*(H+K)*D*c, uncompiled (4 + c)"))
+    return allocations
 
 
-def group_bytes(flow: Flow) -> int:
+def group_bytes(tensors: TensorBytes) -> int:
     """What head groups cut: buffers over the whole sequence and the kernel's own."""
-    return sum(piece.bytes for piece in _group_work(flow))
+    return sum(allocation.bytes for allocation in _group_work(tensors))
 
 
 _ATTENTION_STREAMS = "the layer's gradient", "that after attention"
 
 
-def _group_work(flow: Flow, *, kept: bool = False) -> list[Piece]:
+def _group_work(tensors: TensorBytes, *, kept: bool = False) -> list[Allocation]:
     """One head group in backward: q, k, v, output and its gradient over the whole sequence, and the kernel's results."""
-    bundle, results = flow.q_g + flow.kv_g + 2 * flow.out_g, flow.q_g + flow.kv_g
+    bundle, results = tensors.q_g + tensors.kv_g + 2 * tensors.out_g, tensors.q_g + tensors.kv_g
     row = "B*S*(h*(D+2*E) + k*(D+E))*c"
-    if flow.arrives:
-        copies = [_one_exchange(flow, kept=kept)]
-    elif flow.groups > 1 and not flow.alone:
+    if tensors.arrives:
+        copies = [_one_exchange(tensors, kept=kept)]
+    elif tensors.groups > 1 and not tensors.alone:
         # Of two groups the first has no results before it, the second no buffers behind it.
-        returning = 2 * results if flow.groups > 2 else 0
+        returning = 2 * results if tensors.groups > 2 else 0
         formula = f"4 {row}: received, dense, the next group's two; of three groups on 2 of dq, dk, dv returning"
-        copies = [Piece("exchange", 4 * bundle + returning, formula)]
+        copies = [Allocation("exchange", 4 * bundle + returning, formula)]
     else:
         # One group on one rank: the kernel takes the tensors as they are.
-        copies = [Piece("head group", bundle, f"{row}: dense")] if flow.groups > 1 else []
-    if flow.ring > 1:
+        copies = [Allocation("head group", bundle, f"{row}: dense")] if tensors.groups > 1 else []
+    if tensors.ring > 1:
         # Around the ring go k, v and their gradients in fp32, this turn's and the next one's; dq is summed meanwhile.
-        turning = 2 * flow.kv_g + (2 * flow.kv_g + flow.q_g) * FP32 // flow.c
-        copies.append(Piece("ring blocks", turning, "B*S/ring*(2*k*(D+E)*(c+4) + h*D*4)"))
+        turning = 2 * tensors.kv_g + (2 * tensors.kv_g + tensors.q_g) * FP32 // tensors.c
+        copies.append(Allocation("ring blocks", turning, "B*S/ring*(2*k*(D+E)*(c+4) + h*D*4)"))
     return [
         *copies,
-        Piece("kernel's gradients", results, "B*S*(h*D + k*(D+E))*c"),
-        Piece("kernel workspace", flow.workspace_g, "B*S*h*(4*D + c*(D+E)), where h = k only 4*D"),
+        Allocation("kernel's gradients", results, "B*S*(h*D + k*(D+E))*c"),
+        Allocation("kernel workspace", tensors.workspace_g, "B*S*h*(4*D + c*(D+E)), where h = k only 4*D"),
     ]
 
 
-def _one_exchange(flow: Flow, *, kept: bool) -> Piece:
+def _one_exchange(tensors: TensorBytes, *, kept: bool) -> Allocation:
     """Buffers of a layer whose heads all travel at once: while the kernel runs, or when its results go back, whichever
     takes more beside the workspace that only the kernel has."""
-    results = flow.q_g + flow.kv_g
+    results = tensors.q_g + tensors.kv_g
     if kept:
         # q, k, v and the output lie here, the first three side by side as they came. One row's gradient comes dense.
-        received, dense = flow.out_g, results + (flow.out_g if flow.rows > 1 else 0)
+        received, dense = tensors.out_g, results + (tensors.out_g if tensors.rows > 1 else 0)
         formula = "B*S*h*E*c received, B*S*(h*D + k*(D+E))*c dense"
     else:
-        received = dense = results + 2 * flow.out_g
+        received = dense = results + 2 * tensors.out_g
         formula = "2 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense"
-    returning = 2 * results + _returned(flow) - flow.workspace_g
-    return Piece("exchange", received + max(dense, returning), f"{formula}; or received, and dq, dk, dv returning")
+    returning = 2 * results + _returned(tensors) - tensors.workspace_g
+    return Allocation("exchange", received + max(dense, returning), f"{formula}; or received, and dq, dk, dv returning")
 
 
-def mlp_work(flow: Flow, layer: LayerSizes, mode: LayerMode, tile: int, *, trains: bool, reduces: bool) -> list[Piece]:
+def mlp_work(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, tile: int, *, trains: bool, reduces: bool) -> list[Allocation]:
     """What lives beside the saved tensors while a layer's MLP runs backward, tile by tile.
 
     `reduces`: gradients wait to be reduced over ranks, and are counted there.
     """
-    tokens = min(tile, flow.tokens)
-    tiled = tokens < flow.tokens
+    tokens = min(tile, tensors.tokens)
+    tiled = tokens < tensors.tokens
     # Forward values that are kept are already among the saved ones.
     kept = _keeps_mlp(layer, mode, tiled=tiled)
     lasting = _lasting(_MLP_STREAMS[mode == "keep"], layer, mode)[: None if tiled or kept else -1]
-    pieces = [Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}")]
+    allocations = [Allocation("residual stream", len(lasting) * tensors.x, f"{len(lasting)} X: {', '.join(lasting)}")]
     if mode != "keep":
-        pieces += _queries(flow, layer)
+        allocations += _queries(tensors, layer)
     # Compiled, or without a norm of its own, one tile of all tokens has only its input beside the wide values, no copy.
-    narrow = 1 if kept or (not tiled and (flow.fused or layer.one_norm)) else 4
-    values = _wide_values(layer, fused=flow.fused, kept=kept)
-    wide = (values * layer.width + narrow * flow.hidden) * flow.c
+    narrow = 1 if kept or (not tiled and (tensors.fused or layer.one_norm)) else 4
+    values = _wide_values(layer, fused=tensors.fused, kept=kept)
+    wide = (values * layer.width + narrow * tensors.hidden) * tensors.c
     tile_bytes, formula = tokens * wide, f"{tokens} tokens * ({values} * intermediate + {narrow} * hidden) * c"
     if layer.experts:
-        tile_bytes, formula = _expert_tile(flow, layer, tokens, trains=trains)
-    pieces.append(Piece("MLP tile", tile_bytes, formula))
-    if flow.cast and not kept:
-        pieces.append(Piece("MLP's adapters", flow.cast * layer.adapted[1] * tokens // flow.tokens, "tokens*inputs*4"))
-    each = (0 if reduces else flow.c) + (FP32 if tiled else 0)
+        tile_bytes, formula = _expert_tile(tensors, layer, tokens, trains=trains)
+    allocations.append(Allocation("MLP tile", tile_bytes, formula))
+    if tensors.cast and not kept:
+        allocations.append(Allocation("MLP's adapters", tensors.cast * layer.adapted[1] * tokens // tensors.tokens, "tokens*inputs*4"))
+    each = (0 if reduces else tensors.c) + (FP32 if tiled else 0)
     if trains and each:
-        pieces.append(Piece("MLP weight gradients", layer.mlp * each, "a tile's, and their sum in fp32"))
-    return pieces
+        allocations.append(Allocation("MLP weight gradients", layer.mlp * each, "a tile's, and their sum in fp32"))
+    return allocations
 
 
 # The last of them is there from the start where tiles fill it one by one.
@@ -309,7 +309,7 @@ def _wide_values(layer: LayerSizes, *, fused: bool, kept: bool) -> int:
     return forward if kept else 2 * forward
 
 
-def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int, *, trains: bool) -> tuple[int, str]:
+def _expert_tile(tensors: TensorBytes, layer: LayerSizes, tokens: int, *, trains: bool) -> tuple[int, str]:
     """A tile of an expert block in backward, beside its weights' gradients.
 
     Tokens are copied for each expert they visit. Most copies are there when the experts' outputs are weighed: what goes
@@ -317,45 +317,45 @@ def _expert_tile(flow: Flow, layer: LayerSizes, tokens: int, *, trains: bool) ->
     when two of them are left, so that only what is more than those counts here. Of five intermediate values four are
     known by name; that there is one more is what an H200 shows from 32K to 128K tokens (rehearsals.json).
     """
-    copy, width, x = (tokens * n * flow.c for n in (layer.experts_per_token * flow.hidden, layer.width, flow.hidden))
+    copy, width, x = (tokens * n * tensors.c for n in (layer.experts_per_token * tensors.hidden, layer.width, tensors.hidden))
     first, late = 5 * copy + 5 * width + 4 * x, 2 * copy + 3 * width + 4 * x
     formula = f"{tokens} tokens * (5 * experts a token * hidden + 5 * intermediate + 4 * hidden) * c"
     if not trains:
         return first, formula
-    return max(first - layer.mlp * flow.c, late), f"{formula} - weight gradients"
+    return max(first - layer.mlp * tensors.c, late), f"{formula} - weight gradients"
 
 
-def _logits(flow: Flow, *, one: bool) -> tuple[int, str]:
+def _logits(tensors: TensorBytes, *, one: bool) -> tuple[int, str]:
     """Bytes that live for each logit of a tile: it and its gradient; uncompiled what that is made of, in fp32, and a mark
     of each target. `one`: the tile goes through torch's own operations, whose backward takes most."""
     if one:
         return 3 * FP32, "3 * 4"
-    if flow.loss_in_place:
-        return flow.c, "c"
-    return (2 * flow.c, "2 * c") if flow.fused else (flow.c + 5 * FP32 + 1, "(c + 5 * 4 + 1)")
+    if tensors.loss_in_place:
+        return tensors.c, "c"
+    return (2 * tensors.c, "2 * c") if tensors.fused else (tensors.c + 5 * FP32 + 1, "(c + 5 * 4 + 1)")
 
 
-def loss_work(flow: Flow, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Piece]:
+def loss_work(tensors: TensorBytes, sizes: ModelSizes, tile: int, *, trains: bool) -> list[Allocation]:
     """What lives while the head and the loss run, forward and backward, tile by tile."""
-    if flow.whole_logits:
-        pieces = [
-            Piece("residual stream", 3 * flow.x, "3 X: the last layer's output, its norm, their gradient"),
-            Piece("whole logits", flow.tokens * sizes.vocabulary * (flow.c + 2 * FP32), "B*L*V*(c + 2 * 4)"),
+    if tensors.whole_logits:
+        allocations = [
+            Allocation("residual stream", 3 * tensors.x, "3 X: the last layer's output, its norm, their gradient"),
+            Allocation("whole logits", tensors.tokens * sizes.vocabulary * (tensors.c + 2 * FP32), "B*L*V*(c + 2 * 4)"),
         ]
-        return [*pieces, Piece("head weight gradient", sizes.embedding * flow.c, "V*hidden*c")] if trains else pieces
-    tokens = min(tile, flow.tokens)
-    one = tokens == flow.tokens and not flow.fused
-    each, formula = _logits(flow, one=one)
+        return [*allocations, Allocation("head weight gradient", sizes.embedding * tensors.c, "V*hidden*c")] if trains else allocations
+    tokens = min(tile, tensors.tokens)
+    one = tokens == tensors.tokens and not tensors.fused
+    each, formula = _logits(tensors, one=one)
     lasting = ("the last layer's output", "its norm", "their gradient")[: 2 if one else 3]
-    pieces = [
-        Piece("residual stream", len(lasting) * flow.x, f"{len(lasting)} X: {', '.join(lasting)}"),
-        Piece("loss tile", tokens * sizes.vocabulary * each, f"{tokens} tokens * V * {formula}"),
+    allocations = [
+        Allocation("residual stream", len(lasting) * tensors.x, f"{len(lasting)} X: {', '.join(lasting)}"),
+        Allocation("loss tile", tokens * sizes.vocabulary * each, f"{tokens} tokens * V * {formula}"),
     ]
     if trains:
         # Its sum; where products are not added to it as they are made, once a tile its own, while the logits are gone.
-        own = 0 if flow.fused else max(0, sizes.embedding * flow.c - tokens * sizes.vocabulary * (each - flow.c))
+        own = 0 if tensors.fused else max(0, sizes.embedding * tensors.c - tokens * sizes.vocabulary * (each - tensors.c))
         total, formula = (
             (0, "V*hidden*c, less logits") if one else (sizes.embedding * FP32, "V*hidden*4, summed over tiles")
         )
-        pieces.append(Piece("head weight gradient", total + own, formula))
-    return pieces
+        allocations.append(Allocation("head weight gradient", total + own, formula))
+    return allocations

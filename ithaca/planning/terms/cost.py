@@ -10,7 +10,7 @@ from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.flops import attention_flops, token_flops
 from ithaca.planning.model.layer_parameters import LayerSizes
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.terms.activations import Flow, saved
+from ithaca.planning.terms.activations import TensorBytes, saved
 
 # An H200 does about 550 TFLOP/s of attention and copies 55 GB/s each way; an A100's ratio is much the same.
 FLOPS_PER_COPIED_BYTE = 10_000
@@ -51,10 +51,10 @@ def recompute_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
 
 def copy_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
     """What the copies of offloaded layers cost where they outlast the attention they run beside."""
-    flow = Flow.of(sizes, job, plan.head_groups)
+    tensors = TensorBytes.of(sizes, job, plan.head_groups)
     shown = 0
     for layer, mode, away in zip(sizes.layers, plan.layers, plan.offload, strict=True):
         if away:
-            moved = sum(saved(flow, layer, mode, tiled=plan.mlp_tile < job.tokens))
+            moved = sum(saved(tensors, layer, mode, tiled=plan.mlp_tile < job.tokens))
             shown += max(0, moved * FLOPS_PER_COPIED_BYTE - attention_flops(sizes, layer, job))
     return shown

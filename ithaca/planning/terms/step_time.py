@@ -13,7 +13,7 @@ from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.flops import ATTENTION_BACKWARD, attention_flops, model_flops, utilisation
 from ithaca.planning.model.layer_parameters import LayerSizes
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.terms.activations import FP32, Flow, saved
+from ithaca.planning.terms.activations import FP32, TensorBytes, saved
 from ithaca.planning.terms.cost import SUMMED_BYTES, last_product
 from ithaca.planning.terms.memory_terms import optimizer_bytes
 from ithaca.planning.terms.traffic import Machine, copies_s, exchange_s, exchanged, gather_s, ring_s
@@ -129,7 +129,7 @@ class _Step:
 
     def __init__(self, sizes: ModelSizes, job: Job, plan: MemoryPlan, machine: Machine) -> None:
         self.sizes, self.job, self.plan, self.machine = sizes, job, plan, machine
-        self.flow = Flow.of(sizes, job, plan.head_groups)
+        self.tensors = TensorBytes.of(sizes, job, plan.head_groups)
         self.tiles = -(-job.tokens // plan.mlp_tile)
         self.matmul = machine.device.matmul * TERA
         self.touch = ELEMENTWISE_SHARE * machine.device.bandwidth * GIGA
@@ -198,13 +198,13 @@ class _Step:
         if mode == "keep" and layer.experts:
             again = mlp
         summed = self.tiles * layer.mlp * SUMMED_BYTES if self.tiles > 1 and not self.sizes.adapters else 0
-        packed = 2 * exchanged(self.sizes, self.job, mode, self.flow.groups).total
+        packed = 2 * exchanged(self.sizes, self.job, mode, self.tensors.groups).total
         first = tokens * forward + packed / 3
         return first / self.touch, (tokens * (backward + again) + summed + 2 * packed / 3) / self.touch
 
     def _wires(self, mode: LayerMode, forward: float, backward: float) -> tuple[float, float, float]:
         """What shows of a layer's exchanges and of its ring's turns, and the exchanges' whole time on the wire."""
-        job, groups = self.job, self.flow.groups
+        job, groups = self.job, self.tensors.groups
         wire = exchanged(self.sizes, job, mode, groups)
         shown = whole = 0.0
         for there, back, attention in (
@@ -248,7 +248,7 @@ class _Step:
         return LAUNCH_FORWARD + groups, LAUNCH_BACKWARD + groups + again * LAUNCH_AGAIN
 
     def _copies(self, layer: LayerSizes, mode: LayerMode, forward: float, backward: float) -> float:
-        moved = sum(saved(self.flow, layer, mode, tiled=self.tiles > 1)) / self.copy
+        moved = sum(saved(self.tensors, layer, mode, tiled=self.tiles > 1)) / self.copy
         return max(0.0, moved - forward) + max(0.0, moved - backward)
 
     def root_weights(self) -> float:
