@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ithaca.config.schema import Run
     from ithaca.planning.model.known_models import KnownModel
     from ithaca.planning.search.best_mesh import Compared, Option
-    from ithaca.planning.search.request import Wanted
+    from ithaca.planning.search.request import PlanRequest
 
 LORA_RANK = 16
 NO_FILE = "-"
@@ -39,7 +39,7 @@ def plan(
     host_headroom: float | None = typer.Option(
         None, help="Share of host memory left free, where it is not --headroom's."
     ),
-    target_tok_s: float | None = typer.Option(None, help="Tokens a second wanted: says how many GPUs give them."),
+    target_tok_s: float | None = typer.Option(None, help="Tokens a second to reach: names the GPUs that give them."),
     tokens: str | None = typer.Option(None, help="Tokens to train on, 2B: hours and GPU-hours."),
     price: float | None = typer.Option(None, help="Price of a GPU-hour: the cost."),
     link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
@@ -60,12 +60,12 @@ def plan(
             return
         raise typer.BadParameter("name the model to plan for: --model Qwen/Qwen3-8B", param_hint="--model")
     from ithaca.cli.plan_inputs import read_machine, read_model, read_tokens
-    from ithaca.planning.search.request import LEAST_HEADROOM, Wanted
+    from ithaca.planning.search.request import LEAST_HEADROOM, PlanRequest
 
     known = read_model(model)
     rank = _rank(_one_of("--tune", tune, ("full", "lora")), lora_rank)
     sizes = known.sizes if rank is None else known.sizes.with_lora(rank)
-    wanted = Wanted(
+    request = PlanRequest(
         sizes,
         read_machine(gpus, nodes, host_memory, link, network),
         headroom=_share("--headroom", headroom),
@@ -75,21 +75,21 @@ def plan(
         optimizer=_one_of("--optimizer", optimizer, ("adamw", "adamw8bit", "bf16_sr")),
         precision=_one_of("--precision", precision, ("mixed", "bf16")),
     )
-    _together(wanted)
+    _together(request)
     from ithaca.report.plan_files import run_of
 
     total = None if tokens is None else read_tokens(tokens)
     _amounts(price, target_tok_s, tokens)
-    option = _chosen(wanted, length, known)
-    run = run_of(known, wanted, option, tokens=total, lora_rank=rank)
-    facts = _facts(wanted, option, known, run, total, price, target_tok_s)
-    reach = [(label, min(tokens, known.ends or tokens)) for label, tokens in _reach(wanted, option)]
-    rows = _compared(wanted, option) if compare else None
+    option = _chosen(request, length, known)
+    run = run_of(known, request, option, tokens=total, lora_rank=rank)
+    facts = _facts(request, option, known, run, total, price, target_tok_s)
+    reach = [(label, min(tokens, known.ends or tokens)) for label, tokens in _reach(request, option)]
+    rows = _compared(request, option) if compare else None
     if as_json:
-        typer.echo(json.dumps(_as_json(wanted, option, known, reach, facts, rows), indent=1))
+        typer.echo(json.dumps(_as_json(request, option, known, reach, facts, rows), indent=1))
         return
-    _show(wanted, option, facts, reach, rows)
-    _write(wanted, option, run, facts, spec, write)
+    _show(request, option, facts, reach, rows)
+    _write(request, option, run, facts, spec, write)
 
 
 def _rank(tune: str | None, given: int | None) -> int | None:
@@ -104,7 +104,7 @@ def _rank(tune: str | None, given: int | None) -> int | None:
 
 
 def _facts(
-    wanted: Wanted,
+    request: PlanRequest,
     option: Option,
     known: KnownModel,
     run: Run,
@@ -115,52 +115,53 @@ def _facts(
     """The plan in a few lines, what is to be known of it before it is started among them."""
     from ithaca.report.plan_page import cost_of, facts_of
 
-    facts = facts_of(wanted, option, known.name)
-    facts |= {} if tokens is None else {"cost": cost_of(wanted, option, tokens, price)}
-    facts |= {} if target is None else {"target": _target(wanted, option, target)}
+    facts = facts_of(request, option, known.name)
+    facts |= {} if tokens is None else {"cost": cost_of(request, option, tokens, price)}
+    facts |= {} if target is None else {"target": _target(request, option, target)}
     return facts | _cautions(known, run)
 
 
-def _reach(wanted: Wanted, option: Option) -> list[tuple[str, int]]:
+def _reach(request: PlanRequest, option: Option) -> list[tuple[str, int]]:
     """Lengths a row can have: on this mesh, with any settings and which these are, with a little more of something."""
+    from ithaca.planning.search.advice import gains
     from ithaca.planning.search.best_mesh import longest_so_cut
     from ithaca.planning.search.longest import Longest, longest_length, longest_of_all
-    from ithaca.planning.search.meshes import Place
+    from ithaca.planning.search.meshes import SubMesh
+    from ithaca.planning.search.phrases import show_used
     from ithaca.planning.search.request import recipes
-    from ithaca.planning.search.what_if import gains, show_used
 
-    used = replace(wanted, machine=option.machine)
+    used = replace(request, machine=option.machine)
     here = longest_so_cut(used, option.recipe, option.degrees, option.job.length)
-    best = longest_of_all(wanted)
+    best = longest_of_all(request)
     if best is None or best.length < here:
-        best = Longest(here, Place(used, option.degrees), option.recipe)
-    takes = f"{best.place.degrees}{show_used(wanted.machine, best.place.wanted.machine)}, {best.recipe}"
+        best = Longest(here, SubMesh(used, option.degrees), option.recipe)
+    takes = f"{best.mesh.degrees}{show_used(request.machine, best.mesh.request.machine)}, {best.recipe}"
     known = [("longest that fits on this mesh", here), (f"longest with any settings: {takes}", best.length)]
-    exact = next(recipes(wanted))[0]
+    exact = next(recipes(request))[0]
     if exact.numerics != best.recipe.numerics:
         # What less exact numerics gain is for the user to judge.
-        length = longest_length(replace(wanted, optimizer=exact.optimizer, precision=exact.precision))
+        length = longest_length(replace(request, optimizer=exact.optimizer, precision=exact.precision))
         known += [(f"longest with {exact.numerics}: --optimizer {exact.optimizer}", length)] if length else []
-    return [*known, *gains(wanted, best.length)]
+    return [*known, *gains(request, best.length)]
 
 
-def _compared(wanted: Wanted, option: Option) -> list[Compared]:
+def _compared(request: PlanRequest, option: Option) -> list[Compared]:
     from ithaca.planning.search.best_mesh import compare
 
-    return compare(wanted, option)
+    return compare(request, option)
 
 
-def _chosen(wanted: Wanted, length: str, known: KnownModel) -> Option:
+def _chosen(request: PlanRequest, length: str, known: KnownModel) -> Option:
     from ithaca.cli.plan_inputs import read_length
     from ithaca.errors import ConfigError
+    from ithaca.planning.search.advice import refusal
     from ithaca.planning.search.best_mesh import best_options
     from ithaca.planning.search.longest import longest_of_all
-    from ithaca.planning.search.what_if import refusal
 
     if length.strip().lower() == "max":
-        best = longest_of_all(wanted)
+        best = longest_of_all(request)
         if best is None:
-            raise refusal(wanted, 1024)
+            raise refusal(request, 1024)
         tokens = min(best.length, known.ends or best.length)
     else:
         tokens = read_length(length)
@@ -169,14 +170,14 @@ def _chosen(wanted: Wanted, length: str, known: KnownModel) -> Option:
             f"--length {length}: {known.kind} has learned positions up to {known.ends:,}, which no rope stretches: use "
             f"--length {known.ends}"
         )
-    options = best_options(wanted, tokens)
+    options = best_options(request, tokens)
     if not options:
-        raise refusal(wanted, tokens)
+        raise refusal(request, tokens)
     return options[0]
 
 
 def _show(
-    wanted: Wanted,
+    request: PlanRequest,
     option: Option,
     facts: dict[str, str],
     reach: list[tuple[str, int]],
@@ -185,18 +186,20 @@ def _show(
     from ithaca.launch.terminal import print_page
     from ithaca.report.plan_page import comparison, page, verdict
 
-    more: list[Table | str] = [] if rows is None else ["", comparison(option, rows), verdict(wanted, option, rows)]
-    print_page(page(facts, wanted, option, reach), *more)
+    more: list[Table | str] = [] if rows is None else ["", comparison(option, rows), verdict(request, option, rows)]
+    print_page(page(facts, request, option, reach), *more)
 
 
-def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:
+def _write(
+    request: PlanRequest, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str
+) -> None:
     from ithaca.report.plan_files import rehearsal, spec_of, write_run, writing
 
     if spec is not None:
-        title = f"{run.model.name} at {option.job.length:,} tokens on {wanted.machine}"
+        title = f"{run.model.name} at {option.job.length:,} tokens on {request.machine}"
         with writing("--spec", spec):
             spec.parent.mkdir(parents=True, exist_ok=True)
-            spec.write_text(spec_of(title, facts, option, wanted), encoding="utf-8")
+            spec.write_text(spec_of(title, facts, option, request), encoding="utf-8")
         typer.echo(f"\n{spec}: the summary")
     if write == NO_FILE:
         return
@@ -210,16 +213,17 @@ def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec
         typer.echo(f"\n{write} says something else and was left alone: --write another.yaml")
 
 
-def _target(wanted: Wanted, option: Option, target: float) -> str:
-    from ithaca.planning.search.what_if import machine_for, show_gpus
+def _target(request: PlanRequest, option: Option, target: float) -> str:
+    from ithaca.planning.search.advice import machine_for
+    from ithaca.planning.search.phrases import show_gpus
 
     if option.time.tokens_per_second >= target:
         return f"{target:,.0f} tokens/s: reached"
-    found = machine_for(wanted, option, target)
+    found = machine_for(request, option, target)
     if found is None:
         return f"{target:,.0f} tokens/s: not reached by any number of these cards that was tried"
     machine, without = found
-    return f"{target:,.0f} tokens/s: {show_gpus(machine, wanted.machine)}{without} would do"
+    return f"{target:,.0f} tokens/s: {show_gpus(machine, request.machine)}{without} would do"
 
 
 def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
@@ -240,19 +244,19 @@ def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
 
 
 def _as_json(
-    wanted: Wanted,
+    request: PlanRequest,
     option: Option,
     known: KnownModel,
     reach: list[tuple[str, int]],
     facts: dict[str, str],
     rows: list[Compared] | None,
 ) -> dict[str, Any]:
-    machine = wanted.machine
-    host_budget = replace(wanted, machine=option.machine).host_budget
+    machine = request.machine
+    host_budget = replace(request, machine=option.machine).host_budget
     compared = {} if rows is None else {"comparison": [_row_as_json(row) for row in rows]}
     return {
         "model": known.name,
-        "parameters": wanted.sizes.total,
+        "parameters": request.sizes.total,
         "length": option.job.length,
         "machine": {"device": machine.device.name, "gpus": machine.gpus, "nodes": machine.nodes}
         | {"host_memory": machine.host_memory, "measured": machine.device.measured},
@@ -263,7 +267,7 @@ def _as_json(
         "plan": asdict(option.plan),
         "memory": {"moment": option.memory.moment, "terms": [asdict(term) for term in option.memory.terms]}
         | {"device_bytes": option.memory.device_bytes, "host_bytes": option.memory.host_bytes}
-        | {"device_budget": wanted.device_budget, "host_budget": host_budget},
+        | {"device_budget": request.device_budget, "host_budget": host_budget},
         "time": {"seconds": option.time.seconds, "terms": [asdict(term) for term in option.time.terms]}
         | {"tokens_per_second": option.time.tokens_per_second, "exchange_share": option.time.exchange_share}
         | {"utilisation": option.time.utilisation(machine.device.peak)},
@@ -333,8 +337,8 @@ def _share(option: str, given: float, least: float = 0) -> float:
     return given
 
 
-def _together(wanted: Wanted) -> None:
+def _together(request: PlanRequest) -> None:
     from ithaca.errors import ConfigError
 
-    if wanted.optimizer == "bf16_sr" and wanted.precision == "mixed":
+    if request.optimizer == "bf16_sr" and request.precision == "mixed":
         raise ConfigError("--optimizer bf16_sr rounds bf16 weights: --precision mixed has none; use bf16")

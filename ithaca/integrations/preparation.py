@@ -22,19 +22,10 @@ from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.models.refusals.calls import checkpointing_off, is_checkpointing
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
-from ithaca.planning.search.advice import Words
+from ithaca.planning.search.phrases import TRAINER
 from ithaca.state.optimizer.whole_step import reads_whole, step_whole
 
 logger = logging.getLogger("ithaca")
-# What makes a step fit, as it is asked for here.
-_WORDS = Words(
-    None,
-    "UlyssesConfig(..., host_budget='{}GiB')".format,
-    "UlyssesConfig(sp_size={})".format,
-    "rows of {:,} tokens".format,
-    "UlyssesConfig(..., memory_budget='{}')".format,
-    free=lambda names: "UlyssesConfig(memory='auto')",
-)
 
 
 @dataclass(eq=False)
@@ -70,7 +61,7 @@ class Preparation:
         )
         planner = planner_of(model)
         if planner is not None:
-            planner.words = _WORDS
+            planner.phrases = TRAINER
         after = dict(model.named_parameters())
         self.moved.update({before[name]: after[name] for name in before})
         take_whole_batches(model, whole_logits=self.settings.whole_logits, length=self.settings.length)

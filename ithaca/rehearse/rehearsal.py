@@ -32,9 +32,9 @@ from ithaca.models.planner.plan_in_force import MOST, SHARE, host_share, job_of,
 from ithaca.models.support import base_model
 from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.advice import Words, typed_free
-from ithaca.planning.search.choose import choose_plan
-from ithaca.planning.terms.memory_terms import Memory, Term, memory_of
+from ithaca.planning.search.advice import plan_or_refuse
+from ithaca.planning.search.phrases import RUN_FILE, Phrases
+from ithaca.planning.terms.memory_terms import StepMemory, Term, memory_of
 from ithaca.planning.terms.step_time import step_time
 from ithaca.planning.terms.traffic import Machine, exchange_s, exchanged
 from ithaca.rehearse.extrapolate import MORE, Trial, Trials, choose_trials, cut_plan, derive, derive_clocked
@@ -88,8 +88,8 @@ class Predicted:
     job: Job
     plan: MemoryPlan
     budgets: tuple[int, int]
-    memory: Memory
-    target: Memory
+    memory: StepMemory
+    target: StepMemory
     device_bytes: int
     kinds: Kinds
     compute_s: float | None
@@ -229,7 +229,7 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
     planned = replace(job, length=part.length, accumulate=part.rows > 1)
     budgets = _budgets(asked, gpu=gpu)
     decided = Decided.of(asked.run.memory.decided)
-    plan = choose_plan(sizes, planned, *budgets, decided, words=_typed(asked, gpu=gpu))
+    plan = plan_or_refuse(sizes, planned, *budgets, decided, phrases=_typed(asked, gpu=gpu))
     target = memory_of(sizes, planned, plan)
     # Without a GPU nothing is compiled.
     job = planned if gpu else replace(planned, fused=False)
@@ -243,9 +243,9 @@ def predict(asked: Asked, part: Part, mesh: Mesh) -> tuple[ModelSizes, Predicted
     return sizes, Predicted(job, plan, budgets, memory, target, total, kinds_of(terms), compute, step)
 
 
-def _typed(asked: Asked, *, gpu: bool) -> Words:
+def _typed(asked: Asked, *, gpu: bool) -> Phrases:
     """Changes as they are typed after `ithaca rehearse`; on a GPU it is this machine's own host memory that is short."""
-    gpus, budget = asked.machine.gpus, "memory.budget={}".format
+    gpus = asked.machine.gpus
 
     def host(gib: int) -> str:
         if gib * GIB <= MOST * _host_there(asked, gpu=gpu):
@@ -254,14 +254,10 @@ def _typed(asked: Asked, *, gpu: bool) -> Words:
             return f"{math.ceil(gib / SHARE)} GiB of free host memory"
         return f"--host-memory {math.ceil(gib * gpus / SHARE)}GiB"
 
-    return Words(
-        "memory.on_host=everything",
-        host,
-        lambda sp: f"--world {max(asked.world, sp)} mesh.sp={sp}",
-        "--length {}".format,
-        budget,
-        more_device(_most(asked, gpu=gpu), budget),
-        typed_free,
+    return RUN_FILE._replace(
+        host=host,
+        sp=lambda sp: f"--world {max(asked.world, sp)} mesh.sp={sp}",
+        device=more_device(_most(asked, gpu=gpu), RUN_FILE.budget),
     )
 
 

@@ -13,7 +13,7 @@ from ithaca.constants import GIB
 from ithaca.errors import ConfigError
 from ithaca.planning.model.known_models import KnownModel
 from ithaca.planning.search.best_mesh import Option
-from ithaca.planning.search.request import HOST_HEADROOM, Wanted
+from ithaca.planning.search.request import HOST_HEADROOM, PlanRequest
 from ithaca.planning.terms.traffic import Machine
 
 STEPS = 1000
@@ -22,10 +22,12 @@ USUAL_HEADROOM = 0.25
 _LINE = 76
 
 
-def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | None, lora_rank: int | None) -> Run:
+def run_of(
+    known: KnownModel, request: PlanRequest, option: Option, *, tokens: int | None, lora_rank: int | None
+) -> Run:
     """The run that the plan is of; the documents are the user's to name."""
     recipe, job = option.recipe, option.job
-    budget = None if wanted.headroom == USUAL_HEADROOM else wanted.device_budget
+    budget = None if request.headroom == USUAL_HEADROOM else request.device_budget
     stage = Stage(
         length=job.length,
         steps=None if tokens else STEPS,
@@ -44,7 +46,7 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
         mesh=MeshDegrees(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
         memory=MemorySection(
             budget=budget,
-            host_budget=_host_budget(wanted, option),
+            host_budget=_host_budget(request, option),
             on_host="everything" if recipe.on_host else "nothing",
         ),
         optimizer=Optimizer(name=optimizer),
@@ -52,10 +54,10 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
     )
 
 
-def _host_budget(wanted: Wanted, option: Option) -> int | None:
+def _host_budget(request: PlanRequest, option: Option) -> int | None:
     """One rank's bytes of the host, where they are not what a run takes by itself."""
-    usual = wanted.host_headroom == HOST_HEADROOM
-    return None if usual else replace(wanted, machine=option.machine).host_budget
+    usual = request.host_headroom == HOST_HEADROOM
+    return None if usual else replace(request, machine=option.machine).host_budget
 
 
 def _folder(name: str) -> str:
@@ -110,18 +112,18 @@ def write_run(file: Path, run: Run, machine: Machine) -> bool:
     return True
 
 
-def script_change(wanted: Wanted, option: Option) -> str:
+def script_change(request: PlanRequest, option: Option) -> str:
     """The five lines of a plain PyTorch loop that change, with this plan's settings."""
     recipe, job = option.recipe, option.job
     settings = ["mesh"]
     # PEFT keeps adapters in fp32.
-    casts = recipe.precision == "mixed" or wanted.sizes.adapters
+    casts = recipe.precision == "mixed" or request.sizes.adapters
     settings += ["compute_dtype=torch.bfloat16"] if casts else []
     settings += ['on_host="everything"'] if recipe.on_host else []
     settings += [f"replicas={job.replicas}"] if job.replicas > 1 else []
     settings += [f'optimizer="{recipe.optimizer}"'] if recipe.optimizer != "adamw" else []
-    settings += [f"memory_budget={wanted.device_budget}"] if wanted.headroom != USUAL_HEADROOM else []
-    host = _host_budget(wanted, option)
+    settings += [f"memory_budget={request.device_budget}"] if request.headroom != USUAL_HEADROOM else []
+    host = _host_budget(request, option)
     settings += [f"host_budget={host}"] if host is not None else []
     dtype = "torch.float32" if recipe.precision == "mixed" else "torch.bfloat16"
     call = f"+model = ithaca.parallelize(model, {', '.join(settings)})"
@@ -150,9 +152,9 @@ def launch_line(machine: Machine) -> str:
     return f"torchrun {nodes if machine.nodes > 1 else ''}--nproc-per-node {machine.gpus} script.py"
 
 
-def spec_of(title: str, facts: dict[str, str], option: Option, wanted: Wanted) -> str:
+def spec_of(title: str, facts: dict[str, str], option: Option, request: PlanRequest) -> str:
     """One page of Markdown: what is asked, what is chosen, what it takes, and how sure that is."""
-    device, host = replace(wanted, machine=option.machine).budgets
+    device, host = replace(request, machine=option.machine).budgets
     lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in facts.items()), ""]
     lines += ["## Memory of one GPU", "", f"Worst at the {option.memory.moment}.", ""]
     lines += ["| term | device, GiB | host, GiB | |", "|---|---:|---:|---|"]
@@ -161,13 +163,13 @@ def spec_of(title: str, facts: dict[str, str], option: Option, wanted: Wanted) -
         lines.append(f"| {term.name} | {sizes} | {_cell(term.formula)} |")
     total = f"{option.memory.device_bytes / GIB:.2f} of {device / GIB:.1f} | "
     total += f"{option.memory.host_bytes / GIB:.2f} of {host / GIB:.1f}"
-    lines += [f"| all | {total} | headroom {wanted.headroom:.0%} |", "", "## Time of a step", ""]
+    lines += [f"| all | {total} | headroom {request.headroom:.0%} |", "", "## Time of a step", ""]
     lines += ["| term | seconds | share | |", "|---|---:|---:|---|"]
     for part in option.time.terms:
         share = part.seconds / option.time.seconds
         lines.append(f"| {part.name} | {part.seconds:.2f} | {share:.1%} | {_cell(part.meaning)} |")
     lines += [f"| all | {option.time.seconds:.2f} | 100% | |", "", "## In a plain script", ""]
-    lines += ["```diff", script_change(wanted, option), "```", "", "```sh", launch_line(option.machine), "```", ""]
+    lines += ["```diff", script_change(request, option), "```", "", "```sh", launch_line(option.machine), "```", ""]
     return "\n".join(lines)
 
 

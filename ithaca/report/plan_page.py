@@ -12,8 +12,8 @@ from rich.text import Text
 from ithaca.constants import GIB
 from ithaca.planning.machine.hardware import Device
 from ithaca.planning.search.best_mesh import Compared, Option
-from ithaca.planning.search.request import Wanted
-from ithaca.planning.search.what_if import show_length, show_used
+from ithaca.planning.search.phrases import show_length, show_used
+from ithaca.planning.search.request import PlanRequest
 from ithaca.planning.terms.memory_terms import Term
 from ithaca.planning.terms.traffic import LINK_SHARE, Machine
 from ithaca.report.plan_files import launch_line, script_change
@@ -22,14 +22,14 @@ BAR, NAME, NUMBER = 20, 22, 6
 LEAST_SHOWN = 0.005
 
 
-def facts_of(wanted: Wanted, option: Option, name: str) -> dict[str, str]:
+def facts_of(request: PlanRequest, option: Option, name: str) -> dict[str, str]:
     """What was asked and what was chosen, a line each."""
-    machine, job, time = wanted.machine, option.job, option.time
+    machine, job, time = request.machine, option.job, option.time
     rows = option.rows * option.degrees.dp
-    tuned = f", {parameters(wanted.sizes.adapters)} of them trained" if wanted.sizes.adapters else ", all trained"
+    tuned = f", {parameters(request.sizes.adapters)} of them trained" if request.sizes.adapters else ", all trained"
     copies = f", {job.replicas} copies of the weights" if job.replicas > 1 else ""
     return {
-        "model": f"{name}, {parameters(wanted.sizes.total)} parameters{tuned}",
+        "model": f"{name}, {parameters(request.sizes.total)} parameters{tuned}",
         "length": f"{job.length:,} tokens, {rows} row{'s' * (rows > 1)} a step, one document a row",
         "machine": f"{machine}, {machine.host_memory / 1e9:,.0f} GB of host memory a node, {links_of(machine)}",
         "mesh": f"{option.degrees}{show_used(machine, option.machine)}{copies}",
@@ -61,11 +61,11 @@ def source_of(device: Device) -> str:
     return f"{device.name} and links from data sheets, with the shares that an H200 was measured to reach"
 
 
-def cost_of(wanted: Wanted, option: Option, tokens: int, price: float | None) -> str:
+def cost_of(request: PlanRequest, option: Option, tokens: int, price: float | None) -> str:
     """Idle GPUs are paid for too."""
     hours = tokens / option.time.tokens_per_second / 3600
-    text = f"{tokens:,} tokens: {hours:,.1f} hours, {hours * wanted.machine.world:,.0f} GPU-hours"
-    return text if price is None else f"{text}, {hours * wanted.machine.world * price:,.0f} at {price:g} a GPU-hour"
+    text = f"{tokens:,} tokens: {hours:,.1f} hours, {hours * request.machine.world:,.0f} GPU-hours"
+    return text if price is None else f"{text}, {hours * request.machine.world * price:,.0f} at {price:g} a GPU-hour"
 
 
 def seconds(value: float) -> str:
@@ -74,16 +74,18 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 600 else f"{value / 60:.1f} min"
 
 
-def page(facts: dict[str, str], wanted: Wanted, option: Option, reach: Sequence[tuple[str, int]]) -> RenderableType:
+def page(
+    facts: dict[str, str], request: PlanRequest, option: Option, reach: Sequence[tuple[str, int]]
+) -> RenderableType:
     """The whole of it."""
-    device, host = replace(wanted, machine=option.machine).budgets
+    device, host = replace(request, machine=option.machine).budgets
     terms = option.memory.terms
     head = f"at the {option.memory.moment}"
-    parts: list[RenderableType] = [_facts(facts), Text(), _memory("device", terms, device, wanted.headroom, head)]
+    parts: list[RenderableType] = [_facts(facts), Text(), _memory("device", terms, device, request.headroom, head)]
     if option.memory.host_bytes:
-        parts += [Text(), _memory("host", terms, host, wanted.host_headroom, "one GPU's share")]
+        parts += [Text(), _memory("host", terms, host, request.host_headroom, "one GPU's share")]
     parts += [Text(), _time(option), Text(), _reach(reach), Text("\nIn a plain script:", style="bold")]
-    change = "\n".join(f"  {line}" for line in script_change(wanted, option).splitlines())
+    change = "\n".join(f"  {line}" for line in script_change(request, option).splitlines())
     parts += [_diff(change), Text(f"  {launch_line(option.machine)}", style="dim")]
     return Group(*parts)
 
@@ -189,9 +191,9 @@ def _remark(row: Compared) -> Text:
     return Text("not built yet", style="yellow") if row.degrees.ring > 1 else Text("")
 
 
-def verdict(wanted: Wanted, plain: Option, rows: Sequence[Compared]) -> str:
+def verdict(request: PlanRequest, plain: Option, rows: Sequence[Compared]) -> str:
     """When Ulysses, ring or both, for this model on these machines; `plain` was chosen."""
-    machine, heads = wanted.machine, wanted.sizes.heads
+    machine, heads = request.machine, request.sizes.heads
     rings = [row.option for row in rows if row.option is not None and not row.option.runnable]
     turning = max(rings, key=lambda option: option.time.tokens_per_second, default=None)
     lines = [

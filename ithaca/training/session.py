@@ -25,7 +25,7 @@ from ithaca.models.planner.plan_in_force import AutoMemory, planner_of
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.advice import Words, typed_free
+from ithaca.planning.search.phrases import RUN_FILE, Phrases
 from ithaca.state.checkpoint.state_tensors import state_tensors
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.training.degrees import choose_sp
@@ -104,7 +104,7 @@ def build_session(
     )
     planner = planner_of(model)
     if planner is not None:
-        planner.words = _settings(run, number, mesh)
+        planner.phrases = _phrases(run, number, mesh)
         _refuse_too_long(run, number, mesh, config, planner)
     if run.model.weights == "random":
         init_weights(model, seed=run.seed)
@@ -132,24 +132,17 @@ def _refuse_too_long(run: Run, number: int, mesh: Mesh, config: Any, planner: Au
     for at in range(number, len(run.stages)):
         stage, sp = run.stages[at], choose_sp(run, at, mesh.world, config.get_text_config())
         dp = mesh.world // sp
-        planner.check_fits(stage.length, sp=sp, dp=dp, accumulate=stage.batch > dp, words=_settings(run, at, mesh))
+        planner.check_fits(stage.length, sp=sp, dp=dp, accumulate=stage.batch > dp, phrases=_phrases(run, at, mesh))
 
 
-def _settings(run: Run, number: int, mesh: Mesh) -> Words:
+def _phrases(run: Run, number: int, mesh: Mesh) -> Phrases:
     """What would fit, as it is typed after `ithaca train run.yaml`."""
     own = f"stages.{number}.sp" if run.stages[number].sp else "mesh.sp"
 
     def degree(sp: int) -> str:
         return f"{own}={sp}" if sp <= mesh.world else f"launch.processes={sp} {own}={sp}"
 
-    return Words(
-        "memory.on_host=everything",
-        "memory.host_budget={}GiB".format,
-        degree,
-        lambda length: f"stages.{number}.length={length}",
-        "memory.budget={}".format,
-        free=typed_free,
-    )
+    return RUN_FILE._replace(sp=degree, length=f"stages.{number}.length={{}}".format)
 
 
 def _mesh_for(run: Run, number: int, config: Any, mesh: Mesh | None) -> Mesh:

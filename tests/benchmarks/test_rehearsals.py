@@ -15,7 +15,7 @@ import pytest
 from benchmarks import rehearsal_cells, rehearsal_page, rehearsal_plan, rehearsals
 from benchmarks.step import show_length
 from ithaca.planning.memory_plan import Job
-from ithaca.planning.search.choose import choose_plan
+from ithaca.planning.search.advice import plan_or_refuse
 from tests.tolerances import PLANNED_MEMORY, PREDICTED_STEP
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 def done(of: dict[str, Any], **more: Any) -> dict[str, Any]:
     predicted = {"device_bytes": 11 * 10**9, "compute_s": 11.0, "step_s": 12.0, "kinds": {}, "host_bytes": 0}
     predicted |= {"job": asdict(Job(of["length"], sp=of["sp"])), "budgets": [int(1e11), int(1e11)]}
-    plan = choose_plan(rehearsal_plan.sizes_of(of["model"]), Job(**predicted["job"]), *predicted["budgets"])
+    plan = plan_or_refuse(rehearsal_plan.sizes_of(of["model"]), Job(**predicted["job"]), *predicted["budgets"])
     given = {
         "outcome": "done", "peak": 10 * 10**9, "reserved": 12 * 10**9, "pinned": 0, "host": 0, "compute_s": 10.0, "step_s": 10.5,
         "memory_error": 0.1, "time_error": 0.1, "derived": True, "how": "3 and 6 of 36 layers run", "spent_s": 9.0,

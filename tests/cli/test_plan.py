@@ -15,7 +15,7 @@ from ithaca.config.schema import load_run
 from ithaca.planning.machine.calibrated import Measured, write_measured
 from ithaca.planning.machine.hardware import DEVICES, AttentionSpeed
 from ithaca.planning.memory_plan import MemoryPlan
-from ithaca.planning.search.what_if import show_length as shown_length
+from ithaca.planning.search.phrases import show_length as shown_length
 from tests.planning.models import LLAMA_8B
 
 BASE = ("--model", "qwen3-8b", "--length", "1M", "--gpus", "8xH100")

@@ -16,7 +16,8 @@ from ithaca.models.bound import binding_of
 from ithaca.models.planner.plan_in_force import planner_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Decided, LayerMode, MemoryPlan
-from ithaca.planning.search.choose import choose_plan, feasible
+from ithaca.planning.search.advice import plan_or_refuse
+from ithaca.planning.search.choose import feasible
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.parity import compare, gradient_errors, reference
@@ -133,7 +134,7 @@ def planned(linked: bool) -> tuple[bool, set[str]]:
     decided = Decided(mlp_tile=64, loss_tile=256, head_groups=1)
     least = memory_of(sizes, job, MemoryPlan((R,) * 4, (False,) * 4, 64, 256)).device_bytes
     budgets = [int(least * (1 + share / 50)) for share in range(50)]
-    plans = [choose_plan(sizes, job, each, 0, decided) for each in budgets if feasible(sizes, decided, job, each, 0)]
+    plans = [plan_or_refuse(sizes, job, each, 0, decided) for each in budgets if feasible(sizes, decided, job, each, 0)]
     return planner.sizes.linked, {mode for plan in plans for mode in plan.layers}
 
 

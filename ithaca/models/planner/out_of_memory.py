@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ithaca.errors import IthacaError, MemoryPlanError
-from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
+from ithaca.planning.memory_plan import UNDECIDED, Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.advice import LIBRARY, Words, explain
-from ithaca.planning.search.choose import FREE, choose_plan
-from ithaca.planning.terms.memory_terms import Memory, memory_of
+from ithaca.planning.search.advice import plan_or_refuse
+from ithaca.planning.search.phrases import LIBRARY, Phrases
+from ithaca.planning.terms.memory_terms import StepMemory, memory_of
+from ithaca.planning.terms.terms_table import explain
 from ithaca.quantities import parse_bytes, show_bytes, write_bytes
 
 # Shares of what the failed plan takes, tried from above.
@@ -34,8 +35,8 @@ def out_of_memory(
     job: Job,
     plan: MemoryPlan,
     host: int,
-    words: Words = LIBRARY,
-    given: MemoryPlan | Decided = FREE,
+    phrases: Phrases = LIBRARY,
+    given: MemoryPlan | Decided = UNDECIDED,
 ) -> DeviceMemoryError:
     """The same error with an account of the step it happened in; one that has its account is given back. `given`: what was
     not left to the plan."""
@@ -48,7 +49,7 @@ def out_of_memory(
         f"{first}\n{_by_kind(model)}\nThe plan in force ({plan.summary()}) counts on {show_bytes(memory.device_bytes)} "
         f"at the {memory.moment}:\n{explain(memory.terms, memory.device_bytes)}\n"
         f"The largest term is {blame.name!r}, {show_bytes(blame.device_bytes)} ({blame.formula}). "
-        f"{_change(sizes, job, memory, host, words, given)}"
+        f"{_change(sizes, job, memory, host, phrases, given)}"
     )
 
 
@@ -75,19 +76,21 @@ def _local_bytes(x: torch.Tensor) -> int:
     return local.nbytes
 
 
-def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int, words: Words, given: MemoryPlan | Decided) -> str:
+def _change(
+    sizes: ModelSizes, job: Job, memory: StepMemory, host: int, phrases: Phrases, given: MemoryPlan | Decided
+) -> str:
     # What this device has did not do, whatever the plan counts on.
-    words = words._replace(device=lambda _: "a larger device")
+    phrases = phrases._replace(device=lambda _: "a larger device")
     # A plan that was given whole goes by no budget.
-    decided, first = (FREE, f"{words.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
+    decided, first = (UNDECIDED, f"{phrases.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
     for share in SHARES:
         budget = write_bytes(share * memory.device_bytes)
         limit = cast(int, parse_bytes(budget))
         try:
-            smaller = choose_plan(sizes, job, limit, host, decided, words=words)
+            smaller = plan_or_refuse(sizes, job, limit, host, decided, phrases=phrases)
         except MemoryPlanError as refused:
             return str(refused)
         saved = memory.device_bytes - memory_of(sizes, job, smaller).device_bytes
         if saved > 0:
-            return f"The smallest change: {first}{words.budget(budget)} takes {show_bytes(saved)} less ({smaller.summary()})"
+            return f"The smallest change: {first}{phrases.budget(budget)} takes {show_bytes(saved)} less ({smaller.summary()})"
     return "Shorter sequences or a larger sp would take less"

@@ -27,12 +27,13 @@ from ithaca.mesh import Mesh
 from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.out_of_memory import out_of_memory
 from ithaca.models.support import base_model
-from ithaca.planning.memory_plan import Decided, Job, MemoryPlan, Optimizer, Weights
+from ithaca.planning.memory_plan import UNDECIDED, Decided, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.advice import LIBRARY, Words, explain
-from ithaca.planning.search.choose import FREE, choose_plan
+from ithaca.planning.search.advice import plan_or_refuse
+from ithaca.planning.search.phrases import LIBRARY, Phrases
 from ithaca.planning.search.request import LEAST_HEADROOM
 from ithaca.planning.terms.memory_terms import memory_of
+from ithaca.planning.terms.terms_table import explain
 from ithaca.sequence.layout import SequenceLayout
 from ithaca.state.optimizer.on_host import held_on_host
 
@@ -60,11 +61,11 @@ class AutoMemory:
     job: Job
     budget: int
     model: nn.Module = field(repr=False)
-    given: MemoryPlan | Decided = FREE
+    given: MemoryPlan | Decided = UNDECIDED
     host_budget: int | None = None
     plan: MemoryPlan | None = None
     planned: int = 0
-    words: Words = LIBRARY
+    phrases: Phrases = LIBRARY
     held: Callable[[], int] = int
     store: HostStore | None = None
 
@@ -96,19 +97,19 @@ class AutoMemory:
         if isinstance(self.given, MemoryPlan):
             self.plan = self.given
             return None
-        host, words = self._agree(), self._here(self.words)
-        self.plan = plan = choose_plan(self.sizes, self.job, self.budget, host, self.given, words=words)
+        host, phrases = self._agree(), self._here(self.phrases)
+        self.plan = plan = plan_or_refuse(self.sizes, self.job, self.budget, host, self.given, phrases=phrases)
         if self.mesh.rank == 0:
             memory = memory_of(self.sizes, self.job, plan)
             logger.info("memory: %s\n%s", plan.summary(), explain(memory.terms, self.budget, host))
         return plan
 
-    def check_fits(self, length: int, *, sp: int, dp: int, accumulate: bool, words: Words) -> None:
+    def check_fits(self, length: int, *, sp: int, dp: int, accumulate: bool, phrases: Phrases) -> None:
         """Raise now what a row of `length` tokens, so cut, would raise when it comes."""
         if isinstance(self.given, Decided):
             host = self._agree()
             job = replace(self.job, length=length, batch=1, sp=sp, dp=dp, accumulate=accumulate)
-            choose_plan(self.sizes, job, self.budget, host, self.given, words=self._here(words))
+            plan_or_refuse(self.sizes, job, self.budget, host, self.given, phrases=self._here(phrases))
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -148,24 +149,24 @@ class AutoMemory:
         held = self.held() + (0 if self.store is None else self.store.pinned)
         return psutil.virtual_memory().available // self.mesh.local_ranks + held
 
-    def _here(self, words: Words) -> Words:
-        """`words` with the amounts that this machine would need, of which a plan is given a share."""
-        there, device = self._host_there(), more_device(_device_memory(self.mesh), words.budget)
+    def _here(self, phrases: Phrases) -> Phrases:
+        """`phrases` with the amounts that this machine would need, of which a plan is given a share."""
+        there, device = self._host_there(), more_device(_device_memory(self.mesh), phrases.budget)
 
         def host(gib: int) -> str:
-            if words.host is not None and gib * GIB <= MOST * there:
-                return words.host(gib)
+            if phrases.host is not None and gib * GIB <= MOST * there:
+                return phrases.host(gib)
             return f"{math.ceil(gib * self.mesh.local_ranks / SHARE)} GiB of free host memory"
 
-        return words._replace(host=host if self.mesh.device.type == "cuda" else None, device=device)
+        return phrases._replace(host=host if self.mesh.device.type == "cuda" else None, device=device)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error with an account of the plan in force."""
         if self.plan is None:
             return error
         host = self._host() if self.mesh.device.type == "cuda" else 0
-        words, given = self._here(self.words), self.given
-        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, words, given)
+        phrases, given = self._here(self.phrases), self.given
+        return out_of_memory(error, self.model, self.sizes, self.job, self.plan, host, phrases, given)
 
 
 def host_share(there: int, budget: int | None) -> int:
@@ -176,10 +177,10 @@ def host_share(there: int, budget: int | None) -> int:
 def more_device(there: int, budget: Callable[[str], str]) -> Callable[[int], str]:
     """How to get a plan more GiB of a device of `there` bytes: a larger share of it, or another one."""
 
-    def words(gib: int) -> str:
+    def phrases(gib: int) -> str:
         return budget(f"{gib}GiB") if gib * GIB <= MOST * there else f"a device of {math.ceil(gib / SHARE)} GiB"
 
-    return words
+    return phrases
 
 
 def planner_of(model: nn.Module) -> AutoMemory | None:

@@ -27,7 +27,6 @@ from math import inf
 from typing import NamedTuple
 
 from ithaca.planning.memory_plan import MODES, UNDECIDED, Decided, Job, LayerMode, MemoryPlan
-from ithaca.planning.model.flops import attention_flops
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.activations import TensorBytes, group_bytes
 from ithaca.planning.terms.cost import copy_cost, run_again, tile_cost
@@ -90,9 +89,7 @@ NONE = Best(inf, inf, None)
 class Search:
     """The search among plans with given tiles and head groups."""
 
-    def __init__(
-        self, sizes: ModelSizes, job: Job, tiling: Tiling, device: int, host: int, decided: Decided
-    ) -> None:
+    def __init__(self, sizes: ModelSizes, job: Job, tiling: Tiling, device: int, host: int, decided: Decided) -> None:
         self.sizes, self.job, self.tiling = sizes, job, tiling
         self.device, self.host, self.decided = device, host, decided
         self.count = len(sizes.layers)
@@ -200,13 +197,13 @@ class Search:
 
     def costs(self, modes: Modes) -> list[int]:
         """Return the FLOPs that each layer does again."""
-        return [self.prices[key] for key in zip(self.sizes.kinds, modes)]
+        return [self.prices[key] for key in zip(self.sizes.kinds, modes, strict=True)]
 
     @cached_property
     def prices(self) -> dict[tuple[int, LayerMode], int]:
         """FLOPs done again by a layer of each kind in each mode."""
         sizes, tiled = self.sizes, self.memory.tiled
-        kinds = dict(zip(sizes.kinds, sizes.layers))
+        kinds = dict(zip(sizes.kinds, sizes.layers, strict=True))
         return {(k, mode): run_again(sizes, self.job, kinds[k], mode, tiled=tiled) for k in kinds for mode in MODES}
 
     @cached_property

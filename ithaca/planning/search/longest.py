@@ -1,112 +1,100 @@
-"""How long a row can be: of one cut and recipe, or of all that a machine allows, to a step of 1,024 tokens.
+"""The longest row that fits: of one mesh and recipe, or of all that a machine allows, in steps of 1,024 tokens.
 
-Invariant: a length is refused exactly if nothing here reaches it, and the longest is planned if it is asked for: both
-ask `feasible` about the same places and recipes.
+Invariant: a length is refused exactly if no search here reaches it, and the longest is planned if it is asked for: both
+ask `feasible` about the same meshes and recipes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from ithaca.planning.memory_plan import UNDECIDED as FREE
+from ithaca.planning.memory_plan import UNDECIDED
+from ithaca.planning.search.bisection import largest
 from ithaca.planning.search.choose import feasible, nearest_miss
-from ithaca.planning.search.meshes import Place, parts, whole
-from ithaca.planning.search.request import Degrees, Recipe, Wanted, job_of, leanest, recipes
+from ithaca.planning.search.meshes import SubMesh, meshes_of_all, meshes_of_parts
+from ithaca.planning.search.request import MeshShape, PlanRequest, Recipe, job_of, leanest, recipes
 from ithaca.planning.terms.memory_terms import StepMemory
 
-# Lengths are looked for in steps of this many tokens; where the search for the longest begins.
+# Tokens from one length to the next; the length at which the search for the longest begins.
 STEP, GUESS = 1024, 2**19
-_ANY = FREE
 
 
 class Longest(NamedTuple):
-    """A length, and what it takes: the cut of the machine or of a part of it, and the most exact recipe that fits."""
+    """A length, the mesh that it takes and the most exact recipe that fits."""
 
     length: int
-    place: Place
+    mesh: SubMesh
     recipe: Recipe
 
 
-def fits(wanted: Wanted, length: int, degrees: Degrees, recipe: Recipe) -> bool:
-    return feasible(wanted.sizes, _ANY, job_of(wanted, length, degrees, recipe)[0], *wanted.budgets)
+def fits(request: PlanRequest, length: int, degrees: MeshShape, recipe: Recipe) -> bool:
+    """True if any plan for this length fits this mesh."""
+    return feasible(request.sizes, UNDECIDED, job_of(request, length, degrees, recipe)[0], *request.budgets)
 
 
-def fits_any(wanted: Wanted, length: int) -> bool:
-    """Whether anything fits that runs."""
-    lean = leanest(wanted)
+def fits_any(request: PlanRequest, length: int) -> bool:
+    """True if the length fits any mesh of the machine, or of a part of it."""
+    lean = leanest(request)
     return any(
-        fits(*_at(place, length), recipe) for find in (whole, parts) for place in find(wanted) for recipe in lean
+        fits(mesh.request, length, mesh.degrees, recipe)
+        for find in (meshes_of_all, meshes_of_parts)
+        for mesh in find(request)
+        for recipe in lean
     )
 
 
-def longest(wanted: Wanted, degrees: Degrees, recipe: Recipe, *, beyond: int = 0) -> int:
-    """The longest length that fits this mesh, in steps of 1,024 tokens (below the first step, of one); 0 where none
-    does, or none longer than `beyond`."""
+def longest(request: PlanRequest, degrees: MeshShape, recipe: Recipe, *, beyond: int = 0) -> int:
+    """Return the longest length beyond `beyond` that fits this mesh; 0 if none does.
+
+    Lengths are multiples of `STEP`; below the first of them, single tokens.
+    """
 
     def works(tokens: int) -> bool:
-        return fits(wanted, tokens, degrees, recipe)
+        return fits(request, tokens, degrees, recipe)
 
-    # By doubling to where it fits no more, and by halving back. Beyond a length that is known the steps begin small.
+    # Doubling steps find a length that does not fit, bisection the longest before it. Beyond a known length little is to be
+    # expected, so the steps begin small.
     known = beyond // STEP
     low, high = known + 1, known + 1 + known // 16 if known > 16 else GUESS // STEP + known
     if not works(low * STEP):
-        return _below(STEP, works) if not known and works(1) else 0
+        return (largest(1, STEP - 1, works) or 0) if not known else 0
     while works(high * STEP):
         low, high = high, high + 2 * (high - low)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle * STEP) else (low, middle)
-    return low * STEP
-
-
-def _below(high: int, works: Callable[[int], bool]) -> int:
-    """The longest below `high`, which does not work; one token does."""
-    low = 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
+    return (largest(low + 1, high - 1, lambda steps: works(steps * STEP)) or low) * STEP
 
 
 @cache
-def longest_of_all(wanted: Wanted) -> Longest | None:
-    """The longest length that any plan fits, all numerics and parts of the machine allowed that a given length is.
-
-    Kept: a plan of `--length max` asks for it, and what is said of its reach does so again.
-    """
-    best = longest_length(wanted)
+def longest_of_all(request: PlanRequest) -> Longest | None:
+    """Return the longest length that any plan fits, on the meshes and with the numerics that a given length may have."""
+    # Kept: a plan of `--length max` asks for the longest, and so does the list of lengths within reach.
+    best = longest_length(request)
     if not best:
         return None
-    every = [recipe for group in recipes(wanted) for recipe in group]
-    places = (find(wanted) for find in (whole, parts))
-    found = (Longest(best, place, recipe) for some in places for recipe in every for place in some)
-    return next(each for each in found if fits(*_at(each.place, best), each.recipe))
+    every = [recipe for group in recipes(request) for recipe in group]
+    meshes = (find(request) for find in (meshes_of_all, meshes_of_parts))
+    found = (Longest(best, mesh, recipe) for some in meshes for recipe in every for mesh in some)
+    return next(each for each in found if fits(each.mesh.request, best, each.mesh.degrees, each.recipe))
 
 
-def longest_length(wanted: Wanted, *, known: int = 0) -> int:
-    """The same without what it takes; `known` is a length that is reached anyway."""
+def longest_length(request: PlanRequest, *, known: int = 0) -> int:
+    """Return the longest length that any plan fits; `known` is a length that is known to fit."""
     best = known
-    for place in (*whole(wanted), *parts(wanted)):
-        # On the host there is room for most: what is found there leaves little to look for on the device.
-        for recipe in reversed(leanest(wanted)):
-            best = max(best, longest(*place, recipe, beyond=best))
+    for mesh in (*meshes_of_all(request), *meshes_of_parts(request)):
+        # With state on the host a device takes the longest rows: little is left to find with state on the device.
+        for recipe in reversed(leanest(request)):
+            best = max(best, longest(*mesh, recipe, beyond=best))
     return best
 
 
-def _at(place: Place, length: int) -> tuple[Wanted, int, Degrees]:
-    return place.wanted, length, place.degrees
-
-
-def miss(wanted: Wanted, length: int) -> tuple[Place, Recipe, StepMemory] | None:
-    """The nearest miss of the most exact numerics; None where no cut is possible at all."""
-    place = next(iter(whole(wanted) or parts(wanted)), None)
-    if place is None:
+def miss(request: PlanRequest, length: int) -> tuple[SubMesh, Recipe, StepMemory] | None:
+    """Return the nearest miss with the most exact numerics; None if no mesh is possible."""
+    mesh = next(iter(meshes_of_all(request) or meshes_of_parts(request)), None)
+    if mesh is None:
         return None
-    device, host = place.wanted.budgets
+    device, host = mesh.request.budgets
     misses = []
-    for recipe in next(recipes(wanted)):
-        job, _ = job_of(*_at(place, length), recipe)
-        misses.append((place, recipe, nearest_miss(wanted.sizes, job, host, _ANY)))
+    for recipe in next(recipes(request)):
+        job, _ = job_of(mesh.request, length, mesh.degrees, recipe)
+        misses.append((mesh, recipe, nearest_miss(request.sizes, job, host, UNDECIDED)))
     return min(misses, key=lambda each: max(each[2].device_bytes / device, each[2].host_bytes / host))

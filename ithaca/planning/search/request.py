@@ -1,6 +1,6 @@
-"""What a mesh is searched for: a model on a machine, what the user decided, and the numerics that are left to try.
+"""The request that a mesh is searched for: a model on a machine, what the user decided, and the numerics left to try.
 
-Invariant: what was decided is never changed; `recipes` and the cuts of `cuts.py` range over the rest.
+Invariant: what the user decided is never changed; `recipes` and the meshes of `meshes.py` range over the rest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ithaca.planning.terms.traffic import Machine
 
 Precision = Literal["mixed", "bf16"]
 HOST_HEADROOM = 0.25
-# A run leaves its host no less than this, whatever it is asked to.
+# A run leaves its host no less than this share, whatever the user asks for.
 LEAST_HEADROOM = 0.07
 
 
-class Degrees(NamedTuple):
-    """How the GPUs are cut."""
+class MeshShape(NamedTuple):
+    """The degrees of parallelism of a mesh."""
 
     dp: int
     ring: int
@@ -32,7 +32,7 @@ class Degrees(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Numbers a parameter is kept in, and whether weights, gradients and optimizer state live on the host."""
+    """The precision of parameters, the optimizer, and True if weights, gradients and optimizer state live on the host."""
 
     precision: Precision
     optimizer: Optimizer
@@ -48,9 +48,11 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a plan is asked for. None and empty are left to the search; `batch` is rows a step over all groups. `headroom`
-    and `host_left` are the shares of the device and of the host that are left free."""
+class PlanRequest:
+    """A model, a machine and what the user decided of the plan; the search decides what is None.
+
+    `batch`: rows a step over all groups. `headroom`, `host_left`: shares of the device and of the host to leave free.
+    """
 
     sizes: ModelSizes
     machine: Machine
@@ -68,12 +70,12 @@ class Wanted:
 
     @property
     def host_budget(self) -> int:
-        """One rank's share."""
+        """One rank's share of the host."""
         return int((1 - self.host_headroom) * self.machine.host_memory / self.machine.gpus)
 
     @property
     def host_headroom(self) -> float:
-        """Unless it is said, at least a quarter, whatever is left of the device."""
+        """The share of the host to leave free: by default the device's, and at least a quarter."""
         return max(self.headroom, HOST_HEADROOM) if self.host_left is None else self.host_left
 
     @property
@@ -81,36 +83,36 @@ class Wanted:
         return self.device_budget, self.host_budget
 
 
-def recipes(wanted: Wanted) -> Iterator[list[Recipe]]:
-    """Ways to keep parameters, the most exact first; in each the device before the host.
+def recipes(request: PlanRequest) -> Iterator[list[Recipe]]:
+    """Yield groups of recipes with the same numerics, the most exact first; in each the device before the host.
 
-    The last takes the fewest bytes of a parameter at every moment: what fits at all fits with that.
+    The last group takes the fewest bytes of a parameter at every moment: a length that fits at all fits with that group.
     """
     pairs: list[tuple[Precision, Optimizer]] = [("mixed", "adamw"), ("mixed", "adamw8bit"), ("bf16", "bf16_sr")]
-    if wanted.sizes.adapters:
+    if request.sizes.adapters:
         # Adapters are few: the frozen weights need no fp32 copy, and no optimizer state is worth saving.
         pairs = [("bf16", "adamw")]
-    if wanted.optimizer is not None or wanted.precision is not None:
-        usual: Precision = "bf16" if wanted.sizes.adapters or wanted.optimizer == "bf16_sr" else "mixed"
-        pairs = [(wanted.precision or usual, wanted.optimizer or "adamw")]
-    places = [False, True] if wanted.on_host is None else [wanted.on_host]
+    if request.optimizer is not None or request.precision is not None:
+        usual: Precision = "bf16" if request.sizes.adapters or request.optimizer == "bf16_sr" else "mixed"
+        pairs = [(request.precision or usual, request.optimizer or "adamw")]
+    on_host = [False, True] if request.on_host is None else [request.on_host]
     for precision, optimizer in pairs:
-        yield [Recipe(precision, optimizer, place) for place in places]
+        yield [Recipe(precision, optimizer, each) for each in on_host]
 
 
-def leanest(wanted: Wanted) -> list[Recipe]:
-    """The recipes that fit wherever any does."""
-    *_, last = recipes(wanted)
+def leanest(request: PlanRequest) -> list[Recipe]:
+    """Return the recipes that fit wherever any recipe does."""
+    *_, last = recipes(request)
     return last
 
 
-def job_of(wanted: Wanted, length: int, degrees: Degrees, recipe: Recipe) -> tuple[Job, int]:
-    """One rank's job, and the rows that its sequence group takes one after another."""
-    rows = (wanted.batch or degrees.dp) // degrees.dp
+def job_of(request: PlanRequest, length: int, degrees: MeshShape, recipe: Recipe) -> tuple[Job, int]:
+    """Return one rank's job, and the rows that its sequence group takes one after another."""
+    rows = (request.batch or degrees.dp) // degrees.dp
     width = 4 if recipe.precision == "mixed" else 2
-    # Adapters are kept in fp32, and cast.
-    casts = recipe.precision == "mixed" or wanted.sizes.adapters > 0
-    alone = wanted.machine.world == 1 and not casts and not recipe.on_host
+    # PEFT keeps adapters in fp32; they are cast to the computing dtype.
+    casts = recipe.precision == "mixed" or request.sizes.adapters > 0
+    alone = request.machine.world == 1 and not casts and not recipe.on_host
     job = Job(
         length=length,
         sp=degrees.sp,

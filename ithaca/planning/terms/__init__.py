@@ -1,1 +1,1 @@
-"""The terms of a step: memory, time and traffic, one file each."""
+"""Terms of a step: memory, time and traffic, one file each."""

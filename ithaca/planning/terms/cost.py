@@ -1,7 +1,7 @@
-"""What a plan costs beyond the work that no plan saves: floating-point work done again, and copies that show.
+"""The cost that plans are ordered by: FLOPs of one rank and step that are done again, and host copies that show.
 
-One number orders plans: FLOPs of one rank and step. Copies to the host are priced in the FLOPs that could have run
-meanwhile, and are free as long as the attention of a layer takes longer than its own tensors' way out.
+Host copies are priced in the FLOPs that the device could have done meanwhile. A layer's copy is free while the layer's
+attention takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ithaca.planning.terms.activations import TensorBytes, saved
 
 # An H200 does about 550 TFLOP/s of attention and copies 55 GB/s each way; an A100's ratio is much the same.
 FLOPS_PER_COPIED_BYTE = 10_000
-# Device memory is about 70 times as fast as that.
+# Device memory is about 70 times as fast as a copy to the host.
 FLOPS_PER_TOUCHED_BYTE = 140
-# A tile's weight gradient is read, and so is the fp32 sum, which is written again.
+# Bytes touched for each weight and tile: the tile's gradient is read, the fp32 sum read and written.
 SUMMED_BYTES = 2 + 4 + 4
 
 
 def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
-    """FLOPs of forward work that backward does once more under `mode`."""
+    """Return the FLOPs of a layer's forward that its backward repeats under `mode`."""
     left_out = 2 * last_product(layer, job) * job.tokens
     if mode == "keep":
         return 2 * layer.active * job.tokens - left_out if tiled else 0
@@ -30,12 +30,12 @@ def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *
 
 
 def last_product(layer: LayerSizes, job: Job) -> int:
-    """MLP parameters that are not multiplied by once more: compiled, a product that no gradient needs is left out."""
+    """Return the MLP parameters whose product is not repeated: compiled code leaves out a product that no gradient needs."""
     return layer.last if job.fused else 0
 
 
 def tile_cost(sizes: ModelSizes, job: Job, mlp_tile: int) -> int:
-    """What summing weight gradients over tiles costs."""
+    """Return the cost of summing weight gradients over tiles."""
     tiles = -(-job.tokens // mlp_tile)
     if tiles == 1 or sizes.adapters:
         return 0
@@ -43,14 +43,14 @@ def tile_cost(sizes: ModelSizes, job: Job, mlp_tile: int) -> int:
 
 
 def recompute_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
-    """FLOPs that one rank does again in a step."""
+    """Return the FLOPs that one rank does again in a step."""
     tiled = plan.mlp_tile < job.tokens
     pairs = zip(sizes.layers, plan.layers, strict=True)
     return sum(run_again(sizes, job, layer, mode, tiled=tiled) for layer, mode in pairs)
 
 
 def copy_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
-    """What the copies of offloaded layers cost where they outlast the attention they run beside."""
+    """Return the cost of host copies that outlast the attention of their layer."""
     tensors = TensorBytes.of(sizes, job, plan.head_groups)
     shown = 0
     for layer, mode, away in zip(sizes.layers, plan.layers, plan.offload, strict=True):

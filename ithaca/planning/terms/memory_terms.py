@@ -346,7 +346,12 @@ class ModesMemory:
         model = self.model
         formula = f"{model.sizes.trainable:,} * {model.job.gradient_bytes}"
         terms = [
-            Term("saved tensors, pinned", 0, self.host_bytes(offload), "each saved tensor of an offloaded layer, to 2 MiB"),
+            Term(
+                "saved tensors, pinned",
+                0,
+                self.host_bytes(offload),
+                "each saved tensor of an offloaded layer, to 2 MiB",
+            ),
             # Gradients on the host are counted whole, whatever the moment.
             Term("gradients", 0, model.gradients_on_host, formula),
         ]

@@ -1,8 +1,8 @@
-"""How long a step takes on one rank, term by term: attention, matrix products, what is run again, and what shows of
-copies and collectives that run beside them.
+"""The seconds of a step on one rank, term by term: attention, matrix products, recomputation, and copies and collectives
+as far as no work hides them.
 
-Every term is work divided by a speed of the card's table. Nothing is fitted to a step as a whole: the steps of
-`benchmarks/results/step.json` come out within 10%, and a test holds that.
+Every term is work divided by a speed of the card's table. Nothing is fitted to a step as a whole: the predicted steps of
+`benchmarks/results/step.json` are within 10% of the measured ones, and a test holds that.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ithaca.planning.terms.memory_terms import optimizer_bytes
 from ithaca.planning.terms.traffic import Machine, copies_s, exchange_s, exchanged, gather_s, ring_s
 
 TERA, GIGA = 1e12, 1e9
-# cuDNN takes neither windows nor wide heads: torch's FlashAttention then, at this share of its speed (H200).
+# cuDNN has no windows and no wide heads: torch's FlashAttention runs them at this share of cuDNN's speed (H200).
 FLASH_FORWARD, FLASH_BACKWARD, WIDEST = 0.57, 0.61, 192
 # Norms, activations and sums reach this share of a plain copy's speed (H200, compiled).
 ELEMENTWISE_SHARE = 0.75
 # Products over experts' shares of the tokens, against one large product (H200, benchmarks/results/experts.json).
 EXPERTS_SHARE = 0.85
-# How often, at that speed, the copies of tokens for their experts are passed over: sorted, weighed, put back (likewise).
+# Passes over the copies of tokens for their experts: sorting, weighing, putting back (H200, the same file).
 ROUTED_FORWARD, ROUTED_BACKWARD = 24, 37
 # AdamW on the host is bound by its memory: bytes a second for one rank (16 cores beside an H200, rehearsals.json).
 HOST_STEP = 85 * GIGA
-# A layer whose weights come from the host is launched in no less, forward, backward and for what is run again: short
-# sequences wait for the host. Each further head group is attention and exchanges once more (rehearsals.json, 8K and 32K:
-# fitted between four such machines, whose steps at 8K took 0.86 to 1.06 s and are met within 12%).
+# Least seconds in which the host launches a layer whose weights it holds: forward, backward, recompute, and for each
+# further head group. Short sequences wait for the host. Fitted to four machines at 8K and 32K (rehearsals.json), whose
+# steps at 8K took 0.86 to 1.06 s; the predictions are within 12%.
 LAUNCH_FORWARD, LAUNCH_BACKWARD, LAUNCH_AGAIN, LAUNCH_GROUP = 5.5e-3, 7.4e-3, 5.0e-3, 3.0e-3
 
 
 @dataclass(frozen=True, slots=True)
 class TimeTerm:
-    """One share of a step, in seconds, and what it stands for."""
+    """One share of a step, in seconds, and its meaning."""
 
     name: str
     seconds: float
@@ -64,17 +64,17 @@ class StepTime:
 
     @property
     def exchange_share(self) -> float:
-        """What shows of exchanges and ring, as a share of the step."""
+        """The share of the step that waits for exchanges and ring."""
         return sum(term.seconds for term in self.terms if term.name in ("exchange", "ring")) / self.seconds
 
     def utilisation(self, peak: float) -> float:
-        """The model's own FLOPs against what the cards' peak (TFLOP/s each) could have done meanwhile."""
+        """Return the model's own FLOPs over those that the cards, of `peak` TFLOP/s each, could have done meanwhile."""
         return utilisation(self.flops, self.seconds, self.ranks, peak * TERA)
 
 
 @dataclass(slots=True)
 class _Layer:
-    """Seconds of one layer: computing forward and backward, and of what runs beside it, what shows."""
+    """Seconds of one layer: computing, and copies and collectives as far as no computing hides them."""
 
     attention_forward: float
     attention_backward: float
@@ -90,7 +90,7 @@ class _Layer:
 
 
 def step_time(sizes: ModelSizes, job: Job, plan: MemoryPlan, machine: Machine, *, rows: int = 1) -> StepTime:
-    """The step under `plan`, each sequence group taking `rows` rows one after another (`job.batch` at a time)."""
+    """Return the time of a step under `plan`; each sequence group takes `rows` rows, `job.batch` at a time."""
     step = _Step(sizes, job, plan, machine)
     known: dict[tuple[LayerSizes, LayerMode, bool], _Layer] = {}
     layers = []
@@ -171,7 +171,7 @@ class _Step:
         )
 
     def _product(self, layer: LayerSizes) -> float:
-        """One forward of the layer's matrix products."""
+        """Return the seconds of one forward of the layer's matrix products."""
         mlp = 2 * layer.active * self.job.tokens / (EXPERTS_SHARE if layer.experts else 1.0)
         return (2 * layer.attention * self.job.tokens + mlp) / self.matmul
 
@@ -183,7 +183,7 @@ class _Step:
         return (2 if mode == "rebuild" else 1) * product + (attention if mode == "recompute" else 0.0) - left_out
 
     def _elementwise(self, layer: LayerSizes, mode: LayerMode) -> tuple[float, float]:
-        """Bytes touched forward and backward, what is run again included, in seconds."""
+        """Return the seconds of element-wise work, forward and backward, repeated work included."""
         c, tokens = self.job.compute_bytes, self.job.tokens
         x, wide = self.sizes.hidden * c, layer.width * c
         rotary = 2 * (self.sizes.heads + self.sizes.kv_heads) * self.sizes.key_size * c
@@ -203,7 +203,7 @@ class _Step:
         return first / self.touch, (tokens * (backward + again) + summed + 2 * packed / 3) / self.touch
 
     def _wires(self, mode: LayerMode, forward: float, backward: float) -> tuple[float, float, float]:
-        """What shows of a layer's exchanges and of its ring's turns, and the exchanges' whole time on the wire."""
+        """Return the unhidden seconds of a layer's exchanges and of its ring, and the exchanges' whole time on the wire."""
         job, groups = self.job, self.tensors.groups
         wire = exchanged(self.sizes, job, mode, groups)
         shown = whole = 0.0
@@ -222,15 +222,15 @@ class _Step:
         return shown, sum(ring), whole
 
     def _weights(self, layer: LayerSizes, mode: LayerMode) -> tuple[float, float]:
-        """Gathers for both passes (a third to rebuild), gradients reduced in fp32, to and from the host if they live
-        there; the next layer's run beside this one's work."""
+        """Return the seconds to gather a layer's weights and reduce its gradients, beside forward and beside backward."""
+        # The next layer's collectives run beside this layer's work. Rebuilding gathers a third time.
         if not self.job.gathers:
             return 0.0, 0.0
         gather, reduce = self._moved(layer.parameters)
         return gather, gather * (2 if mode == "rebuild" else 1) + reduce
 
     def _moved(self, parameters: int) -> tuple[float, float]:
-        """Seconds to gather so many weights, and to reduce their gradients."""
+        """Return the seconds to gather so many weights, and to reduce their gradients in fp32, host copies included."""
         job = self.job
         trained = 0 if self.sizes.adapters else parameters
         gather = gather_s(self.machine, job, parameters * job.compute_bytes)
@@ -240,7 +240,7 @@ class _Step:
         return gather, reduce
 
     def _launching(self, mode: LayerMode) -> tuple[float, float]:
-        """What the host takes to launch a layer's two passes, where that can be longer than they run."""
+        """Return the least seconds to launch a layer's two passes where its weights come from the host."""
         if not (self.job.gathers and self.job.weights_on_host):
             return 0.0, 0.0
         again = {"keep": 0, "save": 1, "rebuild": 2, "recompute": 1}[mode]
@@ -252,7 +252,7 @@ class _Step:
         return max(0.0, moved - forward) + max(0.0, moved - backward)
 
     def root_weights(self) -> float:
-        """Embedding, head and the first layer: nothing runs beside their gathering, nor beside the last reduction."""
+        """Return the seconds of collectives that nothing hides: the first gathers and the last reduction."""
         root = self.sizes.root
         if not self.job.gathers:
             return 0.0
@@ -261,7 +261,7 @@ class _Step:
         return 2 * gather + reduce
 
     def head(self) -> tuple[float, float]:
-        """The head's products, each once, and the bytes of the loss, both ways at once."""
+        """Return the seconds of the head's matrix products and of the loss's element-wise work, both ways."""
         job, sizes = self.job, self.sizes
         passes = 2 if sizes.adapters else 3
         tiles = -(-job.tokens // self.plan.loss_tile)
@@ -271,9 +271,10 @@ class _Step:
         return passes * 2 * sizes.embedding * job.tokens / self.matmul, touched / self.touch
 
     def optimizer(self) -> float:
-        """Weights and moments are read and written, gradients read; a second time for their norm."""
+        """Return the seconds of the optimizer step, which memory bandwidth bounds."""
         job = self.job
         if job.optimizer == "none":
             return 0.0
+        # Weights and moments are read and written, gradients read; a second time for their norm.
         each = 4 * job.gradient_bytes + 2 * optimizer_bytes(job)
         return self.sizes.trainable / job.shards * each / (HOST_STEP if job.optimizer_on_host else self.touch)

@@ -1,7 +1,7 @@
-"""What travels between ranks in a step, in bytes and in seconds: exchanges, the ring, weights and gradients.
+"""Traffic between ranks in a step, in bytes and in seconds: exchanges, the ring, weights and gradients.
 
-Bytes are those of one rank, its largest share; the exchange's are what `tests/attention/test_exchange.py` counts on the
-wire. Seconds take each link at `LINK_SHARE` of its data sheet. sp is the innermost axis, so a sequence group fills a
+Bytes are those of the rank with the largest share; `tests/attention/test_exchange.py` counts the exchange's on the wire.
+Seconds take each link at `LINK_SHARE` of its data sheet. sp is the innermost axis, so a sequence group fills a
 node before it reaches into the next.
 """
 
@@ -14,18 +14,19 @@ from ithaca.planning.memory_plan import Job, LayerMode
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.activations import FP32
 
-# What large collectives usually reach of a link's speed; not measured here.
+# Share of a link's speed that large collectives usually reach; not measured here.
 LINK_SHARE = 0.8
-# Starting one collective, whatever it carries.
+# Seconds to start one collective, whatever its size.
 COLLECTIVE_S = 30e-6
 _INSTANT = Link("none", 1e12, between_nodes=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`nodes` machines of `gpus` cards each; `host_memory` of one node, in bytes. `link` inside, `network` between.
+    """A cluster of `nodes` nodes with `gpus` cards each; `host_memory` of one node, in bytes.
 
-    `usual_host`: nobody said how much host memory a node has, so a node of other cards or of more has what is usual there.
+    `link` joins cards of a node, `network` joins nodes. `usual_host`: host memory was not given, so nodes of other or of
+    more cards have the usual amount for those cards.
     """
 
     device: Device
@@ -42,11 +43,11 @@ class Machine:
 
     @property
     def instant(self) -> Machine:
-        """The same with links that take no time, to tell computing from what travels."""
+        """The machine with links that take no time, to separate computing from traffic."""
         return replace(self, link=_INSTANT, network=_INSTANT)
 
     def with_cards(self, gpus: int, nodes: int, device: Device | None = None) -> Machine:
-        """Another number or kind of cards; host memory that was given stays what a node has."""
+        """Return a machine with another number or kind of cards; host memory that was given stays."""
         device = device or self.device
         host = gpus * device.host_memory if self.usual_host else self.host_memory
         return replace(self, device=device, gpus=gpus, nodes=nodes, host_memory=host)
@@ -58,7 +59,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Bytes that one rank sends to others in a layer's exchanges: before and after attention, forward and backward."""
+    """Bytes that one rank sends in a layer's exchanges: before and after attention, forward and backward."""
 
     forward_in: int
     forward_out: int
@@ -71,7 +72,7 @@ class Wire:
 
 
 def exchanged(sizes: ModelSizes, job: Job, mode: LayerMode, groups: int) -> Wire:
-    """One layer's exchanges under `mode`. Backward brings q, k, v again unless they were kept as they arrived."""
+    """Return the bytes of one layer's exchanges under `mode`."""
     if job.sp == 1:
         return Wire(0, 0, 0, 0)
     key, value, c = sizes.key_size, sizes.value_size, job.compute_bytes
@@ -79,12 +80,13 @@ def exchanged(sizes: ModelSizes, job: Job, mode: LayerMode, groups: int) -> Wire
     qkv = elsewhere * (sizes.heads * key + sizes.split(job.sp).kv_copies * (key + value))
     out = elsewhere * sizes.heads * value
     again = (0, 0) if mode != "recompute" else (qkv, out)
+    # Backward exchanges q, k, v again unless they were kept by heads, as they arrived.
     back = out if mode == "keep" and groups == 1 else qkv + 2 * out
     return Wire(qkv, out, back + again[0], qkv + again[1])
 
 
 def exchange_s(machine: Machine, job: Job, sent: int) -> float:
-    """One all-to-all over a sequence group's Ulysses ranks in which a rank sends `sent` bytes to others."""
+    """Return the seconds of one all-to-all over the Ulysses ranks in which a rank sends `sent` bytes."""
     if job.sp == 1 or not sent:
         return 0.0
     away = max(0, job.sp - machine.gpus) / (job.sp - 1)
@@ -92,7 +94,7 @@ def exchange_s(machine: Machine, job: Job, sent: int) -> float:
 
 
 def ring_s(sizes: ModelSizes, job: Job, machine: Machine) -> tuple[float, float]:
-    """Seconds on the wire of one layer's turns, forward (k, v) and backward (k, v and their gradients in fp32)."""
+    """Return the seconds on the wire of one layer's ring: k, v forward, and with fp32 gradients backward."""
     if job.ring == 1:
         return 0.0, 0.0
     _, kv_heads = sizes.split(job.sp).most
@@ -105,7 +107,7 @@ def ring_s(sizes: ModelSizes, job: Job, machine: Machine) -> tuple[float, float]
 
 
 def gather_s(machine: Machine, job: Job, size: int) -> float:
-    """Every rank of a copy of the weights gets all `size` bytes of it; a reduction to shards takes as long."""
+    """Return the seconds of an all-gather of `size` bytes over a copy's ranks; a reduce-scatter takes as long."""
     shards = job.shards
     if shards == 1:
         return 0.0
@@ -116,7 +118,7 @@ def gather_s(machine: Machine, job: Job, size: int) -> float:
 
 
 def copies_s(machine: Machine, job: Job, size: int) -> float:
-    """A rank's shard, of `size` bytes over all, summed over the copies of the weights."""
+    """Return the seconds of an all-reduce over the copies of the weights of one rank's shard of `size` bytes."""
     copies = job.world // job.shards
     if copies == 1:
         return 0.0
@@ -126,5 +128,5 @@ def copies_s(machine: Machine, job: Job, size: int) -> float:
 
 
 def _speed(link: Link) -> float:
-    """Bytes a second."""
+    """Return the bytes a second that collectives reach on a link."""
     return LINK_SHARE * link.speed * 1e9

@@ -18,7 +18,7 @@ from ithaca.models.support import verdicts
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.layer_parameters import Wants
-from ithaca.planning.search.choose import choose_plan
+from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.rehearse.memory_trace import Trace
 from ithaca.verify.small_models.features import LISTED, build, small_model
@@ -40,7 +40,7 @@ def test_every_architecture_can_be_planned_for(kind: str) -> None:
         model = build(survey_config(kind))
     sizes = sizes_of(model, model)
     assert sizes.total == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
-    assert choose_plan(sizes, Job(64, sp=2), 10**9).layers == ("keep",) * len(sizes.layers)
+    assert plan_or_refuse(sizes, Job(64, sp=2), 10**9).layers == ("keep",) * len(sizes.layers)
 
 
 def test_frozen_weights_have_no_gradients() -> None:

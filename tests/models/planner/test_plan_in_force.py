@@ -18,7 +18,7 @@ from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.plan_in_force import MOST, SHARE, AutoMemory, planner_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job
-from ithaca.planning.search.advice import LIBRARY
+from ithaca.planning.search.phrases import LIBRARY
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.optimizer.on_host import held_on_host
 from ithaca.verify.small_models.features import small_batch, small_model

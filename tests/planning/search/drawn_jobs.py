@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ithaca.constants import GIB
-from ithaca.planning.machine.hardware import DEVICES, find_device
-from ithaca.planning.model.known_models import find_model, known_config, known_names, read_config
+from ithaca.planning.machine.hardware import DEVICES
+from ithaca.planning.model.known_models import find_model, known_names
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.plan import Decided, Job
+from ithaca.planning.memory_plan import Decided, Job
 from ithaca.planning.terms.traffic import Machine
 from tests.planning.machines import machine
 
@@ -98,7 +96,9 @@ def random_job(seed: int) -> DrawnJob:
     # A model that is large for its cards is often kept on the host, and has a large one: else few jobs fit.
     large = sizes.total * 2 * width + sizes.trainable * 2 * width > card.memory * gpus * nodes // 2
     on_host = draw.random() < (0.8 if large else 0.2)
-    weights = "none" if gpus * nodes == 1 and not on_host else draw.choice(("shard", "shard", "shard", "shard", "replicate"))
+    weights = (
+        "none" if gpus * nodes == 1 and not on_host else draw.choice(("shard", "shard", "shard", "shard", "replicate"))
+    )
     # From a fifth of the memory to ten times as much for what layers save.
     length = 10 ** draw.uniform(-0.7, 1.0) * card.memory * sp / (4 * len(sizes.layers) * sizes.hidden)
     length = min(max(int(length), 4 * 1024), 4 * 1024 * 1024)

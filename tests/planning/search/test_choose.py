@@ -11,8 +11,9 @@ from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError
 from ithaca.planning.memory_plan import Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.advice import LIBRARY, typed_free
-from ithaca.planning.search.choose import choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
+from ithaca.planning.search.advice import plan_or_refuse
+from ithaca.planning.search.choose import head_groups_for, loss_tile_for, mlp_tile_for
+from ithaca.planning.search.phrases import LIBRARY, RUN_FILE
 from ithaca.planning.terms.cost import copy_cost, recompute_cost, tile_cost
 from ithaca.planning.terms.memory_terms import memory_of
 from tests.planning.models import B1, B8, LLAMA_8B, K
@@ -25,7 +26,7 @@ def bare(length: int) -> Job:
 
 def chosen(sizes: ModelSizes, job: Job, device: float, host: float) -> MemoryPlan:
     """The plan, once its memory has been checked against the budgets."""
-    plan = choose_plan(sizes, job, int(device * GIB), int(host * GIB))
+    plan = plan_or_refuse(sizes, job, int(device * GIB), int(host * GIB))
     memory = memory_of(sizes, job, plan)
     assert memory.device_bytes <= device * GIB
     assert memory.host_bytes <= host * GIB
@@ -151,26 +152,26 @@ def test_pieces_follow_the_sizes() -> None:
 def test_what_is_given_stays() -> None:
     job = bare(32 * K)
     whole = Decided(layers="recompute", offload=True, mlp_tile=512, loss_tile=300, head_groups=2)
-    plan = choose_plan(B8, job, 100 * GIB, 100 * GIB, whole)
+    plan = plan_or_refuse(B8, job, 100 * GIB, 100 * GIB, whole)
     assert plan == MemoryPlan(("recompute",) * 32, (True,) * 32, mlp_tile=512, loss_tile=300, head_groups=2)
     modes: tuple[LayerMode, ...] = ("save",) * 16 + ("recompute",) * 16
-    assert choose_plan(B8, job, 100 * GIB, decided=Decided(layers=modes)).layers == modes
-    assert choose_plan(B8, job, 250 * GIB, decided=Decided(layers="keep")).mlp_tile == 32 * K
-    assert not any(choose_plan(B8, bare(64 * K), 55 * GIB, 200 * GIB, Decided(offload=False)).offload)
+    assert plan_or_refuse(B8, job, 100 * GIB, decided=Decided(layers=modes)).layers == modes
+    assert plan_or_refuse(B8, job, 250 * GIB, decided=Decided(layers="keep")).mlp_tile == 32 * K
+    assert not any(plan_or_refuse(B8, bare(64 * K), 55 * GIB, 200 * GIB, Decided(offload=False)).offload)
 
 
 def test_what_is_offloaded_may_be_decided_alone() -> None:
     """Kept layers have nothing to offload; the modes are chosen with the decision in view."""
     job = bare(64 * K)
-    away = choose_plan(B8, job, 60 * GIB, 200 * GIB, Decided(offload=True))
+    away = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB, Decided(offload=True))
     assert "keep" in away.layers
     assert away.offload == tuple(mode != "keep" for mode in away.layers)
-    here = choose_plan(B8, job, 60 * GIB, 200 * GIB, Decided(offload=False))
-    free = choose_plan(B8, job, 60 * GIB, 200 * GIB)
+    here = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB, Decided(offload=False))
+    free = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB)
     assert any(free.offload)
     assert recompute_cost(B8, job, free) < recompute_cost(B8, job, here)
     first = Decided(offload=(True,) * 8 + (False,) * 24)
-    plan = choose_plan(B8, job, 70 * GIB, 200 * GIB, first)
+    plan = plan_or_refuse(B8, job, 70 * GIB, 200 * GIB, first)
     assert plan.offload == first.offload
     assert "keep" not in plan.layers[:8]
 
@@ -178,13 +179,13 @@ def test_what_is_offloaded_may_be_decided_alone() -> None:
 def test_a_refusal_says_what_decision_to_take_back() -> None:
     kept = Decided(layers="keep", mlp_tile=4096)
     with pytest.raises(MemoryPlanError, match=r"any one of these fits: memory='auto'; "):
-        choose_plan(B8, bare(64 * K), 60 * GIB, 200 * GIB, kept)
-    words = LIBRARY._replace(free=typed_free)
+        plan_or_refuse(B8, bare(64 * K), 60 * GIB, 200 * GIB, kept)
+    phrases = LIBRARY._replace(free=RUN_FILE.free)
     with pytest.raises(MemoryPlanError, match=r"any one of these fits: memory\.layers=null memory\.mlp_tile=null; "):
-        choose_plan(B8, bare(64 * K), 60 * GIB, 200 * GIB, kept, words=words)
+        plan_or_refuse(B8, bare(64 * K), 60 * GIB, 200 * GIB, kept, phrases=phrases)
     # Where it is not the decision that is to blame, it is not named.
     with pytest.raises(MemoryPlanError) as caught:
-        choose_plan(B8, bare(4096 * K), 30 * GIB, 0, kept)
+        plan_or_refuse(B8, bare(4096 * K), 30 * GIB, 0, kept)
     assert "memory='auto'" not in str(caught.value)
 
 
@@ -218,7 +219,7 @@ def test_a_plan_and_a_refusal_are_quick() -> None:
 def test_the_error_names_the_term_and_changes_that_fit() -> None:
     job = Job(1024 * K, weights="none", optimizer="adamw8bit")
     with pytest.raises(MemoryPlanError) as raised:
-        choose_plan(B8, job, 104 * GIB, 118 * GIB)
+        plan_or_refuse(B8, job, 104 * GIB, 118 * GIB)
     message = str(raised.value)
     assert "1,048,576 tokens over sp=1 do not fit" in message
     assert "'saved on the device'" in message
@@ -226,7 +227,7 @@ def test_the_error_names_the_term_and_changes_that_fit() -> None:
     assert 512 * K < length < 1024 * K
     chosen(B8, replace(job, length=length), 104, 118)
     with pytest.raises(MemoryPlanError):
-        choose_plan(B8, replace(job, length=length + 2 * K), 104 * GIB, 118 * GIB)
+        plan_or_refuse(B8, replace(job, length=length + 2 * K), 104 * GIB, 118 * GIB)
     sp = int(re.findall(r"[;:] sp=(\d+)", message)[0])
     chosen(B8, replace(job, sp=sp), 104, 118)
     device = int(re.findall(r"(\d+) GiB of device memory", message)[0])
@@ -236,7 +237,7 @@ def test_the_error_names_the_term_and_changes_that_fit() -> None:
 def test_the_error_asks_for_host_memory_where_that_is_short() -> None:
     job = bare(512 * K)
     with pytest.raises(MemoryPlanError) as raised:
-        choose_plan(B8, job, 104 * GIB, 10 * GIB)
+        plan_or_refuse(B8, job, 104 * GIB, 10 * GIB)
     host = int(re.findall(r"fits: parallelize\(\.\.\., host_budget='(\d+)GiB'", str(raised.value))[0])
     chosen(B8, job, 104, host)
     with pytest.raises(MemoryPlanError):
@@ -245,29 +246,29 @@ def test_the_error_asks_for_host_memory_where_that_is_short() -> None:
 
 def test_the_error_sends_the_optimizer_to_the_host() -> None:
     with pytest.raises(MemoryPlanError, match=r"'optimizer state', 29\.9 GiB.*on_host='everything'"):
-        choose_plan(B8, Job(8 * K, weights="none"), 59 * GIB, 125 * GIB)
+        plan_or_refuse(B8, Job(8 * K, weights="none"), 59 * GIB, 125 * GIB)
 
 
 def test_the_error_counts_what_is_already_on_the_host() -> None:
     job = Job(8 * K, weights="none", optimizer_on_host=True)
     with pytest.raises(MemoryPlanError, match=r"29\.9 of 0\.0 GiB on the host.*'optimizer state'"):
-        choose_plan(B8, job, 60 * GIB)
+        plan_or_refuse(B8, job, 60 * GIB)
 
 
 @pytest.mark.parametrize(("length", "dp", "device"), [(128 * K, 2, 60), (32 * K, 4, 36)])
 def test_an_advised_degree_fits_on_the_ranks_there_are(length: int, dp: int, device: int) -> None:
     job = Job(length, sp=1, dp=dp, weight_bytes=4, gradient_bytes=4)
     with pytest.raises(MemoryPlanError) as refused:
-        choose_plan(B8, job, device * GIB)
+        plan_or_refuse(B8, job, device * GIB)
     [said] = (int(found) for found in re.findall(r"[:;] sp=(\d+)", str(refused.value)))
-    choose_plan(B8, replace(job, sp=said, dp=max(1, dp // said)), device * GIB)
+    plan_or_refuse(B8, replace(job, sp=said, dp=max(1, dp // said)), device * GIB)
 
 
 def test_a_refusal_beside_replicas_is_the_jobs_own() -> None:
     """No degree is tried that the replicas cannot be cut into."""
     job = Job(1024 * K, sp=1, dp=6, replicas=3, weight_bytes=4, gradient_bytes=4)
     with pytest.raises(MemoryPlanError, match="do not fit"):
-        choose_plan(B8, job, 20 * GIB)
+        plan_or_refuse(B8, job, 20 * GIB)
 
 
 def test_what_is_kept_cannot_be_away() -> None:
@@ -278,12 +279,12 @@ def test_what_is_kept_cannot_be_away() -> None:
 def test_logits_that_are_not_tiled_are_planned_whole() -> None:
     tiled = Job(64 * K, weights="none", optimizer="none")
     whole = replace(tiled, whole_logits=True)
-    plan = choose_plan(B8, whole, 130 * GIB, 60 * GIB)
+    plan = plan_or_refuse(B8, whole, 130 * GIB, 60 * GIB)
     memory = memory_of(B8, whole, plan)
     assert plan.loss_tile == whole.tokens
     assert memory.moment == "loss"
     terms = {term.name: term.device_bytes for term in memory.terms}
     assert terms["whole logits"] == whole.tokens * B8.vocabulary * (2 + 2 * 4)
-    assert choose_plan(B8, tiled, 130 * GIB, 60 * GIB).loss_tile < whole.tokens
+    assert plan_or_refuse(B8, tiled, 130 * GIB, 60 * GIB).loss_tile < whole.tokens
     # A tile that was asked for is no tile either.
     assert memory_of(B8, whole, replace(plan, loss_tile=64)) == memory

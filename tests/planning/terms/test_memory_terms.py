@@ -14,16 +14,16 @@ from ithaca.errors import MemoryPlanError, MeshError
 from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.known_models import find_model
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.advice import explain
 from ithaca.planning.terms.activations import (
-    Flow,
+    TensorBytes,
     attention_work,
-    gone_before_attention,
+    freed_before_attention,
     loss_work,
     mlp_work,
     saved,
 )
-from ithaca.planning.terms.memory_terms import SLACK, Memory, memory_of
+from ithaca.planning.terms.memory_terms import SLACK, StepMemory, memory_of
+from ithaca.planning.terms.terms_table import explain
 from tests.planning.models import B1, B8, K
 
 BARE = Job(128 * K, weights="none", optimizer="none")
@@ -34,11 +34,11 @@ def plan(mode: LayerMode = "save", *, offload: bool = True, layers: int = 32, gr
     return MemoryPlan((mode,) * layers, (offload,) * layers, mlp_tile=2048, loss_tile=2048, head_groups=groups)
 
 
-def device_terms(memory: Memory) -> dict[str, float]:
+def device_terms(memory: StepMemory) -> dict[str, float]:
     return {term.name: term.device_bytes / GIB for term in memory.terms if term.device_bytes}
 
 
-def host_terms(memory: Memory) -> dict[str, float]:
+def host_terms(memory: StepMemory) -> dict[str, float]:
     return {term.name: term.host_bytes / GIB for term in memory.terms if term.host_bytes}
 
 
@@ -53,9 +53,9 @@ def host_terms(memory: Memory) -> dict[str, float]:
     ],
 )
 def test_what_a_layer_saves(mode: LayerMode, gib: float) -> None:
-    flow = Flow.of(B8, BARE, 1)
-    assert sum(saved(flow, B8.layers[0], mode, tiled=True)) == gib * GIB
-    eighth = Flow.of(B8, replace(BARE, sp=8), 1)
+    tensors = TensorBytes.of(B8, BARE, 1)
+    assert sum(saved(tensors, B8.layers[0], mode, tiled=True)) == gib * GIB
+    eighth = TensorBytes.of(B8, replace(BARE, sp=8), 1)
     # Among ranks a kept layer has attention's output in both orders.
     twice = eighth.out if mode == "keep" else 0
     assert sum(saved(eighth, B8.layers[0], mode, tiled=True)) == gib * GIB / 8 + twice
@@ -63,10 +63,10 @@ def test_what_a_layer_saves(mode: LayerMode, gib: float) -> None:
 
 def test_a_kept_layer_that_is_not_tiled_has_its_mlp_too() -> None:
     # Compiled: input and output of two norms, attention, gate, up and product of 3.5 GiB each.
-    whole = saved(Flow.of(B8, BARE, 1), B8.layers[0], "keep", tiled=False)
+    whole = saved(TensorBytes.of(B8, BARE, 1), B8.layers[0], "keep", tiled=False)
     assert sum(whole) == (4 + 1.5 + 1 + 1 / 64 + 10.5) * GIB
     # Not compiled: two norms of (2 + 1 + 1) GiB, and the activation too.
-    whole = saved(Flow.of(B8, replace(BARE, fused=False), 1), B8.layers[0], "keep", tiled=False)
+    whole = saved(TensorBytes.of(B8, replace(BARE, fused=False), 1), B8.layers[0], "keep", tiled=False)
     assert sum(whole) == (8 + 1.5 + 1 + 1 / 64 + 14) * GIB
 
 
@@ -78,13 +78,15 @@ def test_norms_of_queries_and_keys_are_kept_too(fused: bool, each: int) -> None:
     sizes, job = known.sizes, replace(BARE, fused=fused)
     assert sizes.layers[0].normed == (32 + 8) * 128
     bare = replace(sizes.layers[0], normed=0)
-    flow = Flow.of(sizes, job, 1)
+    tensors = TensorBytes.of(sizes, job, 1)
     for tiled in (True, False):
-        more = sum(saved(flow, sizes.layers[0], "keep", tiled=tiled)) - sum(saved(flow, bare, "keep", tiled=tiled))
+        more = sum(saved(tensors, sizes.layers[0], "keep", tiled=tiled)) - sum(
+            saved(tensors, bare, "keep", tiled=tiled)
+        )
         assert more == job.tokens * 5120 * each
-    assert sum(saved(flow, sizes.layers[0], "save", tiled=True)) == sum(saved(flow, bare, "save", tiled=True))
+    assert sum(saved(tensors, sizes.layers[0], "save", tiled=True)) == sum(saved(tensors, bare, "save", tiled=True))
     # While a layer is run again they are there as well.
-    work = [sum(p.bytes for p in attention_work(flow, layer, "save")) for layer in (sizes.layers[0], bare)]
+    work = [sum(p.bytes for p in attention_work(tensors, layer, "save")) for layer in (sizes.layers[0], bare)]
     assert work[0] - work[1] == job.tokens * 5120 * each
 
 
@@ -131,42 +133,42 @@ def test_8b_at_128k_over_eight_ranks() -> None:
 
 
 def test_kv_heads_that_ranks_share_are_counted_on_each() -> None:
-    flow = Flow.of(B8, replace(BARE, sp=16), 1)
-    assert flow.kv_g == 131072 * 2 * 128 * 2
-    assert flow.shares_kv
-    assert not Flow.of(B8, replace(BARE, sp=8), 1).shares_kv
+    tensors = TensorBytes.of(B8, replace(BARE, sp=16), 1)
+    assert tensors.kv_g == 131072 * 2 * 128 * 2
+    assert tensors.shares_kv
+    assert not TensorBytes.of(B8, replace(BARE, sp=8), 1).shares_kv
 
 
 def test_what_a_kept_layer_saves_over_ranks() -> None:
     """As it arrived: kv heads that two ranks share on both, and the output once more for the projection after it."""
     job = replace(BARE, sp=16, length=16 * 128 * K)
-    norms, qkv, out, _, normed, again, _ = saved(Flow.of(B8, job, 1), B8.layers[0], "keep", tiled=False)
+    norms, qkv, out, _, normed, again, _ = saved(TensorBytes.of(B8, job, 1), B8.layers[0], "keep", tiled=False)
     assert (norms / GIB, out / GIB, again / GIB, normed) == (4, 1, 1, 0)
     assert qkv / GIB == 1 + 2 * 0.5
     # In head groups q, k, v stay with their tokens, and the output is one tensor.
     job = replace(job, sp=4, length=4 * 128 * K)
-    _, qkv, out, _, _, again, _ = saved(Flow.of(B8, job, 2), B8.layers[0], "keep", tiled=False)
+    _, qkv, out, _, _, again, _ = saved(TensorBytes.of(B8, job, 2), B8.layers[0], "keep", tiled=False)
     assert (qkv / GIB, out / GIB, again) == (1.5, 1, 0)
 
 
 def test_attention_of_a_kept_layer_brings_only_the_gradient() -> None:
-    flow, layer = Flow.of(B8, replace(BARE, sp=8, length=8 * 128 * K), 1), B8.layers[0]
-    kept, run_again = ({p.name: p.bytes / GIB for p in attention_work(flow, layer, mode)} for mode in MODES)
+    tensors, layer = TensorBytes.of(B8, replace(BARE, sp=8, length=8 * 128 * K), 1), B8.layers[0]
+    kept, run_again = ({p.name: p.bytes / GIB for p in attention_work(tensors, layer, mode)} for mode in MODES)
     # The output's gradient, and q, k, v as the kernel wants them; elsewhere all five, twice.
     assert kept["exchange"] == 1 + 1.5
     assert run_again["exchange"] == 2 * 3.5
     # By then the MLP's own, its norm's and the projection's input are gone.
     wide = 131072 * 3 * 14336 * 2 / GIB
-    assert gone_before_attention(flow, layer, "keep", tiled=False) / GIB == wide + 2 + 1
-    assert gone_before_attention(flow, layer, "keep", tiled=True) / GIB == 1 + 1
-    assert gone_before_attention(flow, layer, "save", tiled=False) == 0
+    assert freed_before_attention(tensors, layer, "keep", tiled=False) / GIB == wide + 2 + 1
+    assert freed_before_attention(tensors, layer, "keep", tiled=True) / GIB == 1 + 1
+    assert freed_before_attention(tensors, layer, "save", tiled=False) == 0
 
 
 def test_results_that_return_may_take_more_than_the_kernel() -> None:
     """With as many kv heads as query heads the workspace is small, and dq, dk, dv are there three times."""
     sizes = replace(B8, kv_heads=32)
-    flow = Flow.of(sizes, replace(BARE, sp=8, length=8 * 128 * K), 1)
-    pieces = {p.name: p.bytes / GIB for p in attention_work(flow, sizes.layers[0], "keep")}
+    tensors = TensorBytes.of(sizes, replace(BARE, sp=8, length=8 * 128 * K), 1)
+    pieces = {p.name: p.bytes / GIB for p in attention_work(tensors, sizes.layers[0], "keep")}
     assert pieces["kernel workspace"] == 2
     assert pieces["exchange"] + pieces["kernel workspace"] == 1 + 3 * 3
 
@@ -177,13 +179,15 @@ def test_copies_for_experts() -> None:
     assert known is not None
     layer, hidden, width = known.sizes.layers[0], 2048, 8 * 768
     for tokens, copies, values in ((128 * K, 5, 5), (K, 2, 3)):
-        flow = Flow.of(known.sizes, replace(BARE, length=tokens), 1)
+        tensors = TensorBytes.of(known.sizes, replace(BARE, length=tokens), 1)
         [tile] = [
-            p.bytes for p in mlp_work(flow, layer, "keep", tokens, trains=True, reduces=True) if p.name == "MLP tile"
+            p.bytes for p in mlp_work(tensors, layer, "keep", tokens, trains=True, reduces=True) if p.name == "MLP tile"
         ]
         weights = layer.mlp * 2 if copies == 5 else 0
         [frozen] = [
-            p.bytes for p in mlp_work(flow, layer, "keep", tokens, trains=False, reduces=True) if p.name == "MLP tile"
+            p.bytes
+            for p in mlp_work(tensors, layer, "keep", tokens, trains=False, reduces=True)
+            if p.name == "MLP tile"
         ]
         assert frozen == tokens * (5 * 8 * hidden + 5 * width + 4 * hidden) * 2
         assert tile == tokens * (copies * 8 * hidden + values * width + 4 * hidden) * 2 - weights
@@ -199,11 +203,11 @@ def test_head_groups_cut_the_workspace() -> None:
 
 def test_an_mlp_in_one_tile_has_no_gradient_beside_its_own() -> None:
     """Beside gate, up, product and a gradient of 3.5 GiB: both norms' outputs, the MLP's input, the layer's gradient."""
-    flow, layer = Flow.of(B8, BARE, 1), B8.layers[0]
-    pieces = {p.name: p.bytes / GIB for p in mlp_work(flow, layer, "save", 128 * K, trains=True, reduces=True)}
+    tensors, layer = TensorBytes.of(B8, BARE, 1), B8.layers[0]
+    pieces = {p.name: p.bytes / GIB for p in mlp_work(tensors, layer, "save", 128 * K, trains=True, reduces=True)}
     assert pieces == {"residual stream": 3, "q, k, v": 1.5, "MLP tile": 4 * 3.5 + 1}
     # Tiles fill the input's gradient one by one: it is there from the start.
-    tiled = {p.name: p.bytes / GIB for p in mlp_work(flow, layer, "save", 64 * K, trains=False, reduces=True)}
+    tiled = {p.name: p.bytes / GIB for p in mlp_work(tensors, layer, "save", 64 * K, trains=False, reduces=True)}
     assert tiled["residual stream"] == 4
 
 
@@ -211,7 +215,8 @@ def test_of_two_head_groups_the_second_has_none_behind_it() -> None:
     """Results return beside the next group's buffers: that takes a third group."""
     among = replace(BARE, sp=2)
     two, four = (
-        {p.name: p.bytes / GIB for p in attention_work(Flow.of(B8, among, n), B8.layers[0], "save")} for n in (2, 4)
+        {p.name: p.bytes / GIB for p in attention_work(TensorBytes.of(B8, among, n), B8.layers[0], "save")}
+        for n in (2, 4)
     )
     # 8 and 4 of 32 query heads, 2 and 1 of 8 kv heads over all tokens: bundles of 0.875 GiB, half of that.
     assert two["exchange"] == 4 * 0.875
@@ -255,10 +260,10 @@ def test_a_loss_in_place_has_one_tile_of_logits() -> None:
     tile = 2048 * B8.vocabulary * 2
     names = ("loss tile", "head weight gradient")
     for job, logits in ((BARE, 2 * tile), (replace(BARE, loss_in_place=True), tile)):
-        pieces = {piece.name: piece.bytes for piece in loss_work(Flow.of(B8, job, 1), B8, 2048, trains=True)}
+        pieces = {piece.name: piece.bytes for piece in loss_work(TensorBytes.of(B8, job, 1), B8, 2048, trains=True)}
         # Products are added to the weight's gradient in fp32 as they are made.
         assert [pieces[name] for name in names] == [logits, 4 * B8.embedding]
-    apart = {p.name: p.bytes for p in loss_work(Flow.of(B8, replace(BARE, fused=False), 1), B8, 64, trains=True)}
+    apart = {p.name: p.bytes for p in loss_work(TensorBytes.of(B8, replace(BARE, fused=False), 1), B8, 64, trains=True)}
     assert apart["head weight gradient"] > 4 * B8.embedding
 
 

@@ -15,7 +15,7 @@ from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.flops import model_flops
 from ithaca.planning.model.known_models import known_config
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.search.choose import choose_plan
+from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.terms.step_time import (
     ELEMENTWISE_SHARE,
     EXPERTS_SHARE,
@@ -52,7 +52,7 @@ def planned(cell: dict[str, Any], host: float = 90.0) -> tuple[ModelSizes, Job, 
     sizes = {"8B": B8, "1B": B1}[cell["model"]]
     optimizer = cell["settings"].get("optimizer", "none")
     job = Job(cell["length"], weights="none", optimizer=optimizer, loss_in_place=True)
-    return sizes, job, choose_plan(sizes, job, int(cell["settings"]["budget_gib"] * GIB), int(host * GIB))
+    return sizes, job, plan_or_refuse(sizes, job, int(cell["settings"]["budget_gib"] * GIB), int(host * GIB))
 
 
 def predicted(cell: dict[str, Any]) -> StepTime:

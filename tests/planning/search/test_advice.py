@@ -9,14 +9,15 @@ import pytest
 
 from ithaca.errors import MemoryPlanError, MeshError
 from ithaca.planning.machine.hardware import find_device
+from ithaca.planning.search.advice import gains, machine_for, refusal
 from ithaca.planning.search.best_mesh import best_options
 from ithaca.planning.search.longest import fits_any, longest_length
-from ithaca.planning.search.request import Wanted
-from ithaca.planning.search.what_if import gains, machine_for, refusal, show_gpus, show_length, show_used
+from ithaca.planning.search.phrases import show_gpus, show_length, show_used
+from ithaca.planning.search.request import PlanRequest
 from tests.planning.machines import machine
 from tests.planning.models import B1, B8, K
 
-SHORT = Wanted(B8, machine("A100-80GB", gpus=2, host=60))
+SHORT = PlanRequest(B8, machine("A100-80GB", gpus=2, host=60))
 
 
 def test_every_change_a_refusal_names_fits() -> None:
@@ -41,76 +42,76 @@ def test_every_change_a_refusal_names_fits() -> None:
 
 
 def test_the_term_to_blame_is_named() -> None:
-    assert "'optimizer state', 59.8 GiB" in str(refusal(Wanted(B8, machine("RTX-4090", gpus=1, host=64)), 8 * K))
-    assert "'saved on the device'" in str(refusal(Wanted(B8, machine(host=1)), 8 * 1024 * K))
+    assert "'optimizer state', 59.8 GiB" in str(refusal(PlanRequest(B8, machine("RTX-4090", gpus=1, host=64)), 8 * K))
+    assert "'saved on the device'" in str(refusal(PlanRequest(B8, machine(host=1)), 8 * 1024 * K))
 
 
 def test_adapters_and_larger_cards_are_proposed() -> None:
-    message = str(refusal(Wanted(B8, machine("RTX-4090", gpus=1, host=64)), 8 * K))
+    message = str(refusal(PlanRequest(B8, machine("RTX-4090", gpus=1, host=64)), 8 * K))
     assert "--tune lora" in message
     card = re.findall(r"--gpus 1x([\w-]+)$", message)[0]
     assert find_device(card).memory > find_device("RTX-4090").memory
 
 
 def test_what_was_asked_for_is_blamed_first() -> None:
-    wanted = Wanted(B8, machine(), sp=1, optimizer="adamw", on_host=False)
-    message = str(refusal(wanted, 1024 * K))
+    request = PlanRequest(B8, machine(), sp=1, optimizer="adamw", on_host=False)
+    message = str(refusal(request, 1024 * K))
     assert "leave --sp to the plan" in message
     assert "more than" not in message
-    ranks = Wanted(B8, machine(nodes=4, host=1))
+    ranks = PlanRequest(B8, machine(nodes=4, host=1))
     assert "More than 32 ranks, one a head, need a ring" in str(refusal(ranks, 2**27))
 
 
 def test_cuts_that_cannot_be() -> None:
-    error = refusal(Wanted(B8, machine(), sp=3), K)
+    error = refusal(PlanRequest(B8, machine(), sp=3), K)
     assert isinstance(error, MeshError)
     assert "sp=3 over 8 GPUs and 32 heads" in str(error)
     assert "1, 2, 4, 8" in str(error)
-    assert "batch=3" in str(refusal(Wanted(B8, machine(), sp=1, batch=3), K))
+    assert "batch=3" in str(refusal(PlanRequest(B8, machine(), sp=1, batch=3), K))
 
 
 def test_gains_are_what_a_plan_for_more_gives() -> None:
-    wanted = Wanted(B1, replace(machine(gpus=2, host=200), usual_host=True))
-    now = longest_length(wanted)
-    found = dict(gains(wanted, now))
-    assert found["twice the GPUs"] == longest_length(Wanted(B1, machine(gpus=4, host=200))) > 1.3 * now
-    third = longest_length(replace(wanted, machine=replace(wanted.machine, gpus=3)))
+    request = PlanRequest(B1, replace(machine(gpus=2, host=200), usual_host=True))
+    now = longest_length(request)
+    found = dict(gains(request, now))
+    assert found["twice the GPUs"] == longest_length(PlanRequest(B1, machine(gpus=4, host=200))) > 1.3 * now
+    third = longest_length(replace(request, machine=replace(request.machine, gpus=3)))
     assert found["one more GPU on the same host"] == third >= now
-    richer = longest_length(replace(wanted, machine=replace(wanted.machine, host_memory=800 * 10**9)))
+    richer = longest_length(replace(request, machine=replace(request.machine, host_memory=800 * 10**9)))
     assert found["twice the host memory"] == richer
-    assert "one more node" in dict(gains(Wanted(B1, machine(nodes=2)), K))
+    assert "one more node" in dict(gains(PlanRequest(B1, machine(nodes=2)), K))
 
 
 def test_gains_keep_what_was_given() -> None:
-    wanted = Wanted(B1, machine(gpus=2, host=100), sp=2, batch=1)
-    now = longest_length(wanted)
-    found = dict(gains(wanted, now))
+    request = PlanRequest(B1, machine(gpus=2, host=100), sp=2, batch=1)
+    now = longest_length(request)
+    found = dict(gains(request, now))
     # Two ranks a row are all that was asked for, whatever there is of them.
     assert found["one more GPU on the same host"] == found["twice the GPUs on the same host"] == now
-    assert found["twice the host memory"] == longest_length(replace(wanted, machine=machine(gpus=2, host=200)))
+    assert found["twice the host memory"] == longest_length(replace(request, machine=machine(gpus=2, host=200)))
 
 
 def test_more_cards_keep_what_was_asked_for_or_say_so() -> None:
-    wide = Wanted(B8, machine("A100-80GB", gpus=2, host=200), sp=1)
+    wide = PlanRequest(B8, machine("A100-80GB", gpus=2, host=200), sp=1)
     assert "--gpus 4xA100-80GB without --sp, 400 GB of host memory a node as now" in str(refusal(wide, 1000 * K))
-    rows = Wanted(B8, machine("A100-80GB", gpus=2, host=60), batch=2)
+    rows = PlanRequest(B8, machine("A100-80GB", gpus=2, host=60), batch=2)
     assert "without" not in str(refusal(rows, 400 * K))
 
 
 def test_a_speed_that_is_wanted_finds_its_cards() -> None:
-    wanted = Wanted(B8, machine(gpus=4))
-    now = best_options(wanted, 64 * K)[0]
+    request = PlanRequest(B8, machine(gpus=4))
+    now = best_options(request, 64 * K)[0]
     target = 3 * now.time.tokens_per_second
-    found = machine_for(wanted, now, target)
+    found = machine_for(request, now, target)
     assert found is not None
-    assert best_options(replace(wanted, machine=found[0]), 64 * K)[0].time.tokens_per_second >= target
+    assert best_options(replace(request, machine=found[0]), 64 * K)[0].time.tokens_per_second >= target
     assert 8 < found[0].world <= 16
     assert found[1] == ""
-    assert machine_for(wanted, now, 1e12) is None
+    assert machine_for(request, now, 1e12) is None
 
 
 def test_a_speed_is_reached_with_what_was_asked_for_or_it_is_said() -> None:
-    given = Wanted(B8, machine(gpus=4), sp=2, batch=2)
+    given = PlanRequest(B8, machine(gpus=4), sp=2, batch=2)
     now = best_options(given, 64 * K)[0]
     kept = machine_for(replace(given, batch=None), now, 3 * now.time.tokens_per_second)
     assert kept is not None
