@@ -1,14 +1,16 @@
-"""What a plan is made for, what is decided of it beforehand and what it says: `Job`, `Decided`, `MemoryPlan`, plain numbers.
+"""A job, the user's decisions and the memory plan made of them, in plain numbers: `Job`, `Decided`, `MemoryPlan`.
 
-Per decoder layer one mode:
+    MemoryPlan(layers=("save", "rebuild"), offload=(True, False), mlp_tile=2048, loss_tile=4096)
 
-    keep       nothing is run again, all that the autograd graph needs stays. Where the MLP runs in one tile
-               (`mlp_tile` is the whole shard) its activations stay too; otherwise each tile is run again.
-    save       the layer's input, the attention output and its lse are saved; token-wise work is run again
-    rebuild    attention output and lse are saved; the input is made again from the last layer that saved its own.
-               Such a chain is rebuilt in one go, its inputs held until their layers' backward; where its first
-               layer is "recompute", the attention run for the rebuilding serves that layer's backward too.
-    recompute  the layer's input is saved; attention runs twice
+Every decoder layer has one mode:
+
+    keep       no activation checkpointing: everything that the autograd graph needs stays. An MLP in one tile (`mlp_tile`
+               is the whole shard) keeps its activations too; otherwise each tile runs again.
+    save       checkpointing that saves attention: input, attention output and lse stay; token-wise work runs again
+    rebuild    attention output and lse stay; the input is made again from the last layer that saved its own, the root.
+               Such a chain is rebuilt at once, and its inputs stay until their layers' backward. Where the root is
+               "recompute", the attention that runs for the rebuilding serves the root's backward too.
+    recompute  full activation checkpointing: the input stays; attention runs twice
 """
 
 from __future__ import annotations
@@ -26,22 +28,21 @@ LayerMode = Literal["keep", "save", "rebuild", "recompute"]
 Optimizer = Literal["adamw", "adamw8bit", "bf16_sr", "none"]
 Weights = Literal["shard", "replicate", "none"]
 MODES: tuple[LayerMode, ...] = get_args(LayerMode)
-# How large the pieces are that are worked on at once.
+# Sizes of what is computed at once.
 PIECES = ("mlp_tile", "loss_tile", "head_groups")
-# What of a plan may be decided by hand.
+# What a user may decide of a plan.
 CHOICES = ("layers", "offload", *PIECES)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rank's share of a step. `length` is the whole sequence, `batch` the rows of one sequence group, which is cut
-    into `sp` x `ring` shards.
+    """One rank's share of a step: `batch` rows of `length` tokens for a sequence group of `sp` x `ring` ranks.
 
     `weights`: "shard" (FSDP2 over the world, or over world / `replicas`), "replicate", or "none" (the model's own
-    parameters, nothing gathered). `gradient_bytes`: of what is trained, and of its gradient. `adapter_bytes`: of what
-    adapters compute with. `accumulate`: gradients of earlier micro-batches exist when a step begins. `fused`: token-wise
-    work is compiled, and keeps less. `loss_in_place`: logits become their gradient where they are.
-    `whole_logits`: the head does more than its weight says, and is not tiled.
+    parameters, nothing gathered). `gradient_bytes`: of a trained value and of its gradient. `adapter_bytes`: of a value
+    that adapters compute. `accumulate`: gradient accumulation, gradients exist when the step begins. `fused`: token-wise
+    work is compiled, and saves less. `loss_in_place`: the gradient of the logits is written over them. `whole_logits`:
+    the head is more than a linear map, and is not tiled.
     """
 
     length: int
@@ -80,22 +81,22 @@ class Job:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks one copy of the weights is spread."""
+        """Ranks that share one copy of the weights."""
         return self.world // self.replicas if self.weights == "shard" else 1
 
     @property
     def gathers(self) -> bool:
-        """FSDP2 copies a layer's weights to use them, even where one rank has them all."""
+        """True if FSDP2 gathers a layer's weights; one rank that has them all copies them too."""
         return self.weights != "none" or self.weights_on_host
 
     @property
     def tokens(self) -> int:
-        """Tokens of one rank's shard, all rows: B * L."""
+        """Tokens of one rank's shard in all rows: B * L."""
         return self.batch * -(-self.length // (self.sp * self.ring))
 
     @property
     def whole(self) -> int:
-        """Tokens that a rank has queries of while it attends, padding included: B * S, of a ring its share."""
+        """Tokens whose queries a rank has during attention, padding included: B * S, or a ring's share of B * S."""
         return self.tokens * self.sp
 
 
@@ -107,7 +108,7 @@ def layers_from_roots(modes: Sequence[LayerMode]) -> tuple[int, ...]:
 @named_arguments
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What is saved where, layer by layer, and how large the pieces are that are worked on at once."""
+    """The mode of every layer, the layers to offload, and the sizes of tiles and head groups."""
 
     layers: tuple[LayerMode, ...]
     offload: tuple[bool, ...]
@@ -131,7 +132,7 @@ class MemoryPlan:
         return layers_from_roots(self.layers)
 
     def summary(self) -> str:
-        """One line: '12 save, 20 recompute; 20 offloaded; MLP tile 2048, loss tile 2048, 1 head group'."""
+        """Return one line: '12 save, 20 recompute; 20 offloaded; MLP tile 2048, loss tile 2048, 1 head group'."""
         counts = Counter(self.layers)
         modes = ", ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])
         groups = "1 head group" if self.head_groups == 1 else f"{self.head_groups} head groups"
@@ -140,9 +141,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What of a plan is decided by hand; None is left to the choice.
+    """The user's decisions about a plan; the search decides what is None.
 
-    One mode or flag is for every layer; offload=True for every layer that saves something.
+    One mode or flag holds for every layer; offload=True for every layer that is not kept.
     """
 
     layers: LayerMode | tuple[LayerMode, ...] | None = None
@@ -153,7 +154,7 @@ class Decided:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Decided:
-        """From the names above, as a caller or a run file has them."""
+        """Return the decisions in a mapping, as a caller or a run file has them."""
         for name in given:
             if name not in CHOICES:
                 raise MemoryPlanError(
@@ -182,22 +183,22 @@ class Decided:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is decided."""
+        """Names of the decisions."""
         return tuple(name for name in CHOICES if getattr(self, name) is not None)
 
     def modes(self, count: int) -> tuple[LayerMode, ...] | None:
-        """Of every one of `count` layers."""
+        """Return the decided modes of `count` layers; None if modes are left to the search."""
         return (self.layers,) * count if isinstance(self.layers, str) else self.layers
 
     def flags(self, modes: Sequence[LayerMode]) -> tuple[bool, ...] | None:
-        """Which of layers under these modes are offloaded; None where what is decided and a mode exclude each other."""
+        """Return the layers to offload under these modes; None if a kept layer is to be offloaded."""
         if isinstance(self.offload, tuple):
             clash = any(flag and mode == "keep" for flag, mode in zip(self.offload, modes, strict=True))
             return None if clash else self.offload
         return tuple(bool(self.offload) and mode != "keep" for mode in modes)
 
     def spread(self, count: int) -> Decided:
-        """The same for a model of `count` layers, which must be as many as are named."""
+        """Return the decisions with a mode for each of `count` layers, of which tuples must have as many entries."""
         for name, given in (("layers", self.layers), ("offload", self.offload)):
             if isinstance(given, tuple) and len(given) != count:
                 raise MemoryPlanError(

@@ -1,7 +1,7 @@
-"""What an out-of-memory error says here: memory by kind, the term to blame, and the smallest change that fits.
+"""The account in an out-of-memory error: memory by kind, the largest term, and the smallest change that fits.
 
-torch's own message names an allocation; the plan knows what the memory was for. The change is not guessed: smaller
-budgets are planned for until a plan comes out that takes less than the one in force.
+torch's own message names an allocation; the plan has the purpose of each. The change is not guessed: plans are made for
+smaller and smaller budgets until one takes less than the plan in force.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 class DeviceMemoryError(IthacaError, torch.OutOfMemoryError):
-    """The device ran out of memory in a step; the message says what held it and what to change."""
+    """Out of device memory in a step; the message has the terms of the plan in force and the smallest change."""
 
 
 def out_of_memory(
@@ -38,8 +38,10 @@ def out_of_memory(
     phrases: Phrases = LIBRARY,
     given: MemoryPlan | Decided = UNDECIDED,
 ) -> DeviceMemoryError:
-    """The same error with an account of the step it happened in; one that has its account is given back. `given`: what was
-    not left to the plan."""
+    """Return the error with an account of its step; an error that has an account is returned as it is.
+
+    `given`: the user's whole plan, or the user's decisions.
+    """
     if isinstance(error, DeviceMemoryError):
         return error
     memory = memory_of(sizes, job, plan)
@@ -54,7 +56,7 @@ def out_of_memory(
 
 
 def _by_kind(model: nn.Module) -> str:
-    """What is held now: weights and gradients as they are, the rest as the allocator counts it."""
+    """Return the memory held now: weights and gradients by their tensors, the rest by the allocator's counts."""
     parameters = list(model.parameters())
     device = parameters[0].device
     weights = sum(_local_bytes(p) for p in parameters)
@@ -79,9 +81,9 @@ def _local_bytes(x: torch.Tensor) -> int:
 def _change(
     sizes: ModelSizes, job: Job, memory: StepMemory, host: int, phrases: Phrases, given: MemoryPlan | Decided
 ) -> str:
-    # What this device has did not do, whatever the plan counts on.
+    # All of this device was too little, whatever the plan counts on.
     phrases = phrases._replace(device=lambda _: "a larger device")
-    # A plan that was given whole goes by no budget.
+    # No budget changes a plan that the user gave whole.
     decided, first = (UNDECIDED, f"{phrases.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
     for share in SHARES:
         budget = write_bytes(share * memory.device_bytes)

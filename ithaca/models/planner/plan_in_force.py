@@ -1,7 +1,7 @@
-"""The plan in force: unless it was given, made when the first batch shows how long sequences are, and again for longer ones.
+"""The plan in force: the user's, or one made at the first batch and again for longer batches.
 
-The one model of memory is `planning/`'s; here it is told about this model, this mesh and this machine. All ranks see
-the same numbers but for free host memory, so the smallest of those is taken and all ranks choose alike.
+The memory model is `planning/`'s; this file gives it the sizes of this model, this mesh and this machine. All ranks have
+the same numbers but for free host memory: they take the least of those, so that all ranks choose the same plan.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ithaca.planning.terms.terms_table import explain
 from ithaca.sequence.layout import SequenceLayout
 from ithaca.state.optimizer.on_host import held_on_host
 
-# What is left free on the device, for fragmentation and whatever else runs there.
+# Share of the memory that a plan may use; the rest is for fragmentation and for other processes.
 SHARE = 0.75
-# The largest share of a device or a host that anyone is advised to give to a plan.
+# The largest share of a device or a host that advice names.
 MOST = 1 - LEAST_HEADROOM
-# More rows than a batch has.
+# More rows than a batch has: tokens and rows travel in one integer.
 _ROWS = 2**20
 
 logger = logging.getLogger("ithaca")
@@ -49,11 +49,10 @@ logger = logging.getLogger("ithaca")
 
 @dataclass(eq=False)
 class AutoMemory:
-    """Plans for one model on one mesh. `budget` is bytes of device memory a rank may use, weights and all.
+    """The plans of one model on one mesh. `budget`: bytes of device memory that a rank may use, weights included.
 
-    `given` is a whole plan, or what is decided of each that is made. `host_budget` is what it may take of the host, None a
-    share of what is free there. `held` gives the bytes of its state that are on the host already, `store` is where its
-    saved tensors go.
+    `given`: the user's whole plan, or the user's decisions. `host_budget`: bytes that a rank may use on the host; None for
+    a share of the free ones. `held` returns the bytes of the rank's state on the host, `store` takes saved tensors.
     """
 
     sizes: ModelSizes
@@ -85,7 +84,7 @@ class AutoMemory:
         return cls(sizes_of(model, base), mesh, job, budget, model, given, host_budget, held=held)
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
-        """A plan if this batch needs more than any before, else None: the one in force, or the given one, will do."""
+        """Return a new plan if this batch needs more memory than any before it; None if the plan in force remains."""
         adds = not self.job.accumulate and any(p.grad is not None for p in self.model.parameters())
         batch, tokens, adds = self._largest(layout, adds)
         if tokens <= self.planned and not adds:
@@ -105,7 +104,7 @@ class AutoMemory:
         return plan
 
     def check_fits(self, length: int, *, sp: int, dp: int, accumulate: bool, phrases: Phrases) -> None:
-        """Raise now what a row of `length` tokens, so cut, would raise when it comes."""
+        """Raise the error that a row of `length` tokens would raise with these degrees."""
         if isinstance(self.given, Decided):
             host = self._agree()
             job = replace(self.job, length=length, batch=1, sp=sp, dp=dp, accumulate=accumulate)
@@ -113,25 +112,25 @@ class AutoMemory:
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        """The ranks that must choose alike: those whose weights are gathered together, or that exchange heads."""
+        """The ranks that must choose the same plan: they gather weights together, or exchange heads."""
         return self.mesh.world_group if self.job.weights == "shard" else self.mesh.sp_group
 
     def _largest(self, layout: SequenceLayout, adds: bool) -> tuple[int, int, bool]:
-        """Rows and tokens of the rank that has most of them in this pass, and whether one of them adds to gradients.
+        """Return the rows and tokens of the rank with most tokens, and True if any rank adds to gradients.
 
-        Ranks of a sequence group have the same batch; others may have shorter ones.
+        Ranks of a sequence group have the same batch; other groups may have shorter rows.
         """
         batch, tokens = layout.batch, layout.batch * layout.padded
         if isinstance(self.given, MemoryPlan) or self.job.weights != "shard" or self.mesh.dp == 1:
             return batch, tokens, adds
-        # All ranks take part where weights are sharded. Over the host group: no device is waited for.
+        # All ranks take part where weights are sharded. The host group spares a wait for the device.
         most = torch.tensor([tokens * _ROWS + batch, int(adds)])
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.mesh.host_group)
         both, adding = most.tolist()
         return both % _ROWS, both // _ROWS, bool(adding)
 
     def _agree(self) -> int:
-        """Host memory that every rank may take; what else the plan goes by becomes what all ranks have."""
+        """Return the host memory that every rank may use; the budget and the loss kernel become what all ranks have."""
         if self.mesh.device.type != "cuda":
             return 0
         least = torch.tensor([self._host(), self.budget, int(self.job.loss_in_place)], device=self.mesh.device)
@@ -141,16 +140,17 @@ class AutoMemory:
         return int(host)
 
     def _host(self) -> int:
-        """What this rank may take of the host."""
+        """Return the host memory that this rank may use."""
         return host_share(self._host_there(), self.host_budget)
 
     def _host_there(self) -> int:
-        """This rank's part of the host. What it holds there is no longer free, but the plan counts it again."""
+        """Return this rank's part of the host's memory."""
+        # The rank's own state there is no longer free, but the plan counts it again.
         held = self.held() + (0 if self.store is None else self.store.pinned)
         return psutil.virtual_memory().available // self.mesh.local_ranks + held
 
     def _here(self, phrases: Phrases) -> Phrases:
-        """`phrases` with the amounts that this machine would need, of which a plan is given a share."""
+        """Return `phrases` with the whole amounts that this machine needs: a plan uses a share of them."""
         there, device = self._host_there(), more_device(_device_memory(self.mesh), phrases.budget)
 
         def host(gib: int) -> str:
@@ -161,7 +161,7 @@ class AutoMemory:
         return phrases._replace(host=host if self.mesh.device.type == "cuda" else None, device=device)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """The error with an account of the plan in force."""
+        """Return the error with an account of the plan in force."""
         if self.plan is None:
             return error
         host = self._host() if self.mesh.device.type == "cuda" else 0
@@ -170,21 +170,21 @@ class AutoMemory:
 
 
 def host_share(there: int, budget: int | None) -> int:
-    """What a rank may take of `there` bytes of the host: what it was told, as far as that leaves room for others."""
+    """Return the bytes that a rank may use of `there` bytes of the host: the budget, but no more than `MOST` of them."""
     return int(SHARE * there) if budget is None else min(budget, int(MOST * there))
 
 
 def more_device(there: int, budget: Callable[[str], str]) -> Callable[[int], str]:
-    """How to get a plan more GiB of a device of `there` bytes: a larger share of it, or another one."""
+    """Return a function that names a way to more GiB of device memory: a larger share of `there` bytes, or a device."""
 
-    def phrases(gib: int) -> str:
+    def device(gib: int) -> str:
         return budget(f"{gib}GiB") if gib * GIB <= MOST * there else f"a device of {math.ceil(gib / SHARE)} GiB"
 
-    return phrases
+    return device
 
 
 def planner_of(model: nn.Module) -> AutoMemory | None:
-    """What plans for a parallelized model; None where memory is left to autograd."""
+    """Return the planner of a parallelized model; None if memory is left to autograd."""
     handle = handle_of(model)
     return None if handle is None else handle.part(AutoMemory)
 
@@ -200,7 +200,7 @@ def job_of(
     replicas: int = 1,
     on_host: bool = False,
 ) -> Job:
-    """What is known of a step before its first batch. `on_host`: weights, gradients and optimizer state are there."""
+    """Return the job as far as it is known before the first batch. `on_host`: weights, gradients and optimizer state."""
     width, trained = base_width(model), trained_width(model)
     return Job(
         length=1,
@@ -222,18 +222,19 @@ def job_of(
 
 
 def _expected_spec(base: PreTrainedModel) -> LossSpec:
-    """What the config's names say of the logits, for an estimate of memory; `logits.py` reads what is computed by."""
+    """Return the logits' scale by the config's usual names, for an estimate of memory; `logits.py` reads the real one."""
     config: Any = base.config.get_text_config()
     named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling")]
     return LossSpec(scale=next((float(value) for value in named if value), 1.0))
 
 
 def base_width(model: nn.Module) -> int:
+    """Return the bytes of a value of the model's weights."""
     return next(p.element_size() for p in model.parameters() if p.is_floating_point())
 
 
 def trained_width(model: nn.Module) -> int:
-    """Adapters are often kept in more bytes than what they adapt."""
+    """Return the bytes of a trained value: adapters are often in a wider dtype than the weights they adapt."""
     return next((p.element_size() for p in model.parameters() if p.requires_grad), base_width(model))
 
 

@@ -97,7 +97,7 @@ class Search:
 
     def possible(self) -> bool:
         """True if any plan fits with these tiles."""
-        return any(self.furthest(modes) is not None for modes in _smallest(self))
+        return any(map(self.fits_offloaded, _smallest(self)))
 
     def keep(self, best: Best) -> Best:
         """Return the better of `best` and the plans that keep the last layers, or whose modes are decided."""
@@ -133,26 +133,20 @@ class Search:
             again = set(order[:number])
             return tuple("recompute" if i in again else mode for i, mode in enumerate(chains))
 
-        # Most chains do not fit however many of their roots recompute, if the plan is to be the best so far.
-        most = bisect_left(costs, best.total) - 1
-        if most < 0:
-            return best
-        saved = sum(layer.saved for layer in self.memory.layers(recomputed(most)))
-        if saved > self.most_saved or self.furthest(recomputed(most)) is None:
-            return best
-        # Copies cost where attention is short. There a chain costs more than recomputing, so few copies are looked for only
-        # without chains.
-        whole_row = len(roots) == self.count
-        return self.cheapest(best, costs[: most + 1], recomputed, whole_row=whole_row)
+        return self.cheapest(best, costs, recomputed, few_copies=len(roots) == self.count)
 
     def cheapest(
-        self, best: Best, costs: Sequence[int], modes_of: Callable[[int], Modes], *, whole_row: bool = True
+        self, best: Best, costs: Sequence[int], modes_of: Callable[[int], Modes], *, few_copies: bool = True
     ) -> Best:
-        """Return the better of `best` and the plans of a row, each of which costs more than the one before it and takes less
-        memory: the first that fits or, in a `whole_row`, one with fewer copies that cost something."""
-        last = len(costs) - 1
-        first = bisect_left(range(last), True, key=lambda n: self.furthest(modes_of(n)) is not None)
-        for number in range(first, last + 1 if whole_row else first + 1):
+        """Return the better of `best` and the plans of a row, each of which costs more and takes less memory than the one
+        before it: the first plan that fits or, with `few_copies`, a later one whose host copies cost less."""
+        # Most rows end here: no plan of the row that could be the best so far fits.
+        most = bisect_left(costs, best.total) - 1
+        if most < 0 or self.saved(modes_of(most)) > self.most_saved or not self.fits_offloaded(modes_of(most)):
+            return best
+        first = bisect_left(range(most), True, key=lambda n: self.fits_offloaded(modes_of(n)))
+        # Copies cost where attention is short. There a chain costs more than recomputing: few copies are looked for without.
+        for number in range(first, most + 1 if few_copies else first + 1):
             if costs[number] >= best.total:
                 break
             best = self.better(best, modes_of(number))
@@ -169,16 +163,20 @@ class Search:
 
     def offload(self, modes: Modes) -> tuple[bool, ...] | None:
         """Return which layers to offload, as few as fit the device; None if the host cannot take so many."""
-        most = self.furthest(modes)
+        memory = ModesMemory(self.memory, modes)
+        most = self.furthest(memory)
         if most is None or self.decided.offload is not None:
             return most
-        memory, counts = ModesMemory(self.memory, modes), range(sum(most))
+        counts = range(sum(most))
         return _first(modes, bisect_left(counts, True, key=lambda n: self.fits(memory, _first(modes, n))))
 
-    def furthest(self, modes: Modes) -> tuple[bool, ...] | None:
+    def fits_offloaded(self, modes: Modes) -> bool:
+        """True if a plan with these modes fits that offloads as many layers as the host takes."""
+        return self.furthest(ModesMemory(self.memory, modes)) is not None
+
+    def furthest(self, memory: ModesMemory) -> tuple[bool, ...] | None:
         """Return as many of the first layers as the host takes, or those decided; None if the plan does not fit then."""
-        memory = ModesMemory(self.memory, modes)
-        offload = self.decided.flags(modes) if self.decided.offload is not None else self.most_offloaded(memory)
+        offload = self.decided.flags(memory.modes) if self.decided.offload is not None else self.most_offloaded(memory)
         if offload is None or memory.host_bytes(offload) > self.host - self.memory.host_beside_saved:
             return None
         return offload if self.fits(memory, offload) else None
@@ -206,14 +204,15 @@ class Search:
         kinds = dict(zip(sizes.kinds, sizes.layers, strict=True))
         return {(k, mode): run_again(sizes, self.job, kinds[k], mode, tiled=tiled) for k in kinds for mode in MODES}
 
+    def saved(self, modes: Modes) -> int:
+        return sum(layer.saved for layer in self.memory.layers(modes))
+
     @cached_property
     def most_saved(self) -> float:
-        """Bytes that all layers together can save at most, if the last layer is not kept."""
-        # At the loss and in the last layer's backward all that is saved lies on the device or on the host.
+        """Bytes that all layers together can save: at the loss, saved tensors lie on the device or on the host."""
         memory = self.memory
-        room = self.device - memory.standing_bytes[False] - memory.gradient_bytes(0)
-        last = memory.layers(("save",) * self.count)[-1].work + memory.positions
-        return (room + 1) / (1 + SLACK) - max(memory.at_loss, last) + max(0, self.host - memory.host_beside_saved)
+        device = self.device - memory.standing_bytes[False] - memory.gradient_bytes(0)
+        return (device + 1) / (1 + SLACK) - memory.at_loss + max(0, self.host - memory.host_beside_saved)
 
     @cached_property
     def summing(self) -> int:

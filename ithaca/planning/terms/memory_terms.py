@@ -20,6 +20,7 @@ Invariant: the terms of `ModesMemory.memory` add up to `ModesMemory.device_bytes
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -249,8 +250,8 @@ class ModesMemory:
         # rebuilding, and the layer before it is prefetched. A kept layer has nothing to fetch, and its backward frees its
         # own tensors before the next layer is prefetched.
         self.first_fetched = [
-            index + 1 if mode == "keep" else max(index - behind - 1, 0)
-            for index, (mode, behind) in enumerate(zip(modes, self.from_root, strict=True))
+            index + 1 if mode == "keep" else index - behind - 1 if index > behind else 0
+            for index, mode, behind in zip(range(len(modes)), modes, self.from_root, strict=True)
         ]
         x, anchor = model.tensors.x, model.tensors.anchor
         # Activations that do not depend on what is offloaded. Where the root of a chain recomputes, the attention that runs
@@ -321,9 +322,9 @@ class ModesMemory:
         # The layers sent last never leave: their tensors are still on the device when backward needs them.
         late = [*compress(range(len(sent)), offload)][-STAGED:]
         for i in late:
-            for index in range(i, len(sent)):
-                if i < self.first_fetched[index]:
-                    fetched[index] += sent[i]
+            # Later layers fetch later tensors: from some layer on, backward does not fetch those of layer i.
+            start = bisect_right(self.first_fetched, i)
+            fetched[start:] = [size + sent[i] for size in fetched[start:]]
         resident = list(map(sub, self.saved_up_to, sent_up_to[1:]))
         return SavedTensors(resident, fetched, sum(sent[i] for i in late))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ithaca.planning.machine.hardware import DEVICES
+from ithaca.planning.memory_plan import Decided, Job
 from ithaca.planning.model.known_models import find_model, known_names
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.memory_plan import Decided, Job
 from ithaca.planning.terms.traffic import Machine
 from tests.planning.machines import machine
 
