@@ -1,17 +1,18 @@
 """The plan with the least work done again that fits the device and the host: plain loops over a small family of plans.
 
-From the first layer to the last, a plan of the family is one of two kinds:
+From the first layer to the last, a plan of the family has one of three forms:
 
-    save save save save save save keep keep keep            the last `kept` layers keep everything
-    S r S r S r | S r r r S r r r S r r r                   chains of one length up to a turn, of another from there on
+    s s s s s s s s s K K K     the last layers keep everything, the others save
+    s r s r s r s s s s s s     the first layers in chains of one length, the others save
+    R r R r R r s r r r s r     chains of a short length up to a turn, of a longer one from there; some roots recompute
 
-`r` is a layer in mode "rebuild", `S` the root of its chain, in mode "save" or "recompute": of all roots so many
-recompute, the cheapest first. A chain of length 1 is a root alone. In both kinds the first layers are offloaded, whose
-tensors backward needs last, and only as many as must be.
+`K` is keep, `s` save, `r` rebuild, `R` recompute; each `r` is rebuilt from the root before it. Chains have 1, 2 or 4
+layers, and a chain of one layer is a root alone. Of all roots the cheapest to recompute do so first. In each form the
+first layers are offloaded, whose tensors backward needs last, and only as many as must be.
 
-The memory model (`terms/memory_terms.py`) says whether a plan fits, the cost model (`terms/cost.py`) which one is best.
-One more layer that recomputes, or that is offloaded, never takes more memory, so both numbers are found by bisection;
-everything else is a loop.
+The memory model (`terms/memory_terms.py`) decides if a plan fits, the cost model (`terms/cost.py`) which plan is best. In
+a row of plans that differ in one number, each plan costs more and takes less memory than the one before it: the first
+that fits is found by bisection. Everything else is a loop.
 
     plan = choose_plan(sizes, job, device_budget, host_budget)      # None if no plan fits
 """
@@ -22,7 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, permutations
+from itertools import accumulate, combinations
 from math import inf
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ from ithaca.planning.terms.cost import copy_cost, run_again, tile_cost
 from ithaca.planning.terms.memory_terms import SLACK, MemoryModel, ModesMemory, StepMemory
 
 Modes = tuple[LayerMode, ...]
-# Layers from one root to the next.
+# Layers from one root to the next. A longer chain saves less and holds more while it is rebuilt. Gradients take most in
+# the backward of the first layers, which have the shorter chains where two lengths are used.
 CHAINS = (1, 2, 4)
 # A head group's buffers and workspace take at most this share of the device.
 GROUP_SHARE = 0.05
@@ -117,11 +119,21 @@ class Search:
         lengths = CHAINS if rebuilds(self.sizes) else CHAINS[:1]
         for length in lengths:
             best = self.recompute(best, range(0, self.count, length))
-        for first, second in permutations(lengths, 2):
-            step = max(first, second)
-            for turn in range(step, self.count, step):
-                best = self.recompute(best, (*range(0, turn, first), *range(turn, self.count, second)))
+            if length > 1:
+                best = self.rebuild(best, length)
+        for short, long in combinations(lengths, 2):
+            for turn in range(long, self.count, long):
+                best = self.recompute(best, (*range(0, turn, short), *range(turn, self.count, long)))
         return best
+
+    def rebuild(self, best: Best, length: int) -> Best:
+        """Return the better of `best` and the plans whose first layers are in chains of one length, the others saved."""
+
+        def modes_of(number: int) -> Modes:
+            return chained(self.count, [i for i in range(self.count) if i % length == 0 or i >= number * length])
+
+        costs = [self.again(modes_of(number)) for number in range(self.count // length + 1)]
+        return self.cheapest(best, costs, modes_of, few_copies=False)
 
     def recompute(self, best: Best, roots: Sequence[int]) -> Best:
         """Return the better of `best` and the plans with chains from these roots, of which some recompute."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations
 from math import inf
 from pathlib import Path
 
@@ -41,15 +41,17 @@ def every_modes(count: int) -> Iterator[tuple[LayerMode, ...]]:
     """Yield the modes of every plan of the family."""
     for kept in range(count + 1):
         yield ("save",) * (count - kept) + ("keep",) * kept
+    for length in CHAINS[1:]:
+        for end in range(0, count + 1, length):
+            yield tuple("rebuild" if i < end and i % length else "save" for i in range(count))
     every = {tuple(range(0, count, length)) for length in CHAINS}
-    for first, second in permutations(CHAINS, 2):
-        step = max(first, second)
-        every |= {(*range(0, turn, first), *range(turn, count, second)) for turn in range(0, count + step, step)}
+    for short, long in combinations(CHAINS, 2):
+        every |= {(*range(0, turn, short), *range(turn, count, long)) for turn in range(long, count, long)}
     for roots in every:
         for number in range(len(roots) + 1):
             modes: list[LayerMode] = ["rebuild"] * count
-            for place, root in enumerate(roots):
-                modes[root] = "recompute" if place < number else "save"
+            for order, root in enumerate(roots):
+                modes[root] = "recompute" if order < number else "save"
             yield tuple(modes)
 
 
