@@ -1,4 +1,4 @@
-"""`ithaca plan`: will it fit, how fast, with which settings. No GPU and no torch; an answer within a second."""
+"""The verb `plan`: memory, speed and settings of a run before it starts. No GPU and no torch; an answer within a second."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def plan(
 
 
 def _rank(tune: str | None, given: int | None) -> int | None:
-    """Of the adapters, or None where there are none."""
+    """Return the rank of the adapters; None if there are none."""
     if tune == "lora":
         return _positive("--lora-rank", given) or LORA_RANK
     if given is not None:
@@ -112,7 +112,7 @@ def _facts(
     price: float | None,
     target: float | None,
 ) -> dict[str, str]:
-    """The plan in a few lines, what is to be known of it before it is started among them."""
+    """Return the plan in a few lines, with its cautions."""
     from ithaca.report.plan_page import cost_of, facts_of
 
     facts = facts_of(request, option, known.name)
@@ -122,7 +122,7 @@ def _facts(
 
 
 def _reach(request: PlanRequest, option: Option) -> list[tuple[str, int]]:
-    """Lengths a row can have: on this mesh, with any settings and which these are, with a little more of something."""
+    """Return the longest rows: on this mesh, with any settings, and with a little more of one thing."""
     from ithaca.planning.search.advice import gains
     from ithaca.planning.search.best_mesh import longest_so_cut
     from ithaca.planning.search.longest import Longest, longest_length, longest_of_all
@@ -139,7 +139,7 @@ def _reach(request: PlanRequest, option: Option) -> list[tuple[str, int]]:
     known = [("longest that fits on this mesh", here), (f"longest with any settings: {takes}", best.length)]
     exact = next(recipes(request))[0]
     if exact.numerics != best.recipe.numerics:
-        # What less exact numerics gain is for the user to judge.
+        # The user judges whether the length is worth less exact numerics.
         length = longest_length(replace(request, optimizer=exact.optimizer, precision=exact.precision))
         known += [(f"longest with {exact.numerics}: --optimizer {exact.optimizer}", length)] if length else []
     return [*known, *gains(request, best.length)]
@@ -227,7 +227,7 @@ def _target(request: PlanRequest, option: Option, target: float) -> str:
 
 
 def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
-    """What a user should know before starting: exactness of the architecture, jumps of context length."""
+    """Return warnings about a run: exactness of the architecture, jumps of context length."""
     from importlib.resources import files
 
     from ithaca.training.schedule import advise_between
@@ -277,7 +277,7 @@ def _as_json(
 
 
 def _row_as_json(row: Compared) -> dict[str, Any]:
-    """One cut of `--compare`; what it is at the length asked for is null where it does not fit."""
+    """Return one mesh of `--compare`; figures at the requested length are null where it does not fit."""
     option = row.option
     return {
         "degrees": row.degrees._asdict(),

@@ -1,4 +1,4 @@
-"""What `ithaca plan` was given, as the planner's own values: a model, a machine, lengths and amounts.
+"""The options of `ithaca plan` as the planner's own objects: a model, a machine, lengths and amounts.
 
 Everything a user can get wrong here is refused with the nearest that works. A model's name is looked for on disk, in
 the built-in table, and then on the hub if there is a network.
@@ -31,18 +31,18 @@ _NETWORKS = {"NVLink 3": "InfiniBand HDR", "PCIe 4": "Ethernet 100G", "PCIe 5": 
 
 
 def calibration_file() -> Path:
-    """Where this machine's own figures are kept."""
+    """Return the file with this machine's own figures."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache, "ithaca", "calibration.json")
 
 
 def read_length(text: str) -> int:
-    """`128k` or `1M`, of 1,024."""
+    """Return the tokens of `128k` or `1M`, in units of 1,024."""
     return _amount("--length", text, lambda value: parse_number(value, 1024), least=2)
 
 
 def read_tokens(text: str) -> int:
-    """`2B`, of 1,000."""
+    """Return the tokens of `2B`, in units of 1,000."""
     return _amount("--tokens", text, lambda value: parse_number(value, 1000))
 
 
@@ -60,12 +60,12 @@ def _amount(option: str, text: str, parse: Callable[[str], object], *, least: in
 def read_machine(
     gpus: str, nodes: int | None, host_memory: str | None, link: str | None, network: str | None
 ) -> Machine:
-    """`8xH100`; more than a node's worth without a number of nodes is as many nodes of eight."""
+    """Return the machine of `8xH100`; without a number of nodes, 16 cards are two nodes of eight."""
     found = re.fullmatch(r"\s*(?:(\d+)(?:\s*[x*\u00d7]\s*|\s+))?([A-Z].*?)\s*", gpus, re.IGNORECASE)
     count = int(found[1] or 1) if found else 0
     if turned := re.fullmatch(r"\s*([A-Z].*\d.*?)\s*[x*\u00d7]\s*(\d{1,3})\s*", gpus, re.IGNORECASE):
         raise ConfigError(f"--gpus {gpus}: the number comes first, such as {turned[2]}x{turned[1]}")
-    # What looks like another number of cards is not for guessing at.
+    # A second number could be a number of cards: the user is asked, nothing is guessed.
     if (
         found is None
         or count < 1
@@ -93,7 +93,7 @@ def _usual_network(device: Device) -> str:
 
 
 def read_model(name: str) -> KnownModel:
-    """A folder or a config.json, a name of the built-in table, or a name on the hub."""
+    """Return the model of a folder, a config.json, a name of the built-in table, or a name on the hub."""
     path = Path(at_home(name))
     if path.is_dir() or path.suffix == ".json" or path.is_file():
         return _from_file(path / "config.json" if path.is_dir() else path, name)
@@ -119,7 +119,8 @@ def read_model(name: str) -> KnownModel:
 
 
 def _asked_for(name: str, known: str) -> str:
-    """What a run must name: the model asked for, of which the table's one (`known`) may have no more than the sizes."""
+    """Return the name of the model for a run file."""
+    # The table's model (`known`) may share no more than the sizes with the model that the user named.
     if "/" in name.rstrip("/"):
         return name
     tuned = endings(name)
@@ -137,7 +138,8 @@ def _from_file(file: Path, name: str) -> KnownModel:
 
 
 def _read(name: str, config: dict[str, Any]) -> KnownModel:
-    """The model of a config.json; where its names do not say its sizes, its modules are counted, which takes seconds."""
+    """Return the model of a config.json."""
+    # An unusual architecture's modules are built and counted, which takes seconds.
     return read_config(name, config, _count)
 
 
@@ -148,7 +150,7 @@ def _count(name: str, config: Mapping[str, Any]) -> ModelSizes | None:
 
 
 def _from_hub(name: str) -> dict[str, Any] | str:
-    """The model's config.json, or why it could not be had."""
+    """Return the model's config.json from the hub, or the reason why it cannot be had."""
     try:
         from urllib.request import Request, urlopen
 
@@ -164,6 +166,6 @@ def _from_hub(name: str) -> dict[str, Any] | str:
             with urlopen(request, timeout=HUB_TIMEOUT_S) as answer:
                 content = json.load(answer)
     except Exception as error:
-        # Whatever a network or the hub can do wrong, it is one reason for the user.
+        # Whatever fails in the network or at the hub is one reason for the user.
         return f"{type(error).__name__}: {error}"[:120]
     return content if isinstance(content, dict) else "its config.json is no object"

@@ -10,7 +10,7 @@ from ithaca.errors import DataError
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a line that was cut short, or is no record, is left out."""
+    """Return the records of metrics.jsonl without lines that were cut short or are no records."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -27,7 +27,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def _needed(line: dict[str, Any]) -> dict[str, tuple[type, ...]]:
-    """What a record of its kind holds, and the types of it."""
+    """Return the keys that a record of this kind must have, with their types."""
     needed: dict[str, tuple[type, ...]] = {"kind": (str,), "step": (int,)}
     if line.get("kind") in ("step", "validation"):
         needed["loss"] = (int, float, type(None))
@@ -35,7 +35,7 @@ def _needed(line: dict[str, Any]) -> dict[str, tuple[type, ...]]:
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:
-    """Write `picture` (PNG)."""
+    """Draw the losses of a metrics file into a picture (PNG)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -51,8 +51,8 @@ def draw_loss(metrics: Path, picture: Path) -> None:
     axes.plot(numbers, _running(losses), color="C0", linewidth=2, label="running mean")
     held_out = [line for line in lines if line["kind"] == "validation"]
     if held_out:
-        places, values = [line["step"] for line in held_out], [_number(line["loss"]) for line in held_out]
-        axes.plot(places, values, "o-", color="C1", markersize=4, label="validation")
+        at, values = [line["step"] for line in held_out], [_number(line["loss"]) for line in held_out]
+        axes.plot(at, values, "o-", color="C1", markersize=4, label="validation")
     _mark_stages(axes, steps)
     axes.set(xlabel="step", ylabel="loss a token", xlim=(numbers[0], max(numbers[-1], numbers[0] + 1)))
     axes.spines[["top", "right"]].set_visible(False)
@@ -64,7 +64,7 @@ def draw_loss(metrics: Path, picture: Path) -> None:
 
 
 def _number(loss: float | None) -> float:
-    """A loss that was no number is written as null, and drawn as a gap."""
+    """Return the loss, or NaN for null: a loss that was no number is drawn as a gap."""
     return float("nan") if loss is None else loss
 
 
@@ -78,7 +78,7 @@ def _mark_stages(axes: Any, steps: list[dict[str, Any]]) -> None:
 
 
 def _running(losses: list[float]) -> list[float]:
-    """An exponential mean over about ten steps, without the weight of its start."""
+    """Return an exponential mean over about ten steps, corrected for its start."""
     mean, weight, means = 0.0, 0.0, []
     for loss in losses:
         if loss == loss and abs(loss) != float("inf"):

@@ -1,4 +1,4 @@
-"""What `ithaca plan` leaves behind: a run.yaml that `ithaca train` takes, the change to a plain script, a page to review."""
+"""The files of `ithaca plan`: a run.yaml for `ithaca train`, the change to a plain script, and a page to review."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ithaca.planning.terms.traffic import Machine
 
 STEPS = 1000
 USUAL_HEADROOM = 0.25
-# What a line of code has room for on a page of 80 columns.
+# Characters of a line of code on a page of 80 columns.
 _LINE = 76
 
 
 def run_of(
     known: KnownModel, request: PlanRequest, option: Option, *, tokens: int | None, lora_rank: int | None
 ) -> Run:
-    """The run that the plan is of; the documents are the user's to name."""
+    """Return the run file of a plan; the user names the documents in it."""
     recipe, job = option.recipe, option.job
     budget = None if request.headroom == USUAL_HEADROOM else request.device_budget
     stage = Stage(
@@ -55,18 +55,18 @@ def run_of(
 
 
 def _host_budget(request: PlanRequest, option: Option) -> int | None:
-    """One rank's bytes of the host, where they are not what a run takes by itself."""
+    """Return one rank's bytes of the host; None if a run uses as many by default."""
     usual = request.host_headroom == HOST_HEADROOM
     return None if usual else replace(request, machine=option.machine).host_budget
 
 
 def _folder(name: str) -> str:
-    """A run names the model's folder, not the config in it."""
+    """Return the name of the model's folder: a run names no config file."""
     return str(Path(name).parent) if Path(name).name.endswith(".json") else name
 
 
 def _rope(known: KnownModel, length: int) -> Rope | None:
-    """Positions stretched by YaRN where the model was trained on shorter ones; it replaces a scaling that is there."""
+    """Return the YaRN settings for positions beyond the trained ones, in place of the model's own; None if not needed."""
     if not known.positions or not known.original or length <= known.positions:
         return None
     return Rope(kind="yarn", factor=length / known.original, original=known.original)
@@ -74,7 +74,7 @@ def _rope(known: KnownModel, length: int) -> Rope | None:
 
 @contextmanager
 def writing(option: str, file: Path) -> Iterator[None]:
-    """A file that cannot be written is the user's mistake, and said with the option that names it."""
+    """Raise an error of writing as a `ConfigError` that names the option."""
     try:
         yield
     except OSError as error:
@@ -82,7 +82,7 @@ def writing(option: str, file: Path) -> Iterator[None]:
 
 
 def check_report(file: Path) -> None:
-    """Refuse a file for JSON before minutes of work have no place to go to."""
+    """Refuse a file for JSON that cannot be written, before minutes of work are done for it."""
     folder = file.absolute().parent
     if file.is_dir():
         raise ConfigError(f"--json {file} is a folder: name a file")
@@ -90,7 +90,7 @@ def check_report(file: Path) -> None:
         raise ConfigError(f"--json {file}: there is no folder {folder}; name one that is there")
     new = not file.exists()
     try:
-        # Asked for by name, some folders say yes and mean no.
+        # `os.access` says yes for some folders that refuse: only opening a file is a proof.
         file.open("a").close()
     except OSError:
         raise ConfigError(f"--json {file} cannot be written to: name a file in a folder of yours") from None
@@ -99,10 +99,10 @@ def check_report(file: Path) -> None:
 
 
 def write_run(file: Path, run: Run, machine: Machine) -> bool:
-    """Whether it was written: a file that says something else is left alone."""
+    """Write the run file; False if the file has other content, which is left alone."""
     text = "# Made by `ithaca plan`. Name your documents under data.sources, then: ithaca train " + file.name + "\n"
     if machine.nodes > 1:
-        # A run says what one node starts; how many nodes there are is the launcher's to know.
+        # A run file names the processes of one node; the launcher is given the number of nodes.
         text += f"# It is for {machine}. One rank of it: {rehearsal(file, machine)}\n"
     text += dump_run(run)
     if file.exists() and file.read_bytes() != text.encode():
@@ -113,7 +113,7 @@ def write_run(file: Path, run: Run, machine: Machine) -> bool:
 
 
 def script_change(request: PlanRequest, option: Option) -> str:
-    """The five lines of a plain PyTorch loop that change, with this plan's settings."""
+    """Return the five lines of a plain PyTorch loop that change, with this plan's settings."""
     recipe, job = option.recipe, option.job
     settings = ["mesh"]
     # PEFT keeps adapters in fp32.
@@ -143,7 +143,7 @@ def script_change(request: PlanRequest, option: Option) -> str:
 
 
 def rehearsal(file: Path, machine: Machine) -> str:
-    """What rehearses one rank of the run on this machine, all of its nodes counted."""
+    """Return the command that rehearses one rank of the run, of all nodes."""
     return f"ithaca rehearse {file} --gpus {machine.device.name} --world {machine.world}"
 
 
@@ -153,7 +153,7 @@ def launch_line(machine: Machine) -> str:
 
 
 def spec_of(title: str, facts: dict[str, str], option: Option, request: PlanRequest) -> str:
-    """One page of Markdown: what is asked, what is chosen, what it takes, and how sure that is."""
+    """Return one page of Markdown: the request, the plan, its memory and time, and the source of the figures."""
     device, host = replace(request, machine=option.machine).budgets
     lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in facts.items()), ""]
     lines += ["## Memory of one GPU", "", f"Worst at the {option.memory.moment}.", ""]

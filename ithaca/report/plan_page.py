@@ -1,4 +1,4 @@
-"""How a plan looks in a terminal: facts, memory and time as bars, what more would give, and the tables of `--compare`."""
+"""The page of a plan in a terminal: facts, memory and time as bars, lengths within reach, and the tables of `--compare`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ithaca.planning.search.best_mesh import Compared, Option
 from ithaca.planning.search.phrases import show_length, show_used
 from ithaca.planning.search.request import PlanRequest
 from ithaca.planning.terms.memory_terms import Term
+from ithaca.planning.terms.terms_table import bar
 from ithaca.planning.terms.traffic import LINK_SHARE, Machine
 from ithaca.report.plan_files import launch_line, script_change
 
@@ -23,7 +24,7 @@ LEAST_SHOWN = 0.005
 
 
 def facts_of(request: PlanRequest, option: Option, name: str) -> dict[str, str]:
-    """What was asked and what was chosen, a line each."""
+    """Return the request and the plan, a line each."""
     machine, job, time = request.machine, option.job, option.time
     rows = option.rows * option.degrees.dp
     tuned = f", {parameters(request.sizes.adapters)} of them trained" if request.sizes.adapters else ", all trained"
@@ -44,7 +45,7 @@ def facts_of(request: PlanRequest, option: Option, name: str) -> dict[str, str]:
 
 
 def parameters(count: int) -> str:
-    """A number of parameters in the unit in which two digits say something."""
+    """Return a number of parameters in billions or millions."""
     unit, name = next((unit, name) for unit, name in ((1e8, "B"), (1e5, "M"), (0, "")) if count >= unit)
     return f"{count / (10 * unit):,.2f} {name}" if name else f"{count:,}"
 
@@ -55,14 +56,15 @@ def links_of(machine: Machine) -> str:
 
 
 def source_of(device: Device) -> str:
-    """How sure the figures are."""
+    """Return the source of the figures: measured, or a data sheet."""
     if device.measured:
         return f"{device.name} measured; links from data sheets at {LINK_SHARE:.0%}"
     return f"{device.name} and links from data sheets, with the shares that an H200 was measured to reach"
 
 
 def cost_of(request: PlanRequest, option: Option, tokens: int, price: float | None) -> str:
-    """Idle GPUs are paid for too."""
+    """Return the hours, GPU-hours and price of so many tokens."""
+    # Idle GPUs are paid for too.
     hours = tokens / option.time.tokens_per_second / 3600
     text = f"{tokens:,} tokens: {hours:,.1f} hours, {hours * request.machine.world:,.0f} GPU-hours"
     return text if price is None else f"{text}, {hours * request.machine.world * price:,.0f} at {price:g} a GPU-hour"
@@ -77,7 +79,7 @@ def seconds(value: float) -> str:
 def page(
     facts: dict[str, str], request: PlanRequest, option: Option, reach: Sequence[tuple[str, int]]
 ) -> RenderableType:
-    """The whole of it."""
+    """Return the whole page."""
     device, host = replace(request, machine=option.machine).budgets
     terms = option.memory.terms
     head = f"at the {option.memory.moment}"
@@ -107,13 +109,12 @@ def _facts(facts: dict[str, str]) -> Table:
 
 
 def _bar(share: float, colour: str) -> Text:
-    eighths = round(min(share, 1.0) * BAR * 8)
-    full, part = divmod(eighths, 8)
-    return Text("█" * full + " ▏▎▍▌▋▊▉"[part].strip(), style=colour)
+    return Text(bar(min(share, 1.0), BAR), style=colour)
 
 
 def _barred(title: str, unit: str, note: str) -> Table:
-    """A name, a number, a bar and a remark, a line each: what is too long for the terminal is in `--spec` and `--json`."""
+    """Return an empty table of names, numbers, bars and remarks."""
+    # A remark that is too long for the terminal is cut: `--spec` and `--json` have the whole of it.
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", expand=True)
     table.add_column(title, no_wrap=True, width=NAME)
     table.add_column(unit, justify="right", no_wrap=True, width=NUMBER)
@@ -122,12 +123,12 @@ def _barred(title: str, unit: str, note: str) -> Table:
     return table
 
 
-def _memory(place: str, terms: Sequence[Term], budget: int, headroom: float, note: str) -> Table:
-    """Terms of one place; the bars' full width is what may be used."""
-    sizes = [(t.name, t.device_bytes if place == "device" else t.host_bytes, t.formula) for t in terms]
+def _memory(side: str, terms: Sequence[Term], budget: int, headroom: float, note: str) -> Table:
+    """Return the terms of the device or of the host; the full width of the bars is the budget."""
+    sizes = [(t.name, t.device_bytes if side == "device" else t.host_bytes, t.formula) for t in terms]
     sizes = [each for each in sizes if each[1]]
-    table = _barred(f"{place} memory", "GiB", note)
-    colour = "cyan" if place == "device" else "magenta"
+    table = _barred(f"{side} memory", "GiB", note)
+    colour = "cyan" if side == "device" else "magenta"
     for name, size, formula in sizes:
         table.add_row(name, f"{size / GIB:.2f}", _bar(size / budget, colour), Text(formula))
     total = sum(size for _, size, _ in sizes)
@@ -149,7 +150,7 @@ def _time(option: Option) -> Table:
 
 
 def _reach(reach: Sequence[tuple[str, int]]) -> Table:
-    """Lengths; of what more would give, only what is longer than the machine allows as it is."""
+    """Return the lengths within reach; a larger machine that reaches no further `adds nothing`."""
     table = Table.grid(padding=(0, 2))
     known = [label.startswith("longest") for label, _ in reach]
     most = max(length for (_, length), is_known in zip(reach, known, strict=True) if is_known)
@@ -160,7 +161,7 @@ def _reach(reach: Sequence[tuple[str, int]]) -> Table:
 
 
 def comparison(chosen: Option, rows: Sequence[Compared]) -> Table:
-    """Every cut: how long it reaches, how fast it is at the length asked for, and what its exchanges take."""
+    """Return a row for every mesh: its longest length and, at the requested length, its speed, exchanges and memory."""
     title = f"Every mesh of {chosen.machine}, with {chosen.recipe}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title=title)
     table.title_justify, table.title_style = "left", ""
@@ -192,7 +193,7 @@ def _remark(row: Compared) -> Text:
 
 
 def verdict(request: PlanRequest, plain: Option, rows: Sequence[Compared]) -> str:
-    """When Ulysses, ring or both, for this model on these machines; `plain` was chosen."""
+    """Return advice between Ulysses, ring and both for this model on this machine; `plain` was chosen."""
     machine, heads = request.machine, request.sizes.heads
     rings = [row.option for row in rows if row.option is not None and not row.option.runnable]
     turning = max(rings, key=lambda option: option.time.tokens_per_second, default=None)

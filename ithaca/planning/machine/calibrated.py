@@ -1,7 +1,7 @@
 """A machine's own measured speeds, kept as a small JSON file and used in place of a data sheet's.
 
-`machine/calibrate.py` measures; here the file is written, read and laid over the table of cards. Invariant: what the file
-says is numbers of the table's own kinds, or it is refused by name.
+`machine/calibrate.py` measures; this file writes and reads the figures and puts them over the table of cards. Invariant:
+a file holds numbers of the table's own kinds, or is refused by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_measured(file: Path, measured: Measured) -> None:
 
 
 def read_measured(file: Path) -> Measured | None:
-    """What was measured here before; None where nothing was."""
+    """Return the figures measured here before; None if there are none."""
     if not file.exists():
         return None
     try:
@@ -63,7 +63,7 @@ def _parsed(content: Mapping[str, Any]) -> Measured:
 
 
 def with_measured(devices: Sequence[Device], measured: Measured | None) -> tuple[Device, ...]:
-    """The table of cards with the measured one's own speeds; a card that is not in it joins it."""
+    """Return the table of cards with the measured card's own speeds; a card that is not in the table is added."""
     if measured is None:
         return tuple(devices)
     try:

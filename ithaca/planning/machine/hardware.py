@@ -35,8 +35,8 @@ class AttentionSpeed:
 class Device:
     """One card. `memory` is what its driver reports, in bytes; `host_copy` is one way, both ways run at once.
 
-    `bandwidth` is of its own memory, what a plain copy reads and writes. `host_memory` is what a machine usually has
-    for each such card, in bytes.
+    `bandwidth`: bytes that a plain copy in device memory reads and writes. `host_memory`: bytes of host memory that a
+    machine usually has for each such card.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Device:
     measured: bool
 
     def attention_speed(self, head_size: int, length: int = 65_536) -> AttentionSpeed:
-        """The speed at the head size in the table nearest to `head_size`, between the lengths measured there."""
+        """Return the speed at the nearest measured head size, interpolated between the measured lengths."""
         size = min((speed.head_size for speed in self.attention), key=lambda each: abs(each - head_size))
         points = sorted((s for s in self.attention if s.head_size == size), key=lambda speed: speed.length)
         length = min(max(length, points[0].length), points[-1].length)
@@ -67,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins cards: GB/s of one card in one direction."""
+    """A link between cards: GB/s of one card in one direction."""
 
     name: str
     speed: float
@@ -152,7 +152,7 @@ _NOT_THE_CARD = frozenset({"mig", "laptop", "mobile"})
 
 
 def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
-    """The card called `name`: its name here, or what `torch.cuda.get_device_name()` says."""
+    """Return the card called `name`: a name of the table, or of `torch.cuda.get_device_name()`."""
     words = words_of(name)
     found = [device for device in devices if device.words <= words]
     if not found or words & _NOT_THE_CARD:
@@ -163,7 +163,7 @@ def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
 
 
 def find_link(name: str) -> Link:
-    """The link called `name`, whatever its case and spaces."""
+    """Return the link called `name`, in any case and with any spaces."""
     plain = {_plain(link.name): link for link in LINKS}
     if _plain(name) not in plain:
         near = get_close_matches(_plain(name), plain, n=3, cutoff=0.3) or list(plain)
@@ -178,7 +178,8 @@ def _plain(name: str) -> str:
 
 
 def words_of(name: str) -> frozenset[str]:
-    """Lower-case words; sizes lose their unit, since "80GB", "80G" and "80" are all written, as is "RTX4090"."""
+    """Return the lower-case words of a card's name, sizes without their unit."""
+    # "80GB", "80G" and "80" are all written, and so is "RTX4090".
     words = re.findall(r"rtx(?=\d)|[a-z0-9]+", name.lower())
     return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1", word) for word in words)
 

@@ -126,6 +126,7 @@ def random_job(seed: int) -> DrawnJob:
     return DrawnJob(sizes, job, device, host, _decided(draw, len(sizes.layers)), machine(card.name, gpus, nodes))
 
 
+@cache
 def rehearsed_jobs() -> list[DrawnJob]:
     """Return the jobs that were rehearsed on a card, with the budgets they had then."""
     found = []
