@@ -52,7 +52,7 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="Print JSON, and write nothing."),
     calibrate: bool = typer.Option(False, help="Measure this machine's GPU once; its own figures count from then on."),
 ) -> None:
-    """Will it fit, how fast, with which settings: no GPU needed."""
+    """Predict memory, speed and settings of a run: no GPU needed."""
     if calibrate:
         _calibrate()
     if not model:

@@ -106,6 +106,9 @@ class Search:
         modes = self.decided.modes(self.count)
         if modes is not None:
             return self.better(best, modes)
+        # The row below takes less and less memory, but for its first plan: with few layers, keeping all of them can take less
+        # than saving, since no work is repeated beside them.
+        best = self.better(best, ("keep",) * self.count)
         keeps, saves = (self.costs((mode,) * self.count) for mode in ("keep", "save"))
         costs = [self.summing + sum(saves[:n]) + sum(keeps[n:]) for n in range(self.count + 1)]
         # A kept layer's tensors cannot be offloaded; those of the last layers are freed soonest.
