@@ -164,11 +164,11 @@ def work(material: bytes, device: str, report: str) -> int:
     mesh = init_mesh(sp=int(os.environ.get("WORLD_SIZE", "1")), device=None if device == "cuda" else "cpu")
     page = Page(shows=mesh.rank == 0)
     page.open(subject, sample, mesh)
-    build, tell, scratch = subject.build, page.line, given.scratch
+    build, scratch = subject.build, given.scratch
     if device == "cpu":
-        lines = verify(build, sample, mesh, promote=subject.exact, tell=tell, scratch=scratch)
+        lines = verify(build, sample, mesh, promote=subject.exact, on_line=page.line, scratch=scratch)
     else:
-        lines = verify_devices(build, sample, mesh, kernel=given.kernel, tell=tell, scratch=scratch)
+        lines = verify_devices(build, sample, mesh, kernel=given.kernel, on_line=page.line, scratch=scratch)
     page.close(lines, time.monotonic() - began)
     if report and mesh.rank == 0:
         page.write(Path(report), lines, subject, sample, mesh)

@@ -16,7 +16,8 @@ from ithaca.models.rope import pin_length
 from ithaca.parallelize import parallelize
 from ithaca.sequence.layout import SequenceLayout
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import gradient_errors, reference
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch
 from ithaca.verify.small_models.types import survey_config
 from tests.batches import packed

@@ -29,7 +29,8 @@ from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.state.weights.placement import recover
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.parity import compare, gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import LISTED, WITH_EXPERTS, small_batch, small_model
 from tests.batches import micro_batches
 from tests.ranks import expect_refusal, run_ranks

@@ -19,7 +19,8 @@ from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
 from ithaca.planning.search.choose import choose_plan, feasible
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.parity import compare, gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch
 from ithaca.verify.small_models.types import survey_config
 from ithaca.verify.small_models.variants import features_on

@@ -15,7 +15,8 @@ from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.parity import compare, gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_model
 from tests.batches import Batch, micro_batches
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from ithaca.models.files.write_weights import save_pretrained
 from ithaca.parallelize import parallelize
 from ithaca.sequence.batch import shard_batch
 from ithaca.verify.fp64 import promoted, relative_error
-from ithaca.verify.parity import reference
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch, small_config, small_model
 from tests.batches import packed
 from tests.parity.cases import worst

@@ -25,7 +25,8 @@ from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.state.weights import placement as placement
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import gradient_errors, reference
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FAULT, FP64

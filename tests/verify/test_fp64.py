@@ -8,7 +8,7 @@ from torch.utils._device import _device_constructors
 from ithaca.verify.fp64 import promoted
 
 
-def test_devices_are_chosen_afterwards_as_before() -> None:
+def test_promoted_device_context_works_afterwards() -> None:
     """torch remembers the functions that make tensors from the first time that a device is chosen for them."""
     _device_constructors.cache_clear()
     with promoted(), torch.device("meta"):
