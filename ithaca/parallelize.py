@@ -24,10 +24,10 @@ from ithaca.models.discover.passing import passing_of
 from ithaca.models.discover.random_weights import stand_ins
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.install import install_memory
-from ithaca.models.placed import Placed
 from ithaca.models.planner.plan_in_force import AutoMemory, job_of
 from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import base_model, check_model, decoder_layers
+from ithaca.models.weight_versions import WeightVersions
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
 from ithaca.quantities import no_truth, parse_bytes, with_unit
 from ithaca.state.optimizer.made_before import Earlier
@@ -141,7 +141,7 @@ def parallelize(
         )
         earlier.follow(model, handle)
         guard_weights(handle, model, base)
-        handle.keep(Placed.of(model))
+        handle.keep(WeightVersions.of(model))
     return model
 
 

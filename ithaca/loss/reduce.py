@@ -21,7 +21,7 @@ from ithaca.arguments import named_arguments, shown
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
-from ithaca.models.handed_out import reduced
+from ithaca.models.reduction_marks import with_local_gradient
 from ithaca.quantities import as_number
 
 
@@ -45,7 +45,7 @@ def reduce_mean(
     # Nothing was counted on any rank: the sum over nothing, not 0/0.
     divisor = torch.where(number > 0, number, torch.ones_like(number))
     shown = (value / divisor).to(torch.promote_types(total.dtype, torch.float32))
-    return reduced(total, shown, _scale(binding) / divisor)
+    return with_local_gradient(total, shown, _scale(binding) / divisor)
 
 
 def _scale(binding: Binding) -> int:
