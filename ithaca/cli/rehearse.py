@@ -64,12 +64,12 @@ def rehearse(
     config = change_config(read_model_config(run.model.name, run.model.revision), run.model.config)
     if length or (model and file is None):
         run = one_length(run, length or LENGTH, ranks, config)
-    from ithaca.rehearse.rehearsal import Asked
+    from ithaca.rehearse.prediction import RehearsalRequest
     from ithaca.rehearse.rehearsal import rehearse as run_rank
     from ithaca.rehearse.rehearse_page import as_json, page
 
     machine = _machine(gpus, ranks, host_memory, link, network)
-    asked = Asked(
+    request = RehearsalRequest(
         run,
         config,
         machine,
@@ -82,12 +82,12 @@ def rehearse(
     # Not before the checks above: a mistake in the settings is one line.
     if world is None and not counted_cards(gpus):
         typer.echo(f"ithaca: the job has {ranks} ranks, {_why_so_many(run)}: --world sets another number", err=True)
-    result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
+    result = run_rank(request, lambda text: typer.echo(f"ithaca: {text}", err=True))
     from ithaca.launch.terminal import print_page
 
-    print_page(page(asked, result))
+    print_page(page(request, result))
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(as_json(request, result), indent=1) + "\n", encoding="utf-8")
 
 
 def _usual_world(run: Run) -> int:

@@ -18,6 +18,7 @@ from ithaca.cli.rehearse import _machine, _usual_world, one_length, read_model_c
 from ithaca.config.schema import load_run
 from ithaca.mesh import init_mesh
 from ithaca.planning.model.known_models import known_config
+from ithaca.rehearse import prediction
 from ithaca.rehearse import rehearsal as proof
 from ithaca.rehearse.lone_group import alone
 from ithaca.rehearse.rehearse_page import page
@@ -40,8 +41,8 @@ def small(tmp_path: Path) -> str:
 
 def real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors take seconds a layer; the verb is the same with real ones."""
-    asked = proof.Asked
-    monkeypatch.setattr(proof, "Asked", lambda *args, **kwargs: asked(*args, **kwargs, fake=False))
+    request = prediction.RehearsalRequest
+    monkeypatch.setattr(prediction, "RehearsalRequest", lambda *args, **kwargs: request(*args, **kwargs, fake=False))
 
 
 def test_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +132,11 @@ def test_the_plan_beside_a_rehearsal_is_the_one_that_is_planned(tmp_path: Path, 
     assert typed("plan", *words)[0] == 0
     run = load_run(Path("run.yaml"))
     machine = read_machine("8xH100", None, None, None, None)
-    asked = proof.Asked(run, read_model_config(run.model.name, None), machine)
+    asked = prediction.RehearsalRequest(run, read_model_config(run.model.name, None), machine)
     with alone(8, 0):
         mesh = init_mesh(sp=8, device="cpu")
         config = apply_stages(asked.config, run.stages, random=True)
-        _, planned = proof.predict(asked, proof.part_of(asked, 0, config, mesh), mesh)
+        _, planned = prediction.predict(asked, proof.job_of_rank(asked, 0, config, mesh), mesh)
     assert json.loads(json.dumps(asdict(planned.plan))) == said["plan"]
     assert planned.target.device_bytes == pytest.approx(said["memory"]["device_bytes"], rel=1e-3)
     assert planned.target.host_bytes == said["memory"]["host_bytes"]
@@ -146,7 +147,7 @@ def test_the_plan_beside_a_rehearsal_is_the_one_that_is_planned(tmp_path: Path, 
 def test_without_a_clock_the_page_has_both_plans(small: str) -> None:
     run = one_length(load_run(None, ["precision=fp32"]), "128", 2, read_model_config(small, None))
     machine = read_machine("2xH100", None, None, None, None)
-    asked = proof.Asked(run, read_model_config(small, None), machine, fake=False)
+    asked = prediction.RehearsalRequest(run, read_model_config(small, None), machine, fake=False)
     result = proof.rehearse(asked)
     console = Console(width=140, record=True, file=StringIO())
     console.print(page(asked, replace(result, seconds={})))
