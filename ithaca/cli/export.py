@@ -37,18 +37,18 @@ def export(
         description_of,
         export_into,
         missing_folders,
-        refuse_own_places,
+        refuse_own_folders,
+        remove_unfinished,
         run_of,
-        take_away,
     )
     from ithaca.state.checkpoint.manifest import step_of
 
     checkpoint = find_checkpoint(path, step)
     target = to or run_of(checkpoint) / f"export-step-{step_of(checkpoint)}"
     _check_target(target)
-    refuse_own_places(target, run_of(checkpoint), description_of(checkpoint, DESCRIPTION))
+    refuse_own_folders(target, run_of(checkpoint), description_of(checkpoint, DESCRIPTION))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[dtype]
-    with cleaned_if_stopped(partial(take_away, target, missing_folders(target))):
+    with cleaned_if_stopped(partial(remove_unfinished, target, missing_folders(target))):
         export_into(checkpoint, target, partial(export_checkpoint, checkpoint, dtype=width), force=force)
     shown = _as_typed(target, path if to is None else to)
     typer.echo(f"{_as_typed(checkpoint, path)} -> {shown}")

@@ -22,7 +22,10 @@ from ithaca.config.schema import Optimizer, Run, read_run
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
+from ithaca.models.files.pretrained import empty_model
 from ithaca.models.files.read_weights import local, materialize
+from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.plan_in_force import job_of
 from ithaca.models.support import decoder_layers
 from ithaca.planning.machine.hardware import find_device, find_link
 from ithaca.planning.plan import MemoryPlan
@@ -294,15 +297,10 @@ def test_measure_counts_bytes_of_planned_exchanges() -> None:
         mesh = init_mesh(sp=2, device="cpu")
         for plan in (SAVE, MIXED):
             got = measure(job(), range(LAYERS), plan, mesh)
-            from ithaca.models.files.pretrained import empty_model
-            from ithaca.models.planner.loaded_sizes import sizes_of
-            from ithaca.models.planner.plan_in_force import job_of
-
             model = empty_model(job().config, dtype=torch.float32)
-            job = job_of(model, mesh, "shard", "adamw", fused=False, compute_dtype=None)
-            job = replace(job, length=LENGTH)
-            sizes = sizes_of(model, model)
-            assert got.sent["all-to-all"] == sum(exchanged(sizes, job, mode, 1).total for mode in plan.layers)
+            planned = job_of(model, mesh, "shard", "adamw", fused=False, compute_dtype=None)
+            planned, sizes = replace(planned, length=LENGTH), sizes_of(model, model)
+            assert got.sent["all-to-all"] == sum(exchanged(sizes, planned, mode, 1).total for mode in plan.layers)
 
 
 def test_choose_runs_mixed_plan_has_blocks_of_every_kind() -> None:
@@ -365,8 +363,6 @@ def test_choose_runs_bare_cuts_shorter_models() -> None:
 
 
 def test_keep_layers_gives_model_of_those_layers() -> None:
-    from ithaca.models.files.pretrained import empty_model
-
     config = small_config("gemma3_text", num_hidden_layers=6)
     model = keep_layers(empty_model(config, dtype=torch.float32), (1, 4, 5))
     assert model.config.layer_types == [config.layer_types[i] for i in (1, 4, 5)]

@@ -19,7 +19,7 @@ from ithaca.atomic import part_of, replace_folder, write_whole
 from ithaca.config.overrides import read_yaml
 from ithaca.config.schema import Run, dump_run, read_run
 from ithaca.errors import ConfigError
-from ithaca.models.files.export_folder import Mark, read_mark, write_mark
+from ithaca.models.files.export_folder import ExportMark, read_mark, write_mark
 from ithaca.state.checkpoint.manifest import listed
 from ithaca.training.run.changed_settings import Change, advise_changes, begun_stages, refused
 from ithaca.training.run.progress import Place
@@ -55,7 +55,7 @@ class RunFolder:
         """Where stage `number` (from 0) leaves its model."""
         return self.root / "stages" / f"{number + 1}-{length}"
 
-    def put(self, target: Path, write: Callable[[Path], object], mark: Mark) -> bool:
+    def put(self, target: Path, write: Callable[[Path], object], mark: ExportMark) -> bool:
         """Have a model written whole or not at all; the same model stays, an earlier one of this run gives way.
 
         Gives False where it stays.
@@ -71,7 +71,7 @@ class RunFolder:
         replace_folder(part, target, old)
         return True
 
-    def _stays(self, target: Path, mark: Mark) -> bool:
+    def _stays(self, target: Path, mark: ExportMark) -> bool:
         """True for the model of `mark`; a folder of anybody else's is refused."""
         there = read_mark(target)
         if there is None or there.run != mark.run:
