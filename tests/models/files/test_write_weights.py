@@ -272,7 +272,7 @@ def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tupl
     model = parallelize(build(kind, torch.float32), mesh, allow_untested=True)
     held, files, layers = [0], [0], [0]
     kept: dict[str, Tensor] = {}
-    take, write = write_weights._Writer.take, write_weights.write_tensors
+    take, write = write_weights._FileWriter.take, write_weights.write_tensors
 
     def watched_take(writer: Any, base: Any, layer: dict[str, Tensor]) -> None:
         layers.append(storages(layer))
@@ -286,10 +286,10 @@ def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tupl
         files.append(storages(tensors))
         write(path, tensors)
 
-    class Writer(write_weights._Writer):  # type: ignore[misc]
+    class Writer(write_weights._FileWriter):  # type: ignore[misc]
         take = watched_take
 
-    with patch.multiple(write_weights, _Writer=Writer, write_tensors=watched_write):
+    with patch.multiple(write_weights, _FileWriter=Writer, write_tensors=watched_write):
         save_pretrained(model, folder, max_shard_size=size)
     return max(held), max(files) + max(layers)
 
