@@ -156,7 +156,7 @@ def dense(case: Case, tensors: Tensors, dtype: torch.dtype, softmax: torch.dtype
 
 
 def single_device(case: Case, tensors: Tensors) -> tuple[str, tuple[Tensor, ...]]:
-    """What this machine computes in bf16 without Ithaca, and by which way."""
+    """Return the bf16 result of this machine without Ithaca, and the name of its implementation."""
     seen = case.window is not None and case.window < case.length
     if seen or case.softcap is not None or case.sinks or case.documents:
         return "plain", dense(case, tensors, torch.bfloat16, torch.float32)
@@ -167,7 +167,7 @@ def single_device(case: Case, tensors: Tensors) -> tuple[str, tuple[Tensor, ...]
 
 
 def rescale(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the caller of a kernel does with sinks; lse is [..., h, S], out [..., S, h, E]."""
+    """Rescale a kernel's result for sinks; lse is [..., h, S], out [..., S, h, E]."""
     if sinks is None:
         return out, lse
     wider = torch.logaddexp(lse, sinks[:, None].expand_as(lse))

@@ -112,7 +112,7 @@ def head_seconds(shape: Shape, device: torch.device) -> float:
 def part_of_whole(
     cell: Cell, model: Any, mesh: Any, budget: int | None, host: int | None
 ) -> tuple[dict[str, Any], Any]:
-    """What the whole model's plan is, and the plan of the few layers that `model` has."""
+    """Return the whole model's plan as JSON, and the plan of the few layers that `model` has."""
     from ithaca.models.planner.plan_in_force import AutoMemory, job_of
     from ithaca.planning.search.choose import FREE
     from ithaca.planning.terms.memory_terms import memory_of

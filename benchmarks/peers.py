@@ -59,7 +59,7 @@ PACKAGES = ("transformers", "deepspeed", "liger-kernel")
 
 
 def make_step(system: str, model: nn.Module, settings: Settings) -> Step:
-    """What one step of `system` is; changes the model."""
+    """Return a function that runs one step of `system`; changes the model."""
     if system == "ithaca":
         return ithaca_step(model, settings)
     if system == "transformers":

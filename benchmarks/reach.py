@@ -1,11 +1,11 @@
-"""How much longer a row may be than under plain transformers, on the same card and with nothing chosen.
+"""Reach: the longest row under plain transformers, and Ithaca at four times that length on the same card.
 
     python -m benchmarks.reach results/reach.json --cells 1B:24,1B:80,8B:139
 
-A cell is a Llama-3 shape with random weights and the GiB of a card, to which a larger device is held. Steps are whole:
-forward, backward, AdamW, batch 1, bf16. First the longest row that transformers trains (SDPA, gradient checkpointing,
-torch's fused AdamW) is looked for, to a sixteenth; then Ithaca takes one step at four times that, under the plan that
-`parallelize(model, mesh)` makes on such a card: three quarters of its memory. Each half runs in a process of its own.
+A cell is a Llama-3 shape with random weights and the GiB of a card, to which a larger device is limited. Steps are whole:
+forward, backward, AdamW, batch 1, bf16. First a search finds the longest row that transformers trains (SDPA, gradient
+checkpointing, torch's fused AdamW), to a sixteenth. Then Ithaca takes one step at four times that length, under the plan
+that `parallelize(model, mesh)` makes on such a card: three quarters of its memory. Each half runs in a process of its own.
 Without `--cells` the table is made from the file.
 """
 

@@ -62,7 +62,7 @@ KEPT = (
 
 
 def words_of(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
-    """What is typed after `ithaca`; `model` is a name or the folder that stands for it."""
+    """Return the words after `ithaca` on the command line; `model` is a name or a folder in its place."""
     words = ["rehearse", *of["settings"], "--model", model]
     words += ["--length", str(of["length"]), "--world", str(of["sp"]), "--json", str(answer)]
     return [*words, *of["options"], *extra]
@@ -131,7 +131,7 @@ class Rehearsers:
 
 
 def serve() -> None:
-    """What such a process does: words arrive line by line, a status goes back for each, and what it still holds."""
+    """Run commands: words arrive line by line; a status and the memory still held go back for each."""
     for name in IMPORTED:
         importlib.import_module(name)
     from ithaca.cli import main
@@ -220,7 +220,7 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
 
 
 def holds(of: Cell) -> bool:
-    """Whether a cell was run, and as it would be run today."""
+    """True if a cell was run, and would be planned the same today."""
     return of["outcome"] == "done" and bool(of["planned_so_today"])
 
 

@@ -69,7 +69,7 @@ def parse_memory(text: str) -> Any:
 
 
 def settings_of(system: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What distinguishes this cell from others of the same system, model and length."""
+    """Return the settings that distinguish this cell from others of the same system, model and length."""
     found: dict[str, Any] = {} if arguments.layers is None else {"layers": arguments.layers}
     if system.startswith("alst"):
         found |= ALST | json.loads(arguments.alst)
@@ -162,7 +162,7 @@ def cell_of(cell: Cell) -> str:
 
 
 def short(cell: Cell) -> str:
-    """What the table shows: "4.8 s, 39.1 GiB"."""
+    """Return a cell of the table: "4.8 s, 39.1 GiB"."""
     peak = cell.get("allocated_gib")
     if cell["outcome"] == "out of memory":
         return "out of memory" + (f" (at {peak:.1f} GiB)" if peak else "")
