@@ -93,7 +93,7 @@ def step_flops(shape: Shape, length: int) -> float:
 
 
 def sizes_of(shape: Shape) -> ModelSizes:
-    """The shape as the planner has it."""
+    """Return the shape in the planner's words."""
     return ModelSizes.from_config(
         {
             "model_type": "llama",

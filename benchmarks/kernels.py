@@ -124,7 +124,7 @@ def sinks_of(case: Case) -> Tensor | None:
 
 
 def hidden(case: Case, length: int) -> Tensor:
-    """[S, S] bool: what a query may not see, other documents included."""
+    """Return the mask, [S, S] bool: True where a query may not see a key, other documents included."""
     n = torch.arange(length, device="cuda")
     far = n[:, None] - n[None, :]
     mask = far < 0 if case.causal else torch.zeros_like(far, dtype=torch.bool)
@@ -261,7 +261,7 @@ def machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as anyone would type it: the module's name, and files without this machine's folders."""
+    """Return the command as a reader would type it, without this machine's folders."""
     module = Path(sys.argv[0]).with_suffix("").name
     return shlex.join(
         ["python", "-m", f"benchmarks.{module}", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]

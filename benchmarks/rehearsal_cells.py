@@ -1,4 +1,4 @@
-"""The cells of `benchmarks.rehearsals`: what is rehearsed in each group, and its name."""
+"""The cells of `benchmarks.rehearsals`: settings and name of every rehearsal, by group."""
 
 from __future__ import annotations
 
