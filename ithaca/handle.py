@@ -41,7 +41,7 @@ class Removable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Replaced:
+class _ReplacedAttribute:
     """An attribute of one instance. `before`: what the instance had under that name; empty where that was its class's."""
 
     module: nn.Module
@@ -56,7 +56,7 @@ class _Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptPart:
     """A part of a handle."""
 
     handle: Handle
@@ -93,7 +93,7 @@ class Handle:
     def replace(self, module: nn.Module, name: str, value: Any, *, while_sharded: bool = False) -> None:
         """Give one instance an attribute; its class, and other instances, stay as they are."""
         before = (module.__dict__[name],) if name in module.__dict__ else ()
-        self.add(_Replaced(module, name, before), while_sharded=while_sharded)
+        self.add(_ReplacedAttribute(module, name, before), while_sharded=while_sharded)
         module.__dict__[name] = value
 
     def replace_method(
@@ -112,7 +112,7 @@ class Handle:
     def keep(self, part: T, *, while_sharded: bool = False) -> T:
         """Keep an object, the only one of its type, for whoever has the handle."""
         self.parts[type(part)] = part
-        self.add(_Kept(self, type(part)), while_sharded=while_sharded)
+        self.add(_KeptPart(self, type(part)), while_sharded=while_sharded)
         return part
 
     def part(self, kind: type[T]) -> T | None:

@@ -28,7 +28,7 @@ MeshParam = tuple[int, int] | Mapping[str, int] | str
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
+class AxisDegrees:
     """How many ranks each axis has."""
 
     dp: int
@@ -44,7 +44,7 @@ class Degrees:
 class Mesh:
     """A joined process group cut into axes; made by `init_mesh`."""
 
-    degrees: Degrees
+    degrees: AxisDegrees
     device: torch.device
     device_mesh: DeviceMesh
     weights: DeviceMesh
@@ -157,7 +157,7 @@ def check_mesh(mesh: object) -> None:
         raise MeshError(f"mesh={shown(mesh)}: pass the ithaca.Mesh that ithaca.init_mesh(sp=...) gives")
 
 
-def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> Degrees:
+def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> AxisDegrees:
     """The degrees whose product is `world`, or an error that names those that work."""
     inner = sp * ring
     processes = f"{world} process{'es' if world > 1 else ''}"
@@ -173,7 +173,7 @@ def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) ->
         if world % inner == 0:
             fix = f"dp={world // inner} makes {world}"
         raise MeshError(f"{named} is {dp * inner}, but the world has {processes}: {fix}")
-    return Degrees(dp, ring, sp)
+    return AxisDegrees(dp, ring, sp)
 
 
 def _start(processes: int) -> str:

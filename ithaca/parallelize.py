@@ -30,7 +30,7 @@ from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
 from ithaca.quantities import no_truth, parse_bytes, with_unit
-from ithaca.state.optimizer.made_before import Earlier
+from ithaca.state.optimizer.existing_optimizers import ExistingOptimizers
 from ithaca.state.weights.guards import guard_weights
 from ithaca.state.weights.placement import (
     OnHost,
@@ -90,7 +90,7 @@ def parallelize(
     # 1. Refuse by name what would not be exact.
     check_model(model, base, allow_untested=allow_untested)
     layers = decoder_layers(base)
-    earlier = Earlier.of(model)
+    earlier = ExistingOptimizers.of(model)
     if grouped:
         check_shardable(model, layers)
         earlier.check_state()

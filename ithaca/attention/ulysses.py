@@ -283,7 +283,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: Ulyss
 
 
 @dataclass(frozen=True, slots=True)
-class _Needed:
+class _GroupTensors:
     """What one head group's backward takes, over whole sequences."""
 
     part: HeadSplit
@@ -293,23 +293,23 @@ class _Needed:
     lse_BhS: Tensor
 
 
-def _kept(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_Needed]:
+def _kept(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_GroupTensors]:
     q, k, v, out, lse = saved
     (part,) = plan.parts()
     for (dout_BShE,) in _overlapped(plan, [dout], [[part.q]]):
-        yield _Needed(part, QKV(q, k, v), dout_BShE, out, lse)
+        yield _GroupTensors(part, QKV(q, k, v), dout_BShE, out, lse)
 
 
-def _gathered(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_Needed]:
+def _gathered(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_GroupTensors]:
     q, k, v, out, *lse = saved
     parts = plan.parts()
     ranges = [[part.q, part.kv, part.kv, part.q, part.q] for part in parts]
     for part, arrived, lse_BhS in zip(parts, _overlapped(plan, [q, k, v, dout, out], ranges), lse, strict=True):
-        yield _Needed(part, _qkv(arrived), arrived[3], arrived[4], lse_BhS)
+        yield _GroupTensors(part, _qkv(arrived), arrived[3], arrived[4], lse_BhS)
 
 
 def _attend_backward(
-    groups: Iterator[_Needed], length: int, sinks_H: Tensor | None, plan: UlyssesPlan
+    groups: Iterator[_GroupTensors], length: int, sinks_H: Tensor | None, plan: UlyssesPlan
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv of the shard, and this rank's part of the sinks' gradient."""
     dsinks = None if sinks_H is None else torch.zeros_like(sinks_H)

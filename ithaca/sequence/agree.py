@@ -47,7 +47,7 @@ _CONTENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutBatch:
     """A batch and this rank's shard of it, or the exception that cutting raised: held until all ranks know of it."""
 
     batch: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Cut:
     error: Exception | None = None
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], cut: Callable[[Mapping[str, Any]], Shard]) -> Cut:
+    def of(cls, batch: Mapping[str, Any], cut: Callable[[Mapping[str, Any]], Shard]) -> CutBatch:
         """Return `cut(batch)`, or what it raised."""
         try:
             return cls(batch, cut(batch))
@@ -64,7 +64,7 @@ class Cut:
 
 
 def agree(
-    mesh: Mesh, cuts: Sequence[Cut], model: nn.Module, options: Mapping[str, float | None] | None = None
+    mesh: Mesh, cuts: Sequence[CutBatch], model: nn.Module, options: Mapping[str, float | None] | None = None
 ) -> list[int]:
     """Compare with every rank what each is about to run, and raise on all or none.
 
@@ -107,7 +107,7 @@ def gather_rows(mesh: Mesh, mine: Sequence[int]) -> list[list[int]]:
     return table
 
 
-def _note(cut: Cut) -> list[int]:
+def _note(cut: CutBatch) -> list[int]:
     if cut.shard is None or cut.error is not None:
         return [_FAILED] + [0] * (len(_COLUMNS) - 1)
     shard, layout = cut.shard, cut.shard.layout

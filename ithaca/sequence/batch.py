@@ -67,7 +67,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, vocab_size: int | None 
     shard = cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device, vocab_size=vocab_size)
     embeds = batch.get("inputs_embeds")
     if embeds is not None and embeds.requires_grad and torch.is_grad_enabled():
-        cut = _Cut(shard.layout, mesh.sequence_rank, mesh.device)
+        cut = _ShardCutter(shard.layout, mesh.sequence_rank, mesh.device)
         shard.inputs["inputs_embeds"] = cut_embeddings(embeds, partial(cut, fill=None), shard.layout, mesh)
     return shard
 
@@ -82,7 +82,7 @@ def cut_batch(
     targets_BS = _targets(batch, tokens, documents_BS)
     _check_vocabulary(batch, vocab_size)
     layout = SequenceLayout.packed(documents_BS, shards, int(positions_BS.max()))
-    cut = _Cut(layout, rank, device)
+    cut = _ShardCutter(layout, rank, device)
     name = next(key for key in _TOKENS if batch.get(key) is not None)
     # torch's embedding takes int32 and int64 alone.
     whole = tokens if name == "inputs_embeds" else tokens.long()
@@ -103,7 +103,7 @@ def count_targets(batch: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _ShardCutter:
     """Pads dim 1 to the layout's length and keeps one shard of it, moving only that shard."""
 
     layout: SequenceLayout

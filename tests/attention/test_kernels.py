@@ -22,7 +22,7 @@ from ithaca.attention.kernels.cpu import CpuKernel
 from ithaca.attention.kernels.cudnn import CudnnKernel
 from ithaca.attention.kernels.flash import FlashKernel
 from ithaca.attention.kernels.flash_packages import FlashAttn2Kernel, FlashAttn3Kernel
-from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Gradients, Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets, Gradients, Kernel
 from ithaca.errors import UnsupportedError
 from tests.attention.reference import naive, naive_grads, visible
 
@@ -179,7 +179,7 @@ def test_unequal_groups_are_stopped(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", [k for k in KERNELS.values() if not k.varlen], ids=label)
 def test_a_kernel_without_varlen_says_so(kernel: Kernel) -> None:
     q, k, v, _ = (x[0] for x in inputs(7))
-    bounds = Bounds(torch.tensor([0, 3, 7], dtype=torch.int32), 4)
+    bounds = DocumentOffsets(torch.tensor([0, 3, 7], dtype=torch.int32), 4)
     with pytest.raises(NotImplementedError, match=f"{kernel.name}.*document by document"):
         kernel.forward(QKV(q, k, v, bounds), SPECS[0])
 
@@ -225,7 +225,7 @@ def test_calls_fit_torch_operators(kernel: Kernel) -> None:
 
 def test_varlen_calls_fit_torch_operators() -> None:
     q, k, v, dout = (x[0].to("meta") for x in inputs(64, (6, 2), (24, 16), torch.bfloat16))
-    bounds = Bounds(torch.tensor([0, 40, 64], dtype=torch.int32, device="meta"), 40)
+    bounds = DocumentOffsets(torch.tensor([0, 40, 64], dtype=torch.int32, device="meta"), 40)
     qkv = QKV(q, k, v, bounds)
     out, lse = FlashKernel().forward(qkv, SPECS[3])
     grads = FlashKernel().backward(dout, qkv, out, lse, SPECS[3])

@@ -106,7 +106,7 @@ def test_changes_in_place_are_seen() -> None:
     arguments, _ = Arguments.of((tensor(), (shared, shared[:1])), {"bag": inside, "state": {"t": tensor()}})
 
     def changed(change: Any) -> str | None:
-        seen = arguments.seen(arguments.flat)
+        seen = arguments.object_versions(arguments.flat)
         change()
         return arguments.changed_in_place(arguments.flat, seen)
 

@@ -20,7 +20,7 @@ from ithaca.attention.kernels.cudnn import CudnnKernel
 from ithaca.attention.kernels.flash import FlashKernel
 from ithaca.attention.kernels.flash_packages import FlashAttn2Kernel, FlashAttn3Kernel
 from ithaca.attention.kernels.flex import FlexKernel
-from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets, Kernel
 from ithaca.errors import UnsupportedError
 
 _ORDERED: tuple[Kernel, ...] = (
@@ -86,4 +86,4 @@ def _named(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> Ke
     raise UnsupportedError(f"the attention kernel {name!r} cannot do this call: {refused}. Use {works!r}")
 
 
-__all__ = ["AUTO", "KERNELS", "QKV", "AttentionSpec", "Bounds", "Kernel", "check_name", "choose"]
+__all__ = ["AUTO", "KERNELS", "QKV", "AttentionSpec", "DocumentOffsets", "Kernel", "check_name", "choose"]

@@ -19,7 +19,7 @@ from ithaca.attention.kernels.interface import (
     HALF_DTYPES,
     QKV,
     AttentionSpec,
-    Bounds,
+    DocumentOffsets,
     Gradients,
     cuda_refusal,
     must_be_deterministic,
@@ -122,7 +122,7 @@ def _settings(spec: AttentionSpec) -> dict[str, float | int | bool | None]:
     }
 
 
-def _extents(bounds: Bounds) -> dict[str, Tensor | int]:
+def _extents(bounds: DocumentOffsets) -> dict[str, Tensor | int]:
     return {
         "cu_seqlens_q": bounds.offsets,
         "cu_seqlens_k": bounds.offsets,

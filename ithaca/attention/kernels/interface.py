@@ -49,7 +49,7 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class DocumentOffsets:
     """Documents laid end to end: int32 offsets on the device, N + 1 of them, and the longest length."""
 
     offsets: Tensor
@@ -63,7 +63,7 @@ class QKV:
     q: Tensor
     k: Tensor
     v: Tensor
-    bounds: Bounds | None = None
+    bounds: DocumentOffsets | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,8 +33,8 @@ from ithaca.quantities import show_bytes
 from ithaca.ranks import gather_objects, on_all_ranks, on_rank_0
 from ithaca.state.checkpoint import manifest
 from ithaca.state.checkpoint.dcp import read_tensors, write_tensors
-from ithaca.state.checkpoint.proven import Proven
 from ithaca.state.checkpoint.state_tensors import fingerprint, state_tensors
+from ithaca.state.checkpoint.verified_files import VerifiedFiles
 
 __all__ = ["Checkpoints", "fingerprint", "state_tensors"]
 
@@ -64,7 +64,7 @@ class Checkpoints:
         self._mesh = mesh
         self._group = dist.new_group(backend="gloo")
         self._writing: _Writing | None = None
-        self._proven = Proven()
+        self._proven = VerifiedFiles()
         self._on_rank_0(self._prepare)
         self._check_shared()
 

@@ -94,7 +94,7 @@ class _NamedFiles(FileSystem):
         return [file for file in super().ls(path) if Path(file).name in self.names]
 
 
-class _Writer(HuggingFaceStorageWriter):
+class _TextErrorWriter(HuggingFaceStorageWriter):
     """Says what went wrong in words: DCP sends exceptions to rank 0, and one that cannot travel would leave it waiting."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -109,7 +109,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
 
     Returns this rank's files with the size and checksum of what was written to them.
     """
-    writer = _Writer(str(folder), fqn_to_index_mapping=_filed(tensors, group), save_distributed=True)
+    writer = _TextErrorWriter(str(folder), fqn_to_index_mapping=_filed(tensors, group), save_distributed=True)
     writer.fs = files = _SummedFiles()
     _run(lambda: dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group))
     own = f"shard-{dist.get_rank(group) + 1:05d}-"
@@ -153,7 +153,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
     _run(lambda: dcp.load(found, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None))
 
 
-class Saved:
+class SavedTensors:
     """A checkpoint's tensors, made whole one at a time; no process group is needed."""
 
     def __init__(self, folder: Path) -> None:

@@ -35,7 +35,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.handle import handle_of
 from ithaca.planning.plan import Optimizer as Name
 from ithaca.quantities import as_number
-from ithaca.state.optimizer.made_before import FOLLOWER
+from ithaca.state.optimizer.existing_optimizers import FOLLOWER
 from ithaca.state.optimizer.whole_step import CODES_SHARDS
 from ithaca.state.weights.placement import averages_gradients
 

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ithaca.errors import UnsupportedError
-from ithaca.state.optimizer.made_before import cut_loaded_state
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.optimizer.existing_optimizers import cut_loaded_state
+from ithaca.state.weights.partial_values import is_spread
 from ithaca.state.weights.shards import bounds
 
 # By name: transformers has an Adafactor of its own. Rprop writes by index, which DTensor refuses. As of torch 2.13 and

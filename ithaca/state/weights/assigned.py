@@ -2,7 +2,7 @@
 
 A weight that is spread over ranks is a DTensor, a wrapper around this rank's part. An assignment of `data` puts another
 wrapper's storage under it and leaves the part as it was, with no word. The storage of a wrapper holds nothing, and has
-an address all the same, which is how an assignment is seen before the next forward. Seen in torch 2.11 to 2.13.
+an address all the same, which is how an assignment is seen before the next forward. WeightAddress in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def refuse_assigned(handle: Handle, model: nn.Module) -> None:
 
 
 # The weight, its wrapper's storage, and where its part lies.
-Seen = tuple[int, int, int]
+WeightAddress = tuple[int, int, int]
 
 
 @dataclass(eq=False)
 class _Watch:
     """A hook, and what each weight was when it was last seen. No weak references: torch swaps no tensor that has one."""
 
-    seen: dict[str, Seen] = field(default_factory=dict)
+    seen: dict[str, WeightAddress] = field(default_factory=dict)
 
     def __call__(self, root: nn.Module, _args: Any = ()) -> None:
         refuse_exchanged(root)

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import IthacaError, UnsupportedError
-from ithaca.state.weights.one_ranks_numbers import is_spread_over
+from ithaca.state.weights.partial_values import is_spread_over
 
 _METHODS = ("_propagate_op_sharding_dispatch_slow_path", "_try_replicate_spec_for_scalar_tensor")
 

@@ -9,7 +9,7 @@ from ithaca.handle import Handle
 from ithaca.state.optimizer.whole_step import watch_steps
 from ithaca.state.weights.assigned import refuse_assigned
 from ithaca.state.weights.dtensor_errors import name_unknown_operations
-from ithaca.state.weights.one_ranks_numbers import refuse_own_numbers
+from ithaca.state.weights.partial_values import refuse_own_numbers
 from ithaca.state.weights.whole_weight_methods import refuse_whole_weights
 from ithaca.state.weights.written_rows import write_rows_back
 

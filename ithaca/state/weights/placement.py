@@ -27,7 +27,7 @@ from ithaca.errors import MeshError, UnsupportedError
 from ithaca.handle import Handle, handle_of
 from ithaca.mesh import Mesh
 from ithaca.state.weights.same_start import make_alike
-from ithaca.state.weights.shardable import Counted
+from ithaca.state.weights.shardable import ParameterCount
 from ithaca.state.weights.whole_weight_methods import refuse_copy, refuse_pickle
 
 Weights = Literal["shard", "replicate", "none"]
@@ -93,7 +93,7 @@ def place_weights(
     grouped = takes_groups(mesh, weights, on_host, compute_dtype)
     placement = Placement(torch.device("cpu") if away else mesh.device)
     handle.keep(placement, while_sharded=grouped)
-    handle.keep(Counted.of(model), while_sharded=grouped)
+    handle.keep(ParameterCount.of(model), while_sharded=grouped)
     if not away:
         move(model, mesh.device)
     if not grouped:

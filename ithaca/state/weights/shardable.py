@@ -43,21 +43,21 @@ def check_shardable(model: nn.Module, layers: list[nn.Module]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class ParameterCount:
     """How many parameters a model had when they were placed."""
 
     root: nn.Module
     parameters: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> Counted:
+    def of(cls, model: nn.Module) -> ParameterCount:
         return cls(model, _count(model))
 
 
 def refuse_added(model: nn.Module) -> None:
     """Refuse parameters, and hooks on them, that came after the others were placed."""
     handle = handle_of(model)
-    placed = None if handle is None else handle.part(Counted)
+    placed = None if handle is None else handle.part(ParameterCount)
     if placed is None:
         return
     if (added := _count(model) - placed.parameters) > 0:

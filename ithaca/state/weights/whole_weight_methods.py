@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.errors import NOT_PICKLED, PART_NOT_PICKLED, UnsupportedError
 from ithaca.handle import Handle
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.weights.partial_values import is_spread
 
 _NO_RESIZING = (
     "resize_token_embeddings was called after parallelize, which spread the weights over ranks: resize the model before "
@@ -33,7 +33,7 @@ def refuse_whole_weights(handle: Handle, model: Any, base: Any) -> None:
     # The model inside an adapter's outlives it, once the adapter is merged.
     for each in dict.fromkeys((model, base)):
         put(each, "load_state_dict", _LoadWhole(each, each.load_state_dict))
-        put(each, "save_pretrained", Save(each.save_pretrained))
+        put(each, "save_pretrained", ShardedSavePretrained(each.save_pretrained))
     put(base, "resize_token_embeddings", _Resize(base.resize_token_embeddings))
     copyreg.pickle(DTensor, _reduce_part)
 
@@ -60,7 +60,7 @@ def _reduce_part(value: DTensor) -> Any:
 
 
 @dataclass(eq=False)
-class Save:
+class ShardedSavePretrained:
     """In place of `save_pretrained`, which reads whole weights unless it is given them. `together`: what writes them over
     all ranks, where a caller has set it; else the call is refused."""
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ithaca.errors import UnsupportedError
-from ithaca.state.weights.one_ranks_numbers import draws, handle, is_spread, overloads, unhandled
+from ithaca.state.weights.partial_values import draws, handle, is_spread, overloads, unhandled
 from ithaca.state.weights.shards import bounds
 
 # What indexing, narrow, chunk, split, view, flatten and the like come down to.

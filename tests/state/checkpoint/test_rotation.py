@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ithaca.errors import CheckpointError
 from ithaca.mesh import init_mesh
-from ithaca.state.checkpoint import manifest, proven
+from ithaca.state.checkpoint import manifest, verified_files
 from ithaca.state.checkpoint.checkpoints import Checkpoints
 from tests.ranks import expect_refusal, run_ranks
 
@@ -233,7 +233,7 @@ def reads(folder: str) -> list[list[str]]:
         return real(file)
 
     seen = []
-    with patch.object(manifest, "_sum", noted), patch.object(proven, "_RACY_NS", 0):
+    with patch.object(manifest, "_sum", noted), patch.object(verified_files, "_RACY_NS", 0):
         keeper = keep_of(folder)
         shard = "shard-00001-model-00001-of-00001.safetensors"
 

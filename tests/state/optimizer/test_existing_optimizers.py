@@ -15,7 +15,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.state.optimizer.build import build_optimizer
-from ithaca.state.optimizer.made_before import Earlier
+from ithaca.state.optimizer.existing_optimizers import ExistingOptimizers
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -132,7 +132,7 @@ def _kept_apart() -> bool:
 
 
 def _not_followed() -> float:
-    with patch.object(Earlier, "follow", lambda self, model: None):
+    with patch.object(ExistingOptimizers, "follow", lambda self, model: None):
         return trained("sgd", False)
 
 

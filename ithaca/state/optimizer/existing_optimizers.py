@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.errors import UnsupportedError
 from ithaca.handle import Handle
 from ithaca.mesh import Mesh
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.weights.partial_values import is_spread
 from ithaca.state.weights.same_start import differing_of, digest, fingerprint
 from ithaca.state.weights.shards import bounds
 
@@ -33,7 +33,7 @@ Named = list[tuple[str, weakref.ref[nn.Parameter]]]
 FOLLOWER = "_ithaca_follower"
 
 
-class Replaced(nn.Parameter):
+class ShardedAwayParameter(nn.Parameter):
     """A parameter that FSDP2 took a shard of; the model has the shard, and every use of this one is an error."""
 
     @classmethod
@@ -45,7 +45,7 @@ class Replaced(nn.Parameter):
 
 
 @dataclass(eq=False)
-class Earlier:
+class ExistingOptimizers:
     """The parameters of a model that is about to be sharded, and the optimizers that have them.
 
     What nobody else holds is freed as FSDP2 goes from layer to layer, so the references are weak.
@@ -55,7 +55,7 @@ class Earlier:
     optimizers: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Earlier:
+    def of(cls, model: nn.Module) -> ExistingOptimizers:
         """Find the optimizers of this model's parameters."""
         found = cls([(name, weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)])
         if found._holders():
@@ -99,7 +99,7 @@ class Earlier:
                 optimizer.__dict__[FOLLOWER](moved)
         for old, new in moved.items():
             if old is not new:
-                old.__class__ = Replaced
+                old.__class__ = ShardedAwayParameter
 
     def _living(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, reference in self.named if (parameter := reference()) is not None]

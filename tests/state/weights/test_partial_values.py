@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.weights.partial_values import is_spread
 from ithaca.verify.small_models.features import small_model
 from tests.ranks import expect_refusal, run_ranks
 

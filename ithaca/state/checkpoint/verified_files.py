@@ -1,4 +1,4 @@
-"""`Proven`: files of checkpoints that were read and summed once, known again by their sizes and times.
+"""`VerifiedFiles`: files of checkpoints that were read and summed once, known again by their sizes and times.
 
 A checkpoint may hold hundreds of gigabytes, and is looked at whenever another is written: it is read once, and again
 only where a file has changed since. One rank keeps the record and decides for all.
@@ -20,7 +20,7 @@ _RACY_NS = 20_000_000
 Stamp = tuple[int, int, int, int]
 
 
-class Proven:
+class VerifiedFiles:
     """The files of a run's checkpoints that were found whole, with the sums they were held against."""
 
     def __init__(self) -> None:
