@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ithaca.arguments import named_arguments, shown
+from ithaca.attention.input_checks import check_heads
 from ithaca.attention.kernels import check_name
-from ithaca.attention.ulysses import check_heads
 from ithaca.errors import UnsupportedError
 from ithaca.handle import Handle
 from ithaca.mesh import Mesh, check_mesh

@@ -1,11 +1,16 @@
-"""Attention over whole sequences on one rank: documents, unequal head groups and sinks over any kernel.
+"""Attention over whole sequences on one rank: documents, unequal head groups and sinks, over any kernel.
 
-Outside autograd. `attend` gives `(out_BShE, lse_BhS)` and `attend_backward` takes them. A kernel sees one
-document (or, through varlen, several short ones end to end) and heads in equal groups, never anything else.
-Padding gets zero output and zero gradients.
+`attend` returns `(out_BShE, lse_BhS)` and `attend_backward` takes them; both are outside autograd. A kernel is called
+with one document, or through varlen with several short ones end to end, and with equally many query heads for each kv
+head. Padding gets zero output and zero gradients, unless the layout asks for more (`padding_queries.py`).
+
+Example: one row of 100K tokens, documents A (60K), B (1K), C (2K), D (37K), and 3 padding tokens:
+
+    with a varlen kernel         A: dense | B, C: one varlen call | D: dense | padding: zeros
+    without one                  A: dense | B: dense | C: dense | D: dense | padding: zeros
 
 Sinks need no kernel: with a sink s the softmax has one more key of score s and value 0, so lse' = log(e^lse +
-e^s) and out' = out * e^(lse - lse'); the ordinary backward evaluated at (out', lse') is then already right,
+e^s) and out' = out * e^(lse - lse'). The ordinary backward evaluated at (out', lse') is then right,
 and ds = -sum of e^(s - lse') * (dout . out').
 """
 
@@ -24,13 +29,13 @@ from ithaca.attention.padding_queries import PaddingAttention
 from ithaca.heads import HeadRun
 from ithaca.sequence.layout import SequenceLayout, Span
 
-# A length cuDNN has not seen costs it about 95 ms; at 32K tokens its lead over varlen repays that in one step.
+# cuDNN takes about 95 ms to plan a length it has not seen; from 32K tokens on its lead over varlen repays that in one step.
 LONG_DOCUMENT = 32_768
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One kernel call: some rows, one span of tokens; `lengths` are the documents in it when there are several."""
+    """One kernel call: rows and a span of tokens; `lengths` are those of its documents if there are several."""
 
     rows: slice
     span: Span
@@ -38,7 +43,7 @@ class KernelCall:
 
 
 def plan_calls(layout: SequenceLayout, *, varlen: bool) -> list[KernelCall]:
-    """The kernel calls that cover every document once."""
+    """Return the kernel calls that cover every document once."""
     if layout.uniform:
         # Equal rows share their calls; varlen takes rows one by one, so it pays only for short documents.
         documents = layout.documents[0]
@@ -70,7 +75,7 @@ def _run_of_short(row: slice, short: list[Span]) -> list[KernelCall]:
 
 @dataclass(frozen=True, slots=True)
 class LocalAttention:
-    """What one rank computes of one attention layer; the same object serves forward and backward."""
+    """One rank's attention of one layer, `runs` of its heads; the same object serves forward and backward."""
 
     layout: SequenceLayout
     spec: AttentionSpec
@@ -118,7 +123,7 @@ class LocalAttention:
         return dq, dk, dv
 
     def sinks_backward(self, dout_BShE: Tensor, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> Tensor:
-        """The gradient of this rank's sinks, `[h]`, in lse's precision."""
+        """Return the gradient of this rank's sinks, `[h]`, in lse's precision."""
         delta_BhS = (dout_BShE.to(lse_BhS.dtype) * out_BShE.to(lse_BhS.dtype)).sum(-1).transpose(1, 2)
         weight_BhS = torch.exp(sinks_h.to(lse_BhS.dtype)[:, None] - lse_BhS)
         # Padding that attends to nothing has zero output, so its delta is zero whatever its weight.
@@ -165,7 +170,7 @@ def _bounds(call: KernelCall, device: torch.device) -> DocumentOffsets:
 
 
 def _end_to_end(qkv: QKV, call: KernelCall) -> QKV:
-    """The varlen form of a call's one row."""
+    """Return the varlen form of a call's only row: [1, S, h, D] -> [S, h, D]."""
     return QKV(qkv.q[0], qkv.k[0], qkv.v[0], _bounds(call, qkv.q.device))
 
 
