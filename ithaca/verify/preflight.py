@@ -19,7 +19,7 @@ from ithaca.models.files.conversion import Group
 from ithaca.models.files.read_weights import different_copies, read_generation
 from ithaca.models.files.safetensors_files import INDEX, Headers, TensorReader, read_headers
 from ithaca.models.files.weight_sources import plan_groups
-from ithaca.models.support import check_model
+from ithaca.models.support import ModelParts, check_model
 from ithaca.parallelize import head_counts
 from ithaca.verify.small_subject import Subject, empty_of
 
@@ -27,7 +27,7 @@ from ithaca.verify.small_subject import Subject, empty_of
 def check_ranks(config: PreTrainedConfig, ranks: int) -> None:
     """Refuse what `parallelize` would refuse on the ranks, without any."""
     model = empty_of(config)
-    check_model(model, model, allow_untested=False)
+    check_model(ModelParts.of(model), allow_untested=False)
     heads, kv_heads = head_counts(model)
     if heads == 1:
         raise UnsupportedError(

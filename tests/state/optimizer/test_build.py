@@ -30,7 +30,7 @@ from ithaca.parallelize import parallelize
 from ithaca.planning.plan import Job
 from ithaca.planning.terms.memory_terms import optimizer_bytes
 from ithaca.state.optimizer.build import NAMES, build_optimizer
-from ithaca.state.weights.placement import place_weights
+from ithaca.state.weights.placement import WeightOptions, place_weights
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 
@@ -184,7 +184,7 @@ def _state_bytes(name: str) -> tuple[float, float]:
     """Bytes of state a parameter, of the real tensors on this rank and by the plan."""
     mesh = init_mesh(sp=dist.get_world_size())
     model = nn.Sequential(matrix(name, 512))
-    place_weights(model, list(model), mesh, "shard")
+    place_weights(model, list(model), WeightOptions(mesh))
     optimizer = build_optimizer(model, name, lr=1e-3)  # type: ignore[arg-type]
     with uncompiled():
         model(torch.ones(1, 512, dtype=DTYPE[name])).sum().backward()
@@ -215,7 +215,7 @@ def _ones(name: str, steps: int, options: dict[str, Any], seed: int = 0) -> tupl
     mesh = init_mesh(sp=dist.get_world_size())
     model = nn.Sequential(matrix(name).bfloat16())
     nn.init.ones_(model[0].weight)
-    place_weights(model, list(model), mesh, **{"weights": "shard", **options})
+    place_weights(model, list(model), WeightOptions(mesh, **options))
     torch.manual_seed(mesh.rank)
     optimizer = build_optimizer(model, name, lr=1e-5, seed=seed)  # type: ignore[arg-type]
     before = torch.get_rng_state()
@@ -257,7 +257,7 @@ def test_copies_stay_the_same_under_random_rounding(options: dict[str, Any]) -> 
 def _few_rows(name: str) -> list[float]:
     """Three rows over four ranks: one rank holds none of them."""
     model = nn.Sequential(nn.Linear(64, 3).to(DTYPE[name]))
-    place_weights(model, list(model), init_mesh(sp=4), "shard")
+    place_weights(model, list(model), WeightOptions(init_mesh(sp=4)))
     optimizer = build_optimizer(model, name, lr=1e-2)  # type: ignore[arg-type]
     losses = []
     with uncompiled():
@@ -359,7 +359,7 @@ def _one_after_the_other(folder: str, leave_cache: bool) -> str:
     mesh = init_mesh(sp=2)
     torch._dynamo.reset()
     model = nn.Linear(256, 61, bias=False)
-    place_weights(model, [], mesh, weights="shard")
+    place_weights(model, [], WeightOptions(mesh))
     optimizer = build_optimizer(model, "adamw8bit", lr=1e-3)
     model.weight.grad = torch.zeros_like(model.weight)
     if not leave_cache:

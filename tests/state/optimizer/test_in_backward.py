@@ -20,7 +20,7 @@ from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.state.optimizer.build import build_optimizer
-from ithaca.state.weights.placement import place_weights
+from ithaca.state.weights.placement import WeightOptions, place_weights
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.state.optimizer.test_build import DTYPE, SETTINGS, WIDE, local, matrix, uncompiled
@@ -112,7 +112,7 @@ def test_in_backward_under_the_caller_s_wrapper_is_refused() -> None:
 
 def _on_an_older_torch() -> None:
     model = nn.Sequential(matrix("adamw"))
-    place_weights(model, list(model), init_mesh(sp=2), "shard")
+    place_weights(model, list(model), WeightOptions(init_mesh(sp=2)))
     with (
         patch("ithaca.state.optimizer.build._is_away", lambda parameter: True),
         patch.object(torch, "__version__", type(torch.__version__)("2.11.0")),

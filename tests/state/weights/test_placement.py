@@ -8,7 +8,6 @@ run too, unpinned, by pretending that the CPU is another device.
 from __future__ import annotations
 
 import copy
-import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -180,8 +179,7 @@ def _after_two_steps(pretend: bool, options: dict[str, Any]) -> tuple[list[Tenso
 
 
 def _pretend(stack: ExitStack) -> None:
-    for module in (placement, sys.modules["ithaca.parallelize"]):
-        stack.enter_context(patch.object(module, "leaves_device", lambda mesh, on_host: on_host == "everything"))
+    stack.enter_context(patch.object(placement, "leaves_device", lambda mesh, on_host: on_host == "everything"))
     stack.enter_context(patch.object(placement, "_to_host", lambda: CPUOffloadPolicy(pin_memory=False)))
 
 

@@ -15,8 +15,8 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.state.optimizer.build import build_optimizer
-from ithaca.state.weights.placement import place_weights
-from ithaca.state.weights.same_start import make_alike
+from ithaca.state.weights.placement import WeightOptions, place_weights
+from ithaca.state.weights.same_start import make_equal
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 
@@ -101,7 +101,7 @@ def _one_row() -> tuple[bool, str, bool]:
     with torch.no_grad():
         model["table"].weight.fill_(1.0)  # type: ignore[arg-type]
         model["table"].weight[777] += mesh.rank  # type: ignore[index]
-    make_alike(model, mesh)
+    make_equal(model, mesh)
     logging.getLogger("ithaca").removeHandler(said)
     return bool((model["table"].weight == 1).all()), "".join(said.messages), model["empty"].weight.is_meta  # type: ignore[return-value]
 
@@ -116,7 +116,7 @@ def test_a_new_token_s_row_is_seen() -> None:
 
 def _other_shapes() -> None:
     mesh = init_mesh(sp=2)
-    place_weights(nn.Linear(4, 4 + mesh.rank), [], mesh, "shard")
+    place_weights(nn.Linear(4, 4 + mesh.rank), [], WeightOptions(mesh))
 
 
 def test_models_of_other_shapes_are_refused() -> None:
