@@ -88,7 +88,7 @@ def parallelize(
     plan = plan_for(parts, planning.memory, allow_untested=allow_untested)
     check_mixing(parts.base, parts.layers, mesh)
     if placing.sharded:
-        existing.check_alike(mesh)
+        existing.check_equal(mesh)
 
     # From here on the model is changed, and an error takes off again what is on its handle.
     handle = Handle.on(parts.base, mesh)

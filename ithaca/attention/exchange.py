@@ -1,4 +1,4 @@
-"""All-to-all between a token shard of all heads and whole sequences of one rank's heads, several tensors at once.
+"""Exchange between a token shard of all heads and whole sequences of one rank's heads, several tensors at once.
 
 Two ranks, 4 tokens (t0..t3), 2 query heads (q0, q1) and 1 kv head that both ranks need:
 
