@@ -69,7 +69,7 @@ class _KeptPart:
 
 @dataclass(eq=False)
 class Handle:
-    """Changes to one model, with the parts that other folders keep on it. `explain`: adds the memory plan to an out-of-memory error."""
+    """Changes to one model, and parts kept for other folders. `explain` adds the plan to an out-of-memory error."""
 
     mesh: Mesh
     root: nn.Module
