@@ -269,7 +269,7 @@ def test_memory_error_is_explained_once() -> None:
     handle, told = Handle.on(Leaf(2, 2), None), []  # type: ignore[arg-type]
 
     class Explained(torch.OutOfMemoryError):
-        """Raise an error with an account."""
+        """Error with an account."""
 
     def explain(error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         told.append(error)
