@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.stamps import mark, save
-from ithaca.attention.kernels import KERNELS, QKV, AttentionSpec, Bounds, Kernel
+from ithaca.attention.kernels import KERNELS, QKV, AttentionSpec, DocumentOffsets, Kernel
 
 ALLOWED = 1.5
 NAMES = ("out", "dq", "dk", "dv")
@@ -183,7 +183,7 @@ def run_kernel(kernel: Kernel, case: Case, tensors: Tensors) -> tuple[Tensor, ..
         out, lse = rescale(*kernel.forward(qkv, spec), sinks)
         return (out, *kernel.backward(dout, qkv, out, lse, spec))
     offsets = torch.tensor([0, *case.documents], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-    qkv = QKV(q[0], k[0], v[0], Bounds(offsets, max(case.documents)))
+    qkv = QKV(q[0], k[0], v[0], DocumentOffsets(offsets, max(case.documents)))
     out, lse = rescale(*kernel.forward(qkv, spec), sinks)
     grads = kernel.backward(dout[0], qkv, out, lse, spec)
     return tuple(x[None] for x in (out, *grads))

@@ -30,7 +30,7 @@ from ithaca.models.bound import Binding, binding_of, check_same_mesh
 from ithaca.models.refusals.compiled import refuse_compiled
 from ithaca.models.shard_loss import CROSS_ENTROPY, TokenLoss, loss_inputs, loss_of, shown_sum
 from ithaca.quantities import as_number
-from ithaca.sequence.agree import Cut, agree, gather_rows
+from ithaca.sequence.agree import CutBatch, agree, gather_rows
 from ithaca.sequence.batch import Shard, count_targets, cut_batch, shard_batch
 from ithaca.state.weights.placement import averages_gradients
 from ithaca.state.weights.shardable import refuse_added
@@ -63,7 +63,7 @@ def causal_loss(
     _refuse_items(batch, count)
     binding = _ready(model, mesh)
     vocabulary = binding.model.config.get_text_config().vocab_size
-    cut = Cut.of(batch, partial(shard_batch, mesh=mesh, vocab_size=vocabulary))
+    cut = CutBatch.of(batch, partial(shard_batch, mesh=mesh, vocab_size=vocabulary))
     options = {"count": count, "label_smoothing": label_smoothing, "z_loss": z_loss}
     (targets,) = agree(mesh, [cut], model, options)
     assert cut.shard is not None
@@ -99,11 +99,11 @@ def agree_on(
     binding = _ready(model, mesh)
     vocabulary = binding.model.config.get_text_config().vocab_size
     cut = partial(cut_batch, shards=mesh.shards, rank=mesh.sequence_rank, device=_HOST, vocab_size=vocabulary)
-    cuts: list[Cut] = []
+    cuts: list[CutBatch] = []
     try:
-        cuts += [Cut.of(batch, cut) for batch in batches]
+        cuts += [CutBatch.of(batch, cut) for batch in batches]
     except Exception as error:
-        cuts = [Cut({}, error=error)] * number
+        cuts = [CutBatch({}, error=error)] * number
     targets = agree(mesh, cuts, model, options)
     shards = [cut.shard for cut in cuts if cut.shard is not None]
     return [MicroBatch(shard, count) for shard, count in zip(shards, targets, strict=True)]

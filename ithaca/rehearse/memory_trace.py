@@ -149,18 +149,18 @@ class TracedStore(HostStore):
             self.trace.reserved(ticket.size)
         self.staged.append(ticket)
         while len(self.staged) > STAGED:
-            self.staged.popleft().let_go()
+            self.staged.popleft().free_device_tensors()
         return ticket
 
 
 @dataclass(slots=True, eq=False)
 class TracedTicket(Ticket):
-    """Offloaded tensors of `size` bytes, which count as the host's from `let_go` to `prefetch`."""
+    """Offloaded tensors of `size` bytes, which count as the host's from `free_device_tensors` to `prefetch`."""
 
     size: int = 0
     gone: bool = False
 
-    def let_go(self) -> None:
+    def free_device_tensors(self) -> None:
         self._count(True)
 
     def prefetch(self) -> None:

@@ -188,7 +188,7 @@ def rows_of_run(run: Run, folder: Path, config: PreTrainedConfig, length: int) -
 def check_ranks(config: PreTrainedConfig, ranks: int) -> None:
     """Refuse what `parallelize` would refuse on the ranks."""
     model = empty_of(config)
-    check_model(model, model, allow_untested=False)
+    check_model(ModelParts.of(model), allow_untested=False)
     heads, kv_heads = head_counts(model)
     if heads == 1:
         raise UnsupportedError(

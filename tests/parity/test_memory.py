@@ -22,7 +22,7 @@ from torch import nn
 
 from ithaca.attention.local import LocalAttention
 from ithaca.loss.causal import causal_loss, count_tokens
-from ithaca.memory.replay import Kept
+from ithaca.memory.replay import SavedCall
 from ithaca.mesh import init_mesh
 from ithaca.models.bound import binding_of
 from ithaca.parallelize import parallelize
@@ -390,7 +390,7 @@ def _after_an_exception(name: str) -> tuple[str, float, int]:
         fail[0] = False
         recover(parallel)
         gc.collect()
-        left = sum(type(x) is Kept and not x.used for x in gc.get_objects())
+        left = sum(type(x) is SavedCall and not x.used for x in gc.get_objects())
         causal_loss(parallel, batches[0][0], mesh).backward()
     return message, max(gradient_errors(parallel, expected.gradients).values()), left
 

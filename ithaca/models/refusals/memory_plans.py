@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from ithaca.errors import UnsupportedError
 from ithaca.models.layers.units import router_of
 from ithaca.models.refusals.calls import refuse_checkpointing
-from ithaca.models.support import decoder_layers, memory_refusal
+from ithaca.models.support import ModelParts, memory_refusal
 from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
 
 
 def plan_for(
-    base: PreTrainedModel, memory: MemoryPlan | Decided | None, *, allow_untested: bool
+    parts: ModelParts, memory: MemoryPlan | Decided | None, *, allow_untested: bool
 ) -> MemoryPlan | Decided | None:
     """Return the plan or decisions for the model's layers; None for a model that must stay without memory modes.
 
@@ -23,7 +23,8 @@ def plan_for(
     """
     if memory is None:
         return None
-    layers, decided = decoder_layers(base), isinstance(memory, MemoryPlan) or bool(memory.names)
+    base, layers = parts.base, parts.layers
+    decided = isinstance(memory, MemoryPlan) or bool(memory.names)
     if decided and not layers:
         raise UnsupportedError(f"{type(base).__name__} does not name its layers, so no plan fits it: use memory=None")
     refused = None if allow_untested else memory_refusal(base)
