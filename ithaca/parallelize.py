@@ -29,7 +29,7 @@ from ithaca.models.planner.plan_in_force import AutoMemory, job_of
 from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import base_model, check_model, decoder_layers
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
-from ithaca.quantities import no_truth, parse_bytes, with_unit
+from ithaca.quantities import parse_bytes, refuse_bool, require_unit
 from ithaca.state.optimizer.made_before import Earlier
 from ithaca.state.weights.guards import guard_weights
 from ithaca.state.weights.placement import (
@@ -172,13 +172,13 @@ def read_budget(name: str, given: float | str | None) -> int | None:
     if given is None:
         return None
     try:
-        budget = int(no_truth(parse_bytes(given)))  # type: ignore[call-overload]
+        budget = int(refuse_bool(parse_bytes(given)))  # type: ignore[call-overload]
     except (ValueError, TypeError, OverflowError):
         budget = 0
     if budget < 1:
         raise UnsupportedError(f"{name}={shown(given)}: pass bytes above 0, such as 40e9 or '40GB', or None")
     try:
-        return with_unit(budget)
+        return require_unit(budget)
     except ValueError as error:
         raise UnsupportedError(f"{name}={given!r}: {error}") from None
 

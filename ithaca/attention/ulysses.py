@@ -40,7 +40,7 @@ from ithaca.attention.tape import Anchor, Tape
 from ithaca.errors import ArgumentError, BatchError, MeshError, UnsupportedError
 from ithaca.heads import HeadSplit, Range, split_heads
 from ithaca.mesh import Mesh, check_mesh, largest_divisor
-from ithaca.quantities import as_number
+from ithaca.quantities import finite_or_nan
 from ithaca.sequence.layout import SequenceLayout
 
 
@@ -74,7 +74,7 @@ def ulysses_attention(
     check_kind("layout", layout, SequenceLayout, "pass the SequenceLayout of the batch, as shard_batch gives it")
     check_flag("causal", causal)
     for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and math.isnan(as_number(number)):
+        if number is not None and math.isnan(finite_or_nan(number)):
             raise ArgumentError(f"{name}={shown(number)}: pass a number, or None")
     if window is not None:
         check_kind("window", window, int, "pass a whole number of tokens, or None")

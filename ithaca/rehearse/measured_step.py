@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ithaca.attention.clock import ATTENTION, CLOCK, EXCHANGE
-from ithaca.config.schema import Lora, Optimizer
+from ithaca.config.schema import LoraSettings, OptimizerSettings
 from ithaca.errors import UnsupportedError
 from ithaca.loss.causal import MicroBatch, causal_loss, micro_loss
 from ithaca.memory.offload import HostStore
@@ -70,12 +70,12 @@ class Part:
     rows: int
     weights: torch.dtype
     compute: torch.dtype | None
-    optimizer: Optimizer
+    optimizer: OptimizerSettings
     on_host: OnHost = "nothing"
     away: bool = False
     replicas: int = 1
     kernel: str = "auto"
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     seed: int = 0
     fake: bool = False
 

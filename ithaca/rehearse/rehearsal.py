@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.constants import GIB
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh, init_mesh
@@ -61,7 +61,7 @@ class Asked:
     GPU, tensors that take no memory and no time. `typed`: how another number of ranks is asked for.
     """
 
-    run: Run
+    run: RunSettings
     config: Any
     machine: Machine
     rank: int = 0

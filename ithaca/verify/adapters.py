@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.models.files.pretrained import add_adapters
 
 # Large enough that an adapter moves the logits, small enough that the model computes as it did.
 _SPREAD = 0.05
 
 
-def adapted(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
+def adapted(model: PreTrainedModel, lora: LoraSettings, *, seed: int) -> PreTrainedModel:
     """The PEFT model around `model`, its adapters in the same dtype; a function of `seed`."""
     dtype = next(model.parameters()).dtype
     made: Any = add_adapters(model, lora.model_copy(update={"dropout": 0.0}), seed=seed).to(dtype)
@@ -33,7 +33,7 @@ def adapted(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel
     return cast(PreTrainedModel, made.train())
 
 
-def notes_on(lora: Lora) -> list[str]:
+def notes_on(lora: LoraSettings) -> list[str]:
     """What the page says of them."""
     targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
     off = [f"lora.dropout 0 for {lora.dropout:g}"] if lora.dropout else []

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ithaca.attention.kernels import check_name
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.constants import IGNORE_INDEX
 from ithaca.data.prepared import check_id, prepare
 from ithaca.data.rows.feed import open_feed
@@ -57,7 +57,7 @@ class Material:
 
 
 def gather(
-    run: Run | None,
+    run: RunSettings | None,
     model: str,
     *,
     ranks: int,
@@ -149,14 +149,14 @@ def config_of_model(name: str) -> tuple[PreTrainedConfig, Path | None]:
     return survey_config(name), None
 
 
-def config_of_run(run: Run, embedded: Path) -> tuple[PreTrainedConfig, Path]:
+def config_of_run(run: RunSettings, embedded: Path) -> tuple[PreTrainedConfig, Path]:
     """The last stage's config, and the folder the run starts from; the embedded model is made in `embedded`."""
     name = run.model.name
     folder = build_embedded(embedded) if name == "embedded" else find_folder(name, run.model.revision)
     return stage_config(run, str(folder), len(run.stages) - 1), folder
 
 
-def rows_of_run(run: Run, folder: Path, config: PreTrainedConfig, length: int) -> list[dict[str, Tensor]]:
+def rows_of_run(run: RunSettings, folder: Path, config: PreTrainedConfig, length: int) -> list[dict[str, Tensor]]:
     """The first rows of `length` tokens that have targets."""
     tokenizer = load_tokenizer(run.model.tokenizer or str(folder), run.model.revision)
     data = run.data.model_copy(update={"streaming": True})

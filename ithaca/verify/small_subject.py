@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.constants import GIB
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.models.discover.roles import shapes
@@ -51,7 +51,7 @@ class Subject:
     dtype: torch.dtype
     folder: Path | None
     notes: tuple[str, ...]
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     seed: int = 0
 
     @property
@@ -84,7 +84,7 @@ def make_subject(
     layers: int | None = None,
     folder: Path | None = None,
     dtype: torch.dtype = torch.float64,
-    lora: Lora | None = None,
+    lora: LoraSettings | None = None,
     seed: int = 0,
 ) -> Subject:
     """Cut `config` for a sample of `length` tokens on `ranks` ranks that share `room` bytes.

@@ -1,4 +1,4 @@
-"""Small sets of documents on disk, and what the tests of `data/` share to read them back."""
+"""Small sets of documents on disk, and functions that read them back, for the tests of `data/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ithaca.config.schema import Data, Validation
+from ithaca.config.schema import DataSettings, ValidationSettings
 from ithaca.data.prepared import Prepared, prepare
 from ithaca.data.rows.feed import Feed
 from ithaca.models.files.embedded import BOS, EOS, embedded_tokenizer
@@ -33,14 +33,14 @@ def write_documents(file: Path, count: int, *, name: str = "document") -> Path:
 
 
 def prepared(
-    folder: Path, *sources: Any, validation: Validation | None = None, seed: int = 0, **settings: Any
+    folder: Path, *sources: Any, validation: ValidationSettings | None = None, seed: int = 0, **settings: Any
 ) -> Prepared:
     """Prepare sources with the byte-level tokenizer; the cache is in `folder`."""
     given = [str(source) if isinstance(source, Path) else source for source in sources]
     return prepare(
-        Data(sources=given, **settings),
+        DataSettings(sources=given, **settings),
         TOKENIZER,
-        validation=validation or Validation(),
+        validation=validation or ValidationSettings(),
         seed=seed,
         folder=folder / "cache",
     )

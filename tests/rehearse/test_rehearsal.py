@@ -19,7 +19,7 @@ from ithaca.attention import local as local_attention
 from ithaca.attention.kernels import choose
 from ithaca.attention.local import LocalAttention
 from ithaca.cli.plan_inputs import read_machine
-from ithaca.config.schema import Optimizer, Run, read_run
+from ithaca.config.schema import OptimizerSettings, RunSettings, read_run
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
@@ -46,7 +46,7 @@ MIXED = MemoryPlan(("recompute", "rebuild", "save", "keep"), (True, False, False
 
 def part(kind: str = "llama", rows: int = 1, **changes: Any) -> Part:
     config = small_config(kind, num_hidden_layers=LAYERS)
-    return Part(config, LENGTH, rows, torch.float32, None, Optimizer(**changes))
+    return Part(config, LENGTH, rows, torch.float32, None, OptimizerSettings(**changes))
 
 
 def shards(of: Part, plan: MemoryPlan, sp: int) -> dict[str, tuple[int, ...]]:
@@ -348,7 +348,7 @@ def test_a_cap_is_above_a_budget() -> None:
     """A rank that may take less than its budget is planned for what it may take."""
     machine = read_machine("2xH100", None, None, None, None)
     for budget, cap, wanted in ((None, 40, 30), (60, 40, 40), (20, 40, 20), (60, None, 60)):
-        run = Run(memory={"budget": None if budget is None else f"{budget}GB"})  # type: ignore[arg-type]
+        run = RunSettings(memory={"budget": None if budget is None else f"{budget}GB"})  # type: ignore[arg-type]
         asked = Asked(run, None, machine, cap=None if cap is None else cap * 10**9)
         assert _budgets(asked, gpu=False)[0] == wanted * 10**9
 
