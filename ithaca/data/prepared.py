@@ -17,7 +17,7 @@ import numpy as np
 
 from ithaca.config.schema import DataSettings, ValidationSettings
 from ithaca.data.rows.shuffle import Ints, held_back
-from ithaca.data.rows.stream_sources import StreamSettings
+from ithaca.data.rows.stream_sources import StreamedSources
 from ithaca.data.sources.changes import FileListing
 from ithaca.data.sources.locate import locate
 from ithaca.data.sources.source_names import VALIDATION, with_keys
@@ -39,7 +39,7 @@ class Prepared:
 
     stores: tuple[Store, ...]
     others: tuple[Store, ...]
-    streamed: StreamSettings | None
+    streamed: StreamedSources | None
     share: float
     seed: int
     pad: int
@@ -138,14 +138,14 @@ def prepare(
     apart = [locate(*each) for each in with_keys(validation.sources, VALIDATION)]
     if not located:
         raise DataError("data.sources is empty: name at least one file, folder or hub name")
-    streamed: StreamSettings | None = None
+    streamed: StreamedSources | None = None
     stores: tuple[Store, ...] = ()
     if data.streaming:
         template = read_template(data)
         encoders = tuple(source_encoder(one, tokenizer, data, template) for one in located)
         share = 0.0 if apart else validation.share
         listings = tuple(FileListing.of(one.files) for one in located)
-        streamed = StreamSettings(tuple(located), encoders, listings, data.bad_share, share, seed)
+        streamed = StreamedSources(tuple(located), encoders, listings, data.bad_share, share, seed)
     else:
         stores = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in located)
     others = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in apart)

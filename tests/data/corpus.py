@@ -12,6 +12,8 @@ from torch import Tensor
 from ithaca.config.schema import DataSettings, ValidationSettings
 from ithaca.data.prepared import Prepared, prepare
 from ithaca.data.rows.feed import Feed
+from ithaca.data.sources.locate import Located
+from ithaca.data.sources.read_records import open_rows, parse_row, raw_rows
 from ithaca.models.files.embedded import BOS, EOS, embedded_tokenizer
 
 TOKENIZER = embedded_tokenizer()
@@ -64,3 +66,15 @@ def epoch_of(feed: Feed) -> list[dict[str, Tensor]]:
 def whole(text: str) -> str:
     """A plain document as it is trained on."""
     return f"{BOS}{text}{EOS}"
+
+
+def source_texts(located: Located) -> list[str]:
+    """Return the texts of a source's rows."""
+    return [parse_row(raw)["text"] for raw in raw_rows(located, open_rows(located, streaming=False))]
+
+
+def touch(root: Path, *files: str, content: str = "x = 1\n") -> None:
+    """Write files, in folders that are made, with one content."""
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(content, encoding="utf-8")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -33,26 +33,6 @@ class DocumentSlice:
     document: int
     start: int
     count: int
-
-
-class RowPlan(Protocol):
-    """Rows of all epochs, one epoch after the other."""
-
-    @property
-    def rows_per_epoch(self) -> int: ...
-
-    @property
-    def fill(self) -> float: ...
-
-    def pieces(self, row: int) -> list[DocumentSlice]:
-        """Return the pieces of a row."""
-
-
-def plan_rows(lengths: Ints, length: int, kind: RowKind, seed: int) -> RowPlan:
-    """Return the plan for documents of these lengths; empty documents are in no row."""
-    if not int(lengths.sum()):
-        raise DataError("there are no tokens to make rows of: all documents are empty")
-    return PackedRows(lengths, length, seed) if kind == "packed" else JoinedRows(lengths, length, seed)
 
 
 @dataclass(slots=True)
@@ -150,6 +130,16 @@ class PackedRows:
         order = mixed[np.argsort(-counts[mixed], kind="stable")]
         by_row = np.argsort(self._packing[0], kind="stable")
         return epoch, order, by_row, shuffle(self.rows_per_epoch, self.seed, epoch, 1)
+
+
+RowPlan = JoinedRows | PackedRows
+
+
+def plan_rows(lengths: Ints, length: int, kind: RowKind, seed: int) -> RowPlan:
+    """Return the plan for documents of these lengths; empty documents are in no row."""
+    if not int(lengths.sum()):
+        raise DataError("there are no tokens to make rows of: all documents are empty")
+    return PackedRows(lengths, length, seed) if kind == "packed" else JoinedRows(lengths, length, seed)
 
 
 def best_fit(sizes: Ints, length: int) -> Ints:

@@ -33,7 +33,7 @@ _ENOUGH = 200
 
 
 @dataclass(frozen=True, slots=True)
-class StreamSettings:
+class StreamedSources:
     """Sources of a stream and their encoders. `share` of the documents is held back, chosen by `seed`."""
 
     located: tuple[Located, ...]
@@ -125,7 +125,7 @@ class _Source:
 class RoundRobin:
     """Sources of a split, read one batch from each in turn."""
 
-    def __init__(self, streamed: StreamSettings, *, validation: bool) -> None:
+    def __init__(self, streamed: StreamedSources, *, validation: bool) -> None:
         self._streamed, self._validation = streamed, validation
         self._epoch = self._turn = self._taken = 0
         self._left_out: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from torch import Tensor
 from ithaca.data.rows.packing import DocumentSlice, PackedRows, RowKind, pieces_between
 from ithaca.data.rows.shuffle import Ints
 from ithaca.data.rows.stored_rows import describe_pieces, row_tensors
-from ithaca.data.rows.stream_sources import Document, RoundRobin, StreamSettings
+from ithaca.data.rows.stream_sources import Document, RoundRobin, StreamedSources
 from ithaca.data.sources.changes import changed_source
 from ithaca.errors import DataError
 
@@ -72,7 +72,7 @@ class StreamFeed:
 
     def __init__(
         self,
-        streamed: StreamSettings,
+        streamed: StreamedSources,
         *,
         length: int,
         kind: RowKind,
@@ -127,7 +127,7 @@ class StreamFeed:
         read = [start for start in known if start.sum]
         return max(read or known, key=lambda start: start.row).dump()
 
-    def _check_unchanged(self, streamed: StreamSettings) -> None:
+    def _check_unchanged(self, streamed: StreamedSources) -> None:
         """Read the last window again; DataError if its documents have changed."""
         window = self._window = self._read(self._opened)
         if _sum(window.documents) != self._opened.sum:

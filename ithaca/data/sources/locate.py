@@ -50,6 +50,7 @@ _SETTINGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".prope
 _SUFFIXES = {suffix: kind for kind, suffixes in _FORMATS.items() for suffix in suffixes}
 # Tests, and pydoc's generated table.
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "pydoc_data"})
+_TOO_LARGE = "too large"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def folder_format_or_empty(folder: str, source: SourceSettings, key: SourceKey) 
 
 def is_included(source: SourceSettings, file: str) -> bool:
     """True if `include` names the file or is empty."""
-    return any(_included([file], source))
+    return not source.include or any(_matches(file, pattern) for pattern in source.include)
 
 
 def reads_suffix(kind: str, file: str) -> bool:
@@ -240,9 +241,6 @@ def _folder(folder: str, kind: str, source: SourceSettings, key: SourceKey) -> L
     return Located(source, kind, source.path, tuple(found), tuple(huge), note, texts=texts)
 
 
-_TOO_LARGE = "too large"
-
-
 def _reason_to_skip(folder: str, file: str, kind: str, source: SourceSettings, *, beside_lines: bool) -> str:
     """Return the reason why a folder's file is no document of this format; empty if it is one."""
     if kind == "code":
@@ -278,8 +276,7 @@ def _nothing_found(source: SourceSettings, key: SourceKey, nothing: str) -> Data
 
 
 def _included(files: Iterable[str], source: SourceSettings) -> Iterator[str]:
-    patterns = source.include
-    return (file for file in files if not patterns or any(_matches(file, pattern) for pattern in patterns))
+    return (file for file in files if is_included(source, file))
 
 
 def _matches(file: str, pattern: str) -> bool:

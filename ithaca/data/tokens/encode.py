@@ -160,6 +160,7 @@ class Encoder:
         try:
             return list(self._ids(texts))
         except Exception:
+            # One text fails the whole batch: one by one now, so that the other texts keep their ids.
             answers: list[list[int] | RowError] = []
             for text in texts:
                 try:

@@ -82,14 +82,16 @@ class Template:
         self.limits = limits or LIMITS
 
     def __getstate__(self) -> dict[str, Any]:
+        # Without the cached pickle, which holds the tokenizer a second time.
         kept = ("tokenizer", "source", "name", "limits")
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
     def render(self, jobs: Sequence[RenderJob]) -> list[Rendered]:
         """Return one answer for each job; DataError if the template exceeds a limit."""
         asked = [(job.messages, job.tools, job.prompt, job.track) for job in jobs]
+        limits = (self.limits.seconds, self.limits.memory, self.limits.letters)
         try:
-            request = pickle.dumps((self._key, self.source, asked, (self.limits.seconds, *self._sizes)))
+            request = pickle.dumps((self.key, self.source, asked, limits))
         except (RecursionError, pickle.PicklingError, TypeError, AttributeError) as error:
             return [Rendered(refused=f"its values are nested too deeply or no plain data: {error}")] * len(jobs)
         answers = _renderer().ask(self, request)
@@ -101,7 +103,7 @@ class Template:
             for answer in answers
         ]
 
-    def over(self, what: str) -> DataError:
+    def over(self, limit: str) -> DataError:
         """Return the error for a template that exceeds a limit."""
         bounds = {
             "time": f"{self.limits.seconds:g} seconds of computing",
@@ -109,25 +111,17 @@ class Template:
             "output": f"{self.limits.letters:,} letters of text",
         }
         return DataError(
-            f"{self.name} takes more than {bounds[what]} for one conversation: set data.chat_template to one without "
+            f"{self.name} takes more than {bounds[limit]} for one conversation: set data.chat_template to one without "
             "endless loops, or take out the conversation that needs so much"
         )
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        return self.limits.memory, self.limits.letters
-
-    @functools.cached_property
-    def _key(self) -> str:
-        return hashlib.blake2b(self.pickled, digest_size=16).hexdigest()
 
     @functools.cached_property
     def pickled(self) -> bytes:
         return pickle.dumps(self.tokenizer)
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
-        return self._key
+        return hashlib.blake2b(self.pickled, digest_size=16).hexdigest()
 
 
 class _Renderer:
@@ -140,6 +134,7 @@ class _Renderer:
         self._known: set[str] = set()
 
     def ask(self, template: Template, request: bytes) -> list[dict[str, Any]]:
+        """Send a request, after the tokenizer if the process does not have it yet, and return the answers."""
         with self._lock:
             process = self._running()
             try:

@@ -71,6 +71,7 @@ class Spellings:
             if token not in marks and re.search(_LOOKS.replace("{0}", re.escape(token)), template)
         }
         long = sorted(token for token in tokens if len(token) > 1)
+        # Parts of special tokens: a message and the template's text around it may complete each other to a token.
         ends = {token[at:] for token in long for at in range(1, len(token))}
         begins = {token[:at] for token in long for at in range(1, len(token))}
         return cls(_matcher(tokens), _matcher(tokens - read), tuple(sorted(ends)), tuple(sorted(begins)))
@@ -143,6 +144,7 @@ class PlainTokenizer:
         inner = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         inner.no_padding()
         inner.no_truncation()
+        # In the copy a special token's spelling is plain text.
         inner.encode_special_tokens = True
         known = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         private = {str(token): f"{_FIRST}{number}{_LAST}" for number, token in known.items()}
@@ -159,7 +161,7 @@ class PlainTokenizer:
     def encode(self, text: str, spellings: Spellings) -> PlainEncoding:
         """Return the tokens of a rendered text with broken spellings.
 
-        RowError if the tokenizer makes a special token of plain text, or reads the text differently because of the letters.
+        RowError if the tokenizer makes a special token of plain text, or reads the text differently with the letters.
         """
         written, moves = self._rewrite(text, spellings, keep=False)
         found = self.inner.encode(written, add_special_tokens=False)

@@ -120,7 +120,7 @@ def test_zstd_without_its_package_names_it(tmp_path: Path, monkeypatch: pytest.M
     assert "pip install 'ithaca[zstd]'" in attempt(tmp_path, file)
     # With one, here made of bzip2, the rows are read and what is cut is refused.
     monkeypatch.setattr(compressed, "_zstd", lambda _: (bz2.BZ2Decompressor, OSError))
-    monkeypatch.setattr(compressed, "_BEGIN", {"zstd": b"BZh"})
+    monkeypatch.setattr(compressed, "_MAGIC", {"zstd": b"BZh"})
     monkeypatch.setattr(compressed, "_kind", lambda head: "zstd" if head.startswith(b"BZh") else None)
     file.write_bytes(bz2.compress(LINES))
     assert prepared(tmp_path, file).stores[0].about["documents"] == 400
