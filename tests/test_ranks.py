@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import GRACE, REUSE, RankError, expect_refusal, run_ranks
+from tests.ranks import REUSE, RankError, expect_refusal, run_ranks
 
 
 def whoami(tag: str, *, suffix: str = "") -> tuple[int, int, str]:
@@ -98,10 +98,8 @@ def test_rejoined_group_keeps_processes() -> None:
 @pytest.mark.parametrize("in_subgroup", [False, True])
 def test_failing_rank_is_named_and_the_next_call_works(in_subgroup: bool) -> None:
     run_ranks(4, process_id)
-    started = time.monotonic()
     with pytest.raises(RankError, match="rank 2 raised KeyError: 'planted on 2'") as caught:
         run_ranks(4, fail_on, 2, in_subgroup=in_subgroup)
-    assert time.monotonic() - started < GRACE + 2
     assert caught.value.rank == 2
     assert caught.value.exceptions[2].error == "KeyError"
     assert "in fail_on" in str(caught.value)

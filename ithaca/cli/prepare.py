@@ -70,8 +70,8 @@ def prepare(
     if prepared.stores and prepared.has_validation:
         open_feed(prepared, length=length, rows=rows, seed=run.seed, split="validation")
     console = Console()
+    feed = open_feed(prepared, length=length, rows=rows, seed=run.seed)
     for index in range(show):
-        feed = open_feed(prepared, length=length, rows=rows, seed=run.seed)
         sample = coloured(feed.row(index), tokenizer, _SAMPLE_LETTERS)
         console.print(Text(feed.describe(index) + "\n", style="bold") + sample)
 

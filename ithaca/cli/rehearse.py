@@ -1,4 +1,4 @@
-"""`ithaca rehearse`: one rank of a cluster's job, run on this machine's one device; its memory and time beside the plan's."""
+"""`ithaca rehearse`: one rank of a cluster's job on this machine's device; its memory and time beside the plan's."""
 
 from __future__ import annotations
 

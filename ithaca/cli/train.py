@@ -29,7 +29,7 @@ def train(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     show: bool = typer.Option(False, "--show", help="Print the whole run file, defaults written out, and stop."),
     processes: int | None = typer.Option(
-        None, min=1, help="Ranks on this machine; if left out, one for each GPU, or two on the CPU."
+        None, min=1, help="Ranks on this machine; one for each GPU, or two on the CPU, if left out."
     ),
     nodes: int | None = typer.Option(None, help="Number of machines; from the launcher, or 1, if left out."),
     node_rank: int | None = typer.Option(None, help="Number of this machine, from 0."),
@@ -48,6 +48,7 @@ def train(
     from ithaca.launch.launcher import launch
     from ithaca.training.run.before_start import look_ahead
 
+    # Everything that can be refused without ranks is refused here: ranks take many seconds to start.
     file, overrides = split_words(words)
     run = load_run(file, overrides)
     if show:

@@ -56,8 +56,8 @@ def verify(
     words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
     model: str = typer.Option("", metavar="FOLDER_OR_TYPE", help="A model's folder, or an architecture such as qwen3."),
     sp: int | None = typer.Option(None, help="Ranks that share one sequence; the run's, or 2, if left out."),
-    layers: int | None = typer.Option(None, help="Layers to keep; if left out two, and at least one of each kind."),
-    length: int | None = typer.Option(None, help="Tokens of a row; if left out 47, or 12 for each rank."),
+    layers: int | None = typer.Option(None, help="Layers to keep; two, and at least one of each kind, if left out."),
+    length: int | None = typer.Option(None, help="Tokens of a row; 47, or 12 for each rank, if left out."),
     device: str = typer.Option("auto", help="cpu, cuda (the GPUs alone), or auto for both."),
     report: str = typer.Option("", "--json", metavar="FILE", help="Also write the results to this JSON file."),
 ) -> None:
@@ -154,7 +154,7 @@ def _verify_on(device: Literal["cpu", "cuda"], request: _Request, *, append: boo
 
 
 def _silence_libraries() -> None:
-    """Drop the libraries' warnings: they are about unusual uses, such as checkpoints in one process, made here on purpose."""
+    """Drop the libraries' warnings: about unusual uses, such as checkpoints in one process, made here on purpose."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

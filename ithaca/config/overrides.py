@@ -93,7 +93,7 @@ def _apply(given: Tree, overrides: Iterable[str], defaults: Tree) -> Tree:
 
 
 def _set(node: Any, keys: list[str], value: object, path: str, default: Any) -> Any:
-    """Return a copy of `node` with `value` at the end of `keys`; a node that the file leaves out starts from `default`."""
+    """Return a copy of `node` with `value` at the end of `keys`; an absent node starts from `default`."""
     if not keys:
         return value
     key, rest = keys[0], keys[1:]

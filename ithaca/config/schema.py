@@ -71,7 +71,7 @@ class RunSettings(Section):
     """Seed of the order of rows, of dropout and of random weights."""
 
     precision: Literal["auto", "mixed", "bf16", "fp32"] = "auto"
-    """`mixed`: fp32 weights, bf16 computing. `bf16`, `fp32`: one format for both. `auto` chooses by device and optimizer."""
+    """`mixed`: fp32 weights, bf16 computing; `bf16` or `fp32`: one format for both; `auto`: by device and optimizer."""
 
     model: ModelSettings = ModelSettings()
     """Model to train."""

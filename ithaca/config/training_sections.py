@@ -1,4 +1,4 @@
-"""Sections of the run file for training itself: `stages`, `mesh`, `memory`, `optimizer`, `checkpoints` and smaller ones.
+"""Sections of the run file for training: `stages`, `mesh`, `memory`, `optimizer`, `checkpoints` and smaller ones.
 
 The text below a field is its documentation: a list of all keys can be made from these texts and the defaults.
 """
@@ -131,7 +131,7 @@ _PER_LAYER, _OVERALL = ("layers", "offload"), ("mlp_tile", "loss_tile", "head_gr
 
 
 class MemorySettings(Section):
-    """`memory`: the activation checkpointing plan. Fields from `layers` on decide by hand; the plan decides the rest."""
+    """`memory`: activation checkpointing. Fields from `layers` on decide by hand; the plan decides the rest."""
 
     plan: Literal["auto", "none"] = "auto"
     """`auto` keeps as many activations as fit `budget`; `none` leaves memory to autograd."""

@@ -82,7 +82,7 @@ class Prepared:
         return tuple(lines)
 
     def check_vocabulary(self, size: int) -> None:
-        """Refuse stored documents with an id outside of a vocabulary of `size`; a stream's ids are checked when read."""
+        """Refuse stored documents with an id outside of a vocabulary of `size`; a stream's ids are checked later."""
         for store in (*self.stores, *self.others):
             check_id(store.about["name"], store.about["largest"], size)
 
@@ -149,6 +149,7 @@ def prepare(
     else:
         stores = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in located)
     others = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in apart)
+    # Any id serves as padding: its label is -100 and its document -1.
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad = next(token for token in pads if token is not None)
     notes = tuple(dict.fromkeys(note for one in (*located, *apart) for note in one.notes))

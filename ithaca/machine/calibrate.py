@@ -62,6 +62,7 @@ def _attention(device: torch.device, sizes: TrialSizes, size: int, length: int) 
     kernel = choose("auto", q, v, spec)
     qkv = QKV(q, k, v)
     out, lse = kernel.forward(qkv, spec)
+    # Two products of 2 * length^2 * size a head, half of them masked.
     flops = 2.0 * length**2 * heads * size
     forward = _seconds(partial(kernel.forward, qkv, spec), device, sizes.window)
     backward = _seconds(partial(kernel.backward, dout, qkv, out, lse, spec), device, sizes.window)
@@ -77,6 +78,7 @@ def _matmul(device: torch.device, sizes: TrialSizes) -> float:
 
 def _bandwidth(device: torch.device, sizes: TrialSizes) -> float:
     """Return the bytes per second that a copy within the device reads and writes."""
+    # Every byte is read once and written once.
     source = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * sizes.copied / _seconds(partial(target.copy_, source), device, sizes.window)
@@ -99,6 +101,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 def _seconds(call: Callable[[], object], device: torch.device, window: float) -> float:
     """Return the mean time of a call over repeats that fill `window` seconds, after a warm-up call."""
+    # The first call compiles, or fills caches and the allocator.
     call()
     once = _timed(call, 1, device)
     return _timed(call, max(1, min(200, int(window / max(once, 1e-6)))), device)

@@ -90,6 +90,7 @@ def versions() -> Iterator[Finding]:
         requirements = list(MAIN)
     for text in requirements:
         needed = Requirement(text)
+        # A requirement with a marker belongs to an extra, and is checked as optional below.
         if needed.marker is None:
             yield package(needed)
     for name, purpose in OPTIONAL.items():
@@ -108,6 +109,7 @@ def package(needed: Requirement) -> Finding:
         version = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
         return Finding("versions", needed.name, "broken", "not installed", fix)
+    # A nightly or local build (2.13.0a0+git) counts as the release of its number.
     if not needed.specifier.contains(Version(version).base_version, prereleases=True):
         return Finding("versions", needed.name, "broken", f"{version}; {needed.specifier} is needed", fix)
     return Finding("versions", needed.name, "good", version)
@@ -122,6 +124,7 @@ def optional(name: str, purpose: str) -> Finding:
     except metadata.PackageNotFoundError:
         return Finding("versions", name, "missing", f"not installed: {purpose}", fix)
     try:
+        # An installed package may still fail here: compiled for another torch or CUDA.
         import_module(name.replace("-", "_"))
     except Exception as error:
         return Finding("versions", name, "missing", f"{version} cannot be imported ({error}): {purpose}"[:200], fix)
@@ -142,6 +145,7 @@ def devices() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(number)
         capability = f"{properties.major}.{properties.minor}"
         found = f"{properties.name}, {total / GIB:.0f} GiB ({free / GIB:.0f} free), capability {capability}"
+        # torch alone takes about half a GiB; more than half of the device is another process's.
         state: State = "good" if free > total / 2 else "tight"
         fix = "" if state == "good" else "another process holds its memory: nvidia-smi names it"
         yield Finding("devices", f"GPU {number}", state, found, fix)
@@ -166,11 +170,12 @@ def kernels() -> Iterator[Finding]:
 
 def try_kernel(kernel: Kernel, device: torch.device) -> str | None:
     """Return the reason why a kernel does not run here; None if forward and backward give finite numbers."""
+    # The GPU kernels take no fp32.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     draw = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
         torch.randn(1, TOKENS, heads, HEAD_SIZE, device=device, dtype=dtype, generator=draw)
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)  # grouped-query attention, as most models have it
     )
     spec = AttentionSpec(HEAD_SIZE**-0.5)
     refused = kernel.refusal(q, v, spec)

@@ -61,6 +61,7 @@ def open_feed(
     """Open the rows of a split. `state`: a state that `Feed.state` returned; only streaming feeds need it."""
     if split == "validation" and not prepared.has_validation:
         raise DataError("nothing is held back for validation: set validation.share or validation.sources")
+    # Validation sources of their own are always stored, also beside a stream.
     if prepared.streamed is not None and not (split == "validation" and prepared.others):
         return StreamFeed(
             prepared.streamed,

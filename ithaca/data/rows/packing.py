@@ -53,6 +53,7 @@ class JoinedRows:
         return int(self.lengths.sum()) / (self.rows_per_epoch * self.length)
 
     def pieces(self, row: int) -> list[DocumentSlice]:
+        # The order of one epoch is kept: rows are mostly read one after the other.
         epoch, index = divmod(row, self.rows_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             order = shuffle(len(self.lengths), self.seed, epoch)
@@ -68,6 +69,7 @@ class JoinedRows:
 def pieces_between(ends: Ints, begin: int, end: int) -> list[DocumentSlice]:
     """Return the documents' parts in tokens [begin, end) of a stream in which document i ends at `ends[i]`."""
     found = []
+    # "right": past documents that end at `begin`, and past empty ones.
     at = int(np.searchsorted(ends, begin, side="right"))
     while begin < end:
         first = int(ends[at - 1]) if at else 0
@@ -80,7 +82,7 @@ def pieces_between(ends: Ints, begin: int, end: int) -> list[DocumentSlice]:
 
 @dataclass
 class PackedRows:
-    """Best-fit rows. Their shapes are the same in every epoch; pieces of equal length change places, and rows the order."""
+    """Best-fit rows, of equal shapes in every epoch; the order of rows and of equally long pieces is the epoch's."""
 
     lengths: Ints
     length: int
@@ -155,6 +157,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
         while left:
             free = space.smallest(size)
             each = (length if free is None else free) // size
+            # Several pieces of one size may go into one row, and many rows have the same free space.
             needed = -(-left // each)
             if free is None:
                 chosen = list(range(opened, opened + needed))
@@ -163,6 +166,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
                 chosen = space.take(free, needed)
             placed = min(left, len(chosen) * each)
             rows[at : at + placed] = np.repeat(chosen, each)[:placed] if placed > 1 else chosen[0]
+            # Pieces that the last row has not got.
             short = len(chosen) * each - placed
             space.put(free - each * size, chosen if not short else chosen[:-1])
             if short:

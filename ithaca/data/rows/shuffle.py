@@ -30,6 +30,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def shuffle(count: int, *key: int) -> Ints:
     """Return a permutation that depends on the key alone."""
+    # Stable, so that equal hashes too have one order on every machine.
     return np.argsort(hashes(np.arange(count), *key), kind="stable").astype(np.int64)
 
 

@@ -52,7 +52,7 @@ def describe_pieces(index: int, pieces: Sequence[tuple[str, DocumentSlice]], mos
 
 @dataclass(frozen=True, slots=True)
 class StoredFeed:
-    """Rows of prepared documents. `documents`: numbers of the split's documents; `firsts`: number of each store's first."""
+    """Rows of prepared documents. `documents`: the split's numbers; `firsts`: number of each store's first document."""
 
     stores: tuple[Store, ...]
     documents: Ints

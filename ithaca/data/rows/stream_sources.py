@@ -59,7 +59,7 @@ class Document:
 
 @dataclass(slots=True)
 class _Source:
-    """Source that is being read. `documents`: their number in this epoch, both splits; `read`: files read to their end."""
+    """Source that is being read. `documents`: number in this epoch, both splits; `read`: files read to their end."""
 
     located: Located
     encoder: Encoder
@@ -86,6 +86,7 @@ class _Source:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
+        # Keys of a state are in checkpoints: they keep their names, and later ones may be missing.
         # States of earlier versions have no count of targets: 1 passes the check for it.
         self.count = RowCounts(
             state["rows"], state["bad"], targets=state.get("targets", 1), spelled=state.get("spelled", 0)
@@ -152,7 +153,7 @@ class RoundRobin:
             source.restore(saved)
 
     def compare(self, state: dict[str, Any]) -> tuple[str, ...]:
-        """Return lines about sources with changed files; DataError if files that were read to their end have changed."""
+        """Return lines about sources with changed files; DataError if files read to their end have changed."""
         pairs = zip(self._sources, state["sources"], strict=True)
         notes = (
             source.listing.compare(saved["files"], source.located.name) for source, saved in pairs if "files" in saved
@@ -161,7 +162,7 @@ class RoundRobin:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Lines about rows that are no documents or spell special tokens, in the last whole epoch or since the start."""
+        """Lines about bad rows and spelled special tokens, in the last whole epoch or since the start."""
         return self._left_out or tuple(line for source in self._sources for line in source.notes())
 
     def batch(self) -> tuple[list[Document], bool]:
@@ -174,6 +175,7 @@ class RoundRobin:
         first = source.documents
         found = source.batch(self._streamed.bad_share)
         source.documents += len(found)
+        # By number within the source, not by content: both splits count the same documents.
         held = held_back(np.arange(first, source.documents), self._streamed.seed, number, self._streamed.share)
         kept = [document for document, out in zip(found, held, strict=True) if bool(out) == self._validation]
         self._taken += len(kept)

@@ -161,6 +161,7 @@ class StreamFeed:
         else:
             rows, used, skip = self._join(ends, start.skip, states, ended)
         self._current = WindowStart(start.row + len(rows), start.window + 1, skip, states[used][1])
+        # Documents behind the window's last row are read again by the next window.
         if used != len(states) - 1:
             self._sources.restore(self._current.turns)
         read = replace(start, sum=_sum(documents))
@@ -171,7 +172,7 @@ class StreamFeed:
         return Window(start, documents, rows, self._current)
 
     def _gather(self, start: WindowStart) -> tuple[list[Document], list[tuple[int, dict[str, Any]]], bool]:
-        """Return a window's documents, the tokens and the sources' state after each batch, and True at an epoch's end."""
+        """Return a window's documents, the tokens and the state after each batch, and True at an epoch's end."""
         documents: list[Document] = []
         tokens, ended = 0, False
         states = [(0, start.turns)]
@@ -191,8 +192,9 @@ class StreamFeed:
     def _join(
         self, ends: Ints, skip: int, states: list[tuple[int, dict[str, Any]]], ended: bool
     ) -> tuple[list[list[DocumentSlice]], int, int]:
-        """Return whole rows, and the batch and token at which the next window begins; an epoch's last row may be short."""
+        """Return whole rows, and the batch and token of the next window's start; an epoch's last row may be short."""
         total = int(ends[-1]) if len(ends) else 0
+        # Whole rows only, except at an epoch's end: the tokens behind them begin the next window.
         count = (total - skip) // self._length
         count += ended and (total - skip) % self._length > 0
         begins = range(skip, skip + count * self._length, self._length)

@@ -33,7 +33,7 @@ def open_file(file: str) -> Any:
     """Open a file for reading; its content is decompressed as its name says."""
     named = _KINDS.get(PurePath(file).suffix.lower())
     with open(file, "rb") as opened:
-        head = opened.read(10)
+        head = opened.read(10)  # the longest mark, bzip2's
     found = _kind(head)
     if head and found != named:
         raise MisnamedError(_misnamed(found, named))
@@ -74,6 +74,7 @@ def _zstd(file: str) -> tuple[Callable[[], Any], type[Exception]]:
         raise DataError(
             f"{file} is compressed by zstd, which needs the package zstandard: `pip install 'ithaca[zstd]'`, or unpack it"
         ) from None
+    # Windows up to 2 GiB, which `zstd --long=31` makes; the default refuses them.
     return (lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()), zstandard.ZstdError
 
 
@@ -112,6 +113,7 @@ class ZstdReader(io.RawIOBase):
             found: bytes = self._frame.decompress(given)
         except self._error as error:
             raise ZstdError(str(error)) from None
+        # A zstd file may be several frames in a row, as `cat a.zst b.zst` or parallel compression makes it.
         if self._frame.eof:
             self._rest, self._frame = self._frame.unused_data, None
         return found

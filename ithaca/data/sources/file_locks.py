@@ -29,6 +29,7 @@ def locked(file: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Removed while locked: after the unlock, another process may already be inside with this very file.
         file.unlink(missing_ok=True)
         os.close(handle)
 
@@ -39,6 +40,7 @@ def take(file: Path, *, wait: bool) -> int | None:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The holder before us may have removed the file while we waited: then another process locks a new one.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(file)):
                     return handle

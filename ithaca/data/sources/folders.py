@@ -62,7 +62,7 @@ def suffix_of(file: str) -> str:
 
 
 def walk(folder: str, without: Collection[str] = (), skipped: SkippedFiles | None = None) -> Iterator[str]:
-    """Yield the plain files below a folder, sorted; folders with a name in `without`, and links to folders, are skipped."""
+    """Yield the plain files below a folder, sorted, without links to folders and folders named in `without`."""
     skipped = SkippedFiles() if skipped is None else skipped
 
     def unreadable(error: OSError) -> None:
@@ -76,6 +76,7 @@ def walk(folder: str, without: Collection[str] = (), skipped: SkippedFiles | Non
                 skipped.add(name, reason, "folders")
             else:
                 kept.append(name)
+        # os.walk goes down into the folders that are left in this list, in its order.
         folders[:] = kept
         for name in sorted(files):
             path = os.path.join(root, name)
@@ -100,6 +101,7 @@ def _reason_to_skip_file(path: str, name: str) -> str:
     if not os.path.isfile(path):
         return "broken links" if os.path.islink(path) else "no plain files"
     try:
+        # A name that is not UTF-8 comes with surrogates, which no UTF-8 file can hold.
         name.encode()
     except UnicodeEncodeError:
         return "names that are not UTF-8"

@@ -112,6 +112,7 @@ def _locate(source: SourceSettings, key: SourceKey) -> Located:
     if source.path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return Located(source, "code", STDLIB, _require_some(_stdlib(root), source, key, f"no .py files under {root}"))
+    # A path that exists wins over a glob or a hub name of the same spelling.
     given = os.path.expanduser(source.path)
     if os.path.isdir(given):
         kind = _folder_format(given, source, key) if source.format in ("auto", "hub") else source.format
@@ -178,7 +179,7 @@ def _one_format(files: Sequence[str], source: SourceSettings, key: SourceKey) ->
 
 
 def _folder_format(folder: str, source: SourceSettings, key: SourceKey) -> str:
-    """Return the format of a folder: code for a repository, else by the names of the files that `include` lets through."""
+    """Return the format of a folder: code for a repository, else by the names of the included files."""
     if _is_repository(folder):
         return "code"
     own = _likely_format(folder, _included(walk(folder, VENDORED), source), key)

@@ -82,6 +82,7 @@ def raw_rows(located: Located, rows: IterableDataset, first: int = 1) -> Iterato
         return
     for record in rows:
         file, row, value = record["file"], record["row"], record["value"]
+        # Two copies of a large row must not be alive while it is tokenized.
         del record
         yield RawRow(file, row, value, _size(value) if row else _file_size(file))
 
@@ -206,6 +207,7 @@ def _json_rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
                 for number, line in enumerate(_lines(opened), 1):
                     if number == 1 and isinstance(line, bytes):
                         line = line.removeprefix(_BYTE_ORDER_MARK)
+                        # One JSON array: parsed whole, since json has no incremental parser.
                         if line.lstrip().startswith(b"["):
                             yield from _json_array(file, line + opened.read())
                             break

@@ -74,6 +74,7 @@ class ChatEncoder:
         """Make the encoder of a template; None stands for the tokenizer's own. `given`: its name in the run file."""
         chosen = template or tokenizer.chat_template
         if isinstance(chosen, dict):
+            # Tokenizers with several templates (default, tool_use, rag) name them.
             chosen = chosen.get("default")
         if not chosen:
             raise DataError(
@@ -84,6 +85,7 @@ class ChatEncoder:
         own = f"the chat template of {folder}" if folder else "the tokenizer's chat template"
         name = f"data.chat_template ({given})" if template and given else "data.chat_template" if template else own
         blank = cls(tokenizer, chosen, learn == "all", None, name=name)
+        # Multimodal models' templates read content as a list of parts, and drop or print a plain text.
         blank = replace(blank, parts=_needs_parts(blank))
         whole = learn == "all" or _GENERATION.search(chosen) is not None
         return blank if whole else replace(blank, marks=find_marks(blank))
@@ -191,7 +193,7 @@ class ChatEncoder:
     def _mask(
         self, messages: Sequence[Message] | None, spans: list[Span], text: str, offsets: Any, token_of: Any
     ) -> NDArray[np.bool_]:
-        """Return the tokens of the learned letters. `messages`: their contents must be in there; None if checked already."""
+        """Return the tokens of the learned letters. `messages`: check that their contents are in; None to skip."""
         if self.marks is not None:
             if messages is not None:
                 check_contents(messages, [text[start:end] for start, end in spans])

@@ -102,6 +102,7 @@ def check_no_repr(text: str, messages: Sequence[Message], tools: Any) -> None:
     for value in _containers([messages, tools]):
         printed = str(value)
         if printed in text and printed != json.dumps(value, default=str, ensure_ascii=False):
+            # A message may quote Python itself.
             if any(printed in content for content in contents):
                 continue
             raise RowError(

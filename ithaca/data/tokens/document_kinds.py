@@ -60,6 +60,7 @@ def _look(records: Sequence[Mapping[str, Any]], columns: Sequence[str], source_k
         for column in names
         if kinds.get(column) == kind
     ]
+    # A column of an unusual name is taken only if no other column could be meant.
     others = [
         DocumentKind(kind, column) for column, kind in kinds.items() if kind and DocumentKind(kind, column) not in usual
     ]

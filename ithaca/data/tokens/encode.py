@@ -126,6 +126,7 @@ class Encoder:
         self, records: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None
     ) -> list[Encoded | RowError]:
         answers: list[Any] = [self._text(record) for record in records]
+        # Short texts go to the tokenizer together: its threads share them.
         short = [at for at, text in enumerate(answers) if isinstance(text, str) and len(text) <= PIECE]
         for at, ids in zip(short, self._all_ids([answers[at] for at in short]), strict=True):
             answers[at] = ids if isinstance(ids, RowError) else self._with_eos(np.array(ids, np.int64), answers[at])

@@ -48,11 +48,13 @@ def encode_rows(
             yield from encode_batch(batch, encoder, progress)
         return
     try:
+        # spawn: a fork of a process with torch's threads may deadlock.
         with ProcessPoolExecutor(workers, get_context("spawn"), follow_parent) as pool:
             waiting: list[Future[list[tuple[RawRow, Encoded | RowError]]]] = []
             for batch in batches(rows):
                 with _blocked(signal.SIGINT):
                     waiting.append(pool.submit(encode_batch, batch, encoder))
+                # A few batches for each worker keep all busy, and bound the memory.
                 if len(waiting) > 2 * workers:
                     yield from waiting.pop(0).result()
             for future in waiting:
@@ -79,6 +81,7 @@ def follow_parent() -> None:
     parent = parent_process()
     assert parent is not None, "made by a pool"
 
+    # The sentinel becomes readable when the parent ends, even by SIGKILL.
     def follow() -> None:
         wait([parent.sentinel])
         os._exit(FAILED)

@@ -65,6 +65,7 @@ def encode_alpaca(
     prompt = alpaca_prompt(instruction, extra_input)
     _check_size(prompt + output)
     first, second = tokens(prompt), tokens(output)
+    # The output is tokenized as a text of its own, so it may have got a BOS.
     if second and second[0] == tokenizer.bos_token_id:
         second = second[1:]
     if not second or second[-1] != tokenizer.eos_token_id:

@@ -141,6 +141,7 @@ class PieceTokenizer:
         while len(text) - start > piece:
             size = piece
             while (cut := self._cut(text, start, start + size)) is None:
+                # No boundary in the second half: take a longer piece.
                 size *= 2
                 if size > max(LONGEST, piece):
                     raise RowError(_nowhere(len(text)))
@@ -167,6 +168,7 @@ class PieceTokenizer:
                 return cut
             if low == middle:
                 return None
+            # Look further back: text without a blank, such as Chinese, has its marks far apart.
             width *= 8
 
     def _is_boundary(self, text: str, cut: int) -> bool:
@@ -208,6 +210,7 @@ def _boundaries(tokenizer: Any) -> str:
     facts = json.loads(inner.to_str())
     if not _memoryless(facts["normalizer"], _NORMALIZERS) or not _memoryless(facts["pre_tokenizer"], _SPLITTERS):
         return ""
+    # BPE dropout draws merges at random: no two encodings agree.
     if facts["model"].get("dropout"):
         return ""
     after = [mark for mark in _AFTER if _always(inner, mark, _split)]

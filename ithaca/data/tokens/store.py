@@ -166,6 +166,7 @@ class StoreWriter:
         total = int(offsets[-1])
         np.save(self.folder / "offsets.npy", offsets)
         np.save(self.folder / "origins.npy", np.array(self.origins, np.int64).reshape(-1, 2))
+        # Plain text needs no mask on disk.
         if self.learned == total:
             (self.folder / "learn.bin").unlink()
         facts = {
@@ -186,6 +187,7 @@ class StoreWriter:
         (self.folder / "about.json").write_text(json.dumps(content | {"check": _sum_of(content)}), encoding="utf-8")
         for file in self.folder.iterdir():
             force_to_disk(file)
+        # An older store of this name is damaged or outdated: otherwise it would have been opened.
         shutil.rmtree(self.target, ignore_errors=True)
         self.folder.rename(self.target)
 
@@ -209,6 +211,7 @@ def open_store(folder: Path) -> Store | None:
         if blocks is not None and any(_block_sums(folder / name) != blocks[name] for name in _SMALL):
             return None
         offsets, origins = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in _SMALL)
+    # A damaged JSON or npy file may raise any of these.
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if len(offsets) != about["documents"] + 1 or len(origins) != about["documents"]:

@@ -79,6 +79,7 @@ def _first_records(located: Located, data: DataSettings) -> tuple[list[Any], str
         size += raw.size
         if size > _PEEK_BYTES:
             break
+    # At least one row must be readable to find the kind.
     count.check(located, share=1.0)
     return records, where
 

@@ -41,6 +41,7 @@ def generation_mask(spans: Sequence[Span], count: int, token_of: Any) -> NDArray
             raise RowError("the chat template begins with an empty generation")
         first, last = token_of(start), token_of(end - 1)
         if first is None:
+            # transformers stops here as well.
             break
         learn[first : last + 1 if last else count] = True
     return learn
@@ -136,6 +137,7 @@ def check_contents(messages: Sequence[Message], texts: Sequence[str]) -> None:
     for message in messages:
         if message["role"] != "assistant" or not isinstance(message["content"], str):
             continue
+        # Templates may drop thinking and trim blanks; the visible answer must stay.
         content = message["content"].rpartition("</think>")[2].strip()
         while stretch < len(texts) and (found := texts[stretch].find(content, at)) < 0:
             stretch, at = stretch + 1, 0

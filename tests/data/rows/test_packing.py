@@ -113,7 +113,7 @@ def test_best_fit_equals_the_plain_algorithm(length: int, most: int) -> None:
     assert sorted((length - np.bincount(rows, sizes).astype(int)).tolist()) == naive_best_fit(sizes.tolist(), length)
 
 
-def test_million_documents_take_few_operations() -> None:
+def test_million_documents_take_seconds_of_cpu() -> None:
     """CPU seconds of this process: the machine may be busy."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(7, 1.2, 1_000_000).astype(np.int64) + 1, 1_000_000)
