@@ -22,7 +22,7 @@ def export(
     path: Path = typer.Argument(..., metavar="RUN_OR_CHECKPOINT", help="A run's folder, or one of its checkpoints."),
     to: Path | None = typer.Option(None, help="Folder to write; RUN/export-step-N if left out."),
     step: int | None = typer.Option(None, help="Step of the checkpoint; the newest whole checkpoint if left out."),
-    force: bool = typer.Option(False, "--force", help="Replace the content of the folder --to."),
+    force: bool = typer.Option(False, "--force", help="Replace the model in the folder --to."),
     dtype: Literal["bf16", "fp32"] | None = typer.Option(
         None, help="Number format of the weights; the checkpoint's if left out."
     ),

@@ -30,7 +30,9 @@ _LEARNED, _CONTEXT, _SPECIAL = "green", "dim", "bold magenta"
 
 
 def prepare(
-    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    words: list[str] = typer.Argument(
+        None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file, and settings that override it."
+    ),
     show: int = typer.Option(
         0, "--show", metavar="N", min=0, show_default=False, help="Print the first N rows, tokens in the loss in green."
     ),

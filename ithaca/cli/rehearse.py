@@ -22,7 +22,9 @@ DEFAULT_LENGTH, DEFAULT_WORLD = "128k", 8
 
 
 def rehearse(
-    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    words: list[str] = typer.Argument(
+        None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file, and settings that override it."
+    ),
     model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),
     length: str = typer.Option(
         "", help="Tokens of a row, such as 128k or 1M; those of the run's last stage if left out."

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 def train(
-    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    words: list[str] = typer.Argument(
+        None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file, and settings that override it."
+    ),
     show: bool = typer.Option(False, "--show", help="Print the whole run file, defaults written out, and stop."),
     processes: int | None = typer.Option(
         None, min=1, help="Ranks on this machine; one for each GPU, or two on the CPU, if left out."
     ),
-    nodes: int | None = typer.Option(None, help="Number of machines; from the launcher, or 1, if left out."),
+    nodes: int | None = typer.Option(None, help="Number of machines that take part."),
     node_rank: int | None = typer.Option(None, help="Number of this machine, from 0."),
     rendezvous: str | None = typer.Option(
         None, metavar="HOST:PORT", help="Address at which the machines meet: the first one and a free port."
     ),
-    hosts: str = typer.Option(
-        "", metavar="A,B,...", help="Host names of the machines to run on; the other ones end at once."
-    ),
+    hosts: str = typer.Option("", metavar="A,B,...", help="Run on these machines only: their host names."),
     restart: bool = typer.Option(
         False, "--restart", help="Begin at step 1 if there are checkpoints but none is whole; none is deleted."
     ),

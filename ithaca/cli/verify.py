@@ -53,7 +53,9 @@ class _Request:
 
 
 def verify(
-    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    words: list[str] = typer.Argument(
+        None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file, and settings that override it."
+    ),
     model: str = typer.Option("", metavar="FOLDER_OR_TYPE", help="A model's folder, or an architecture such as qwen3."),
     sp: int | None = typer.Option(None, help="Ranks that share one sequence; the run's, or 2, if left out."),
     layers: int | None = typer.Option(None, help="Layers to keep; two, and at least one of each kind, if left out."),
