@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.config.schema import Lora, Optimizer
+from ithaca.config.schema import LoraSettings, OptimizerSettings
 from ithaca.mesh import Mesh
 from ithaca.models.bound import binding_of
 from ithaca.models.files.pretrained import add_adapters, empty_model
@@ -42,12 +42,12 @@ class RankJob:
     rows: int
     weights: torch.dtype
     compute: torch.dtype | None
-    optimizer: Optimizer
+    optimizer: OptimizerSettings
     on_host: OnHost = "nothing"
     away: bool = False
     replicas: int = 1
     kernel: str = "auto"
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     seed: int = 0
     fake: bool = False
 

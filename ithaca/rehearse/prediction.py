@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.constants import GIB
 from ithaca.mesh import Mesh
 from ithaca.models.files.pretrained import add_adapters, empty_model
@@ -45,7 +45,7 @@ class RehearsalRequest:
     that may be used. `fake`: without a GPU, on fake tensors. `typed`: the words that ask for another number of ranks.
     """
 
-    run: Run
+    run: RunSettings
     config: Any
     machine: Machine
     rank: int = 0

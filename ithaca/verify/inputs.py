@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ithaca.attention.kernels import check_name
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.constants import IGNORE_INDEX
 from ithaca.data.prepared import check_id, prepare
 from ithaca.data.rows.feed import open_feed
@@ -36,7 +36,7 @@ from ithaca.models.files.read_weights import different_copies, read_generation
 from ithaca.models.files.safetensors_files import INDEX, Headers, TensorReader, read_headers
 from ithaca.models.files.tokenizer import load_tokenizer
 from ithaca.models.files.weight_sources import plan_groups
-from ithaca.models.support import check_model, verdicts
+from ithaca.models.support import ModelParts, check_model, verdicts
 from ithaca.parallelize import head_counts
 from ithaca.planning.model.config_names import refuse_attention_dropout
 from ithaca.planning.model.known_models import nearest_models
@@ -64,7 +64,7 @@ class Material:
 
 
 def gather(
-    run: Run | None,
+    run: RunSettings | None,
     model: str,
     *,
     ranks: int,
@@ -156,14 +156,14 @@ def config_of_model(name: str) -> tuple[PreTrainedConfig, Path | None]:
     return survey_config(name), None
 
 
-def config_of_run(run: Run, embedded: Path) -> tuple[PreTrainedConfig, Path]:
+def config_of_run(run: RunSettings, embedded: Path) -> tuple[PreTrainedConfig, Path]:
     """Return the last stage's config and the folder the run starts from; the embedded model is written to `embedded`."""
     name = run.model.name
     folder = build_embedded(embedded) if name == "embedded" else find_folder(name, run.model.revision)
     return stage_config(run, str(folder), len(run.stages) - 1), folder
 
 
-def rows_of_run(run: Run, folder: Path, config: PreTrainedConfig, length: int) -> list[dict[str, Tensor]]:
+def rows_of_run(run: RunSettings, folder: Path, config: PreTrainedConfig, length: int) -> list[dict[str, Tensor]]:
     """Return the first rows of `length` tokens that have targets."""
     tokenizer = load_tokenizer(run.model.tokenizer or str(folder), run.model.revision)
     data = run.data.model_copy(update={"streaming": True})

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.constants import GIB
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.models.discover.roles import shapes
@@ -52,7 +52,7 @@ class Subject:
     dtype: torch.dtype
     folder: Path | None
     notes: tuple[str, ...]
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     seed: int = 0
 
     @property
@@ -83,7 +83,7 @@ def make_subject(
     layers: int | None = None,
     folder: Path | None = None,
     dtype: torch.dtype = torch.float64,
-    lora: Lora | None = None,
+    lora: LoraSettings | None = None,
     seed: int = 0,
 ) -> Subject:
     """Cut `config` for a sample of `length` tokens on `ranks` ranks that share `memory` bytes.
@@ -234,7 +234,7 @@ def _cut_vocabulary(text: Any, size: int) -> None:
             setattr(text, key, None)
 
 
-def with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, lora: LoraSettings, *, seed: int) -> PreTrainedModel:
     """Return the PEFT model around `model`, its adapters in the same dtype and drawn from `seed`."""
     dtype = next(model.parameters()).dtype
     # Two processes draw different numbers, so dropout is off.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ithaca.attention.kernels import blockwise
-from ithaca.config.schema import Optimizer
+from ithaca.config.schema import OptimizerSettings
 from ithaca.mesh import init_mesh
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import Job, MemoryPlan
@@ -146,7 +146,7 @@ def said_and_seen(kind: str, plan: MemoryPlan, **changes: Any) -> tuple[int, int
     """Bytes of a step of 16K tokens over two ranks: planned, and as the CPU's operators keep them."""
     full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "sliding_window": 16384}
     config = small_config(kind, **{**WIDE, **full, **changes})
-    of = RankJob(config, 16384, 1, torch.bfloat16, None, Optimizer(), fake=True)
+    of = RankJob(config, 16384, 1, torch.bfloat16, None, OptimizerSettings(), fake=True)
     with alone(2, 1, like="gloo"):
         got = measure(of, range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
     job = Job(16384, sp=2, fused=False)
@@ -195,7 +195,7 @@ def test_fake_step_torchao_optimizer_makes_its_state(
     name: Any, weights: torch.dtype, state: Callable[[int], int]
 ) -> None:
     wide = small_config("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=256)
-    of = {"config": wide, "optimizer": Optimizer(name=name), "weights": weights}
+    of = {"config": wide, "optimizer": OptimizerSettings(name=name), "weights": weights}
     got = figures(SAVE, fake=True, **of).kinds["optimizer"]
     with alone(2, 1, like="gloo"):
         sizes = [math.prod(shape) for shape in shards(replace(job(), **of), SAVE, 2).values()]

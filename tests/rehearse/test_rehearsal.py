@@ -18,7 +18,7 @@ from ithaca.attention import local as local_attention
 from ithaca.attention.kernels import choose
 from ithaca.attention.local import LocalAttention
 from ithaca.cli.plan_inputs import read_machine
-from ithaca.config.schema import Optimizer, Run, read_run
+from ithaca.config.schema import OptimizerSettings, RunSettings, read_run
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
@@ -50,7 +50,7 @@ MIXED = MemoryPlan(("recompute", "rebuild", "save", "keep"), (True, False, False
 
 def job(kind: str = "llama", rows: int = 1, **changes: Any) -> RankJob:
     config = small_config(kind, num_hidden_layers=LAYERS)
-    return RankJob(config, LENGTH, rows, torch.float32, None, Optimizer(**changes))
+    return RankJob(config, LENGTH, rows, torch.float32, None, OptimizerSettings(**changes))
 
 
 def shards(of: RankJob, plan: MemoryPlan, sp: int) -> dict[str, tuple[int, ...]]:
@@ -351,7 +351,7 @@ def test_budgets_cap_below_budget_wins() -> None:
     """A rank that may take less than its budget is planned for what it may take."""
     machine = read_machine("2xH100", None, None, None, None)
     for budget, cap, wanted in ((None, 40, 30), (60, 40, 40), (20, 40, 20), (60, None, 60)):
-        run = Run(memory={"budget": None if budget is None else f"{budget}GB"})  # type: ignore[arg-type]
+        run = RunSettings(memory={"budget": None if budget is None else f"{budget}GB"})  # type: ignore[arg-type]
         one = RehearsalRequest(run, None, machine, cap=None if cap is None else cap * 10**9)
         assert _budgets(one, gpu=False)[0] == wanted * 10**9
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.mesh import init_mesh
 from ithaca.verify.batches import made_up
 from ithaca.verify.checklist import verify
@@ -23,7 +23,7 @@ LENGTH = 47
 
 
 def built(kind: str, targets: Any, dtype: torch.dtype = torch.float64) -> Any:
-    return with_adapters(small_model(kind, dtype=dtype), Lora(rank=3, dropout=0.3, targets=targets), seed=5)
+    return with_adapters(small_model(kind, dtype=dtype), LoraSettings(rank=3, dropout=0.3, targets=targets), seed=5)
 
 
 def on_rank(kind: str, targets: Any, fault: str | None) -> list[Line]:

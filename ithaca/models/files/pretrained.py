@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ithaca.config.messages import check_folder, near_paths
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.files.config_changes import check_shapes, with_changes
 from ithaca.models.refusals.config_numbers import check_computed, check_numbers
@@ -177,13 +177,13 @@ def fill_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
-def check_adapters(config: PreTrainedConfig, lora: Lora) -> None:
+def check_adapters(config: PreTrainedConfig, lora: LoraSettings) -> None:
     """Refuse `lora.targets` that get no adapter; on the meta device, so it costs no memory."""
     with torch.device("meta"):
         _put_adapters(build_causal(copy.deepcopy(config)), lora)
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
+def add_adapters(model: PreTrainedModel, lora: LoraSettings, *, seed: int) -> nn.Module:
     """Put LoRA adapters on a model before `parallelize`, drawn from `seed` alone, and freeze everything else."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -193,7 +193,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
     return adapted
 
 
-def _put_adapters(model: PreTrainedModel, lora: Lora) -> tuple[nn.Module, dict[str, Any]]:
+def _put_adapters(model: PreTrainedModel, lora: LoraSettings) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model with adapters, and the layers that have one, by name."""
     try:
         from peft import LoraConfig, get_peft_model
@@ -220,7 +220,7 @@ def _put_adapters(model: PreTrainedModel, lora: Lora) -> tuple[nn.Module, dict[s
     return adapted, layers
 
 
-def _check_names(layers: dict[str, nn.Module], lora: Lora) -> None:
+def _check_names(layers: dict[str, nn.Module], lora: LoraSettings) -> None:
     """Refuse a target that no layer is named after: peft ignores it if another target is found."""
     if isinstance(lora.targets, str):
         return
@@ -232,7 +232,7 @@ def _check_names(layers: dict[str, nn.Module], lora: Lora) -> None:
             raise ConfigError(f"lora.targets: no layer of this model is called {target!r}: {hint}")
 
 
-def _check_targets(model: PreTrainedModel, layers: dict[str, Any], lora: Lora) -> None:
+def _check_targets(model: PreTrainedModel, layers: dict[str, Any], lora: LoraSettings) -> None:
     """Refuse an adapter that training would bypass, or that export would not merge."""
     from peft.tuners.lora import Linear
 

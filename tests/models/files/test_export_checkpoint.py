@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from ithaca.cli import app
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, IthacaError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
@@ -64,7 +64,7 @@ def start_from(folder: Path, kind: str) -> Path:
     return folder
 
 
-def train_and_save(start: str, run: str, lora: Lora | None) -> int:
+def train_and_save(start: str, run: str, lora: LoraSettings | None) -> int:
     """Two steps, a checkpoint, and beside it what the ranks themselves save; bytes of the checkpoint."""
     mesh = init_mesh(sp=2)
     model: Any = empty_model(start, dtype=torch.float32)
@@ -116,7 +116,7 @@ def test_export_equals_save_of_ranks(kind: str, tmp_path: Path) -> None:
 
 def test_export_adapters_writes_adapter_and_merged_model(tmp_path: Path) -> None:
     start_from(tmp_path / "start", "llama")
-    kept = run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), Lora(rank=2, alpha=8))[0]
+    kept = run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), LoraSettings(rank=2, alpha=8))[0]
     assert kept < 0.5 * (tmp_path / "start" / "model.safetensors").stat().st_size
     export_checkpoint(find_checkpoint(tmp_path), tmp_path / "export")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "start")

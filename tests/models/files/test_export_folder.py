@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ithaca.cli import app
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import IthacaError
 from ithaca.mesh import init_mesh
 from ithaca.models.files.export_checkpoint import describe_model, find_checkpoint
@@ -198,7 +198,7 @@ def save_both(folder: str) -> dict[str, int]:
     model = parallelize(small_model("llama", dtype=torch.float32), mesh, memory=None)
     save_pretrained(model, root / "whole", max_shard_size="10KB")
     save_pretrained(model, root / "whole")
-    adapted = add_adapters(small_model("llama", dtype=torch.float32), Lora(rank=2), seed=0)  # type: ignore[arg-type]
+    adapted = add_adapters(small_model("llama", dtype=torch.float32), LoraSettings(rank=2), seed=0)  # type: ignore[arg-type]
     save_pretrained(parallelize(adapted, mesh, memory=None), root / "adapter")
     return {path.name: path.stat().st_mode & 0o777 for path in root.glob("*/*")}
 

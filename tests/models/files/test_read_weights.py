@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
@@ -227,7 +227,7 @@ def test_init_weights_equal_those_of_one_process(degrees: tuple[int, int], tmp_p
 def adapters(folder: str) -> tuple[float, list[str]]:
     """The loss and the adapters' gradients of an empty model with adapters, loaded, against a whole one's."""
     mesh = init_mesh(sp=2)
-    lora = Lora(rank=3, alpha=6)
+    lora = LoraSettings(rank=3, alpha=6)
     ours: Any = add_adapters(empty_model(folder, dtype=torch.float32), lora, seed=5)
     ours = parallelize(ours, mesh)
     load_weights(ours, folder)
