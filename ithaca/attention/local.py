@@ -164,14 +164,11 @@ def _cut_lse(lse_BhS: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tenso
     return lse_BhS[call.rows, heads[0] : heads[1], call.span[0] : call.span[1]]
 
 
-def _bounds(call: KernelCall, device: torch.device) -> DocumentOffsets:
-    offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return DocumentOffsets(offsets.to(device, non_blocking=True), max(call.lengths))
-
-
 def _end_to_end(qkv: QKV, call: KernelCall) -> QKV:
     """Return the varlen form of a call's only row: [1, S, h, D] -> [S, h, D]."""
-    return QKV(qkv.q[0], qkv.k[0], qkv.v[0], _bounds(call, qkv.q.device))
+    offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    bounds = DocumentOffsets(offsets.to(qkv.q.device, non_blocking=True), max(call.lengths))
+    return QKV(qkv.q[0], qkv.k[0], qkv.v[0], bounds)
 
 
 def _forward(kernel: Kernel, qkv: QKV, call: KernelCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -145,13 +145,6 @@ def is_pinned(path: Path) -> bool:
         return False
 
 
-def drop_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints beyond `step`."""
-    for path in listed(folder):
-        if step_of(path) > step:
-            remove(path)
-
-
 def read_manifest(path: Path) -> Sums:
     """Return the manifest's files; raise CheckpointError if the manifest cannot be trusted."""
     try:

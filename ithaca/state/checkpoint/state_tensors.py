@@ -71,7 +71,7 @@ def start(optimizer: torch.optim.Optimizer) -> None:
     """
     groups = optimizer.param_groups
     whole = [list(group["params"]) for group in groups]
-    rates = [_copied(group["lr"]) for group in groups]
+    rates = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
     try:
         for group in groups:
             set_rate(group, 0.0)
@@ -98,10 +98,6 @@ def _start_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
     steps = optimizer.state[parameter].get(_STEP)
     if isinstance(steps, Tensor):
         steps.zero_()
-
-
-def _copied(rate: Any) -> Any:
-    return rate.clone() if isinstance(rate, Tensor) else rate
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:

@@ -97,32 +97,24 @@ def build_optimizer(
 def _make(name: Name, groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **settings)
-    low_bit = _torchao(name)
+    try:
+        low_bit: Any = import_module("torchao.optim")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"optimizer {name!r} is torchao's, which cannot be imported ({error}): pip install 'ithaca[torchao]', or "
+            "use 'adamw'"
+        ) from error
     if name == "adamw8bit":
         return low_bit.AdamW8bit(groups, **settings)
     # torchao's AdamW with stochastic rounding and unquantized moments has no public name (torchao 0.16 and newer).
     return low_bit._AdamW(groups, bf16_stochastic_round=True, **settings)
 
 
-def _torchao(name: Name) -> Any:
-    try:
-        return import_module("torchao.optim")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"optimizer {name!r} is torchao's, which cannot be imported ({error}): pip install 'ithaca[torchao]', or "
-            "use 'adamw'"
-        ) from error
-
-
-def _owner(key: str) -> str:
-    """Return the name of the module that holds the parameter."""
-    return key.rpartition(".")[0].rpartition(".")[2].lower()
-
-
 def _groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups: matrices with weight decay, vectors without."""
     # By name too: biases of stacked experts and norms by head are matrices.
-    vectors = {key for key, p in trained.items() if p.ndim < 2 or key.endswith("bias") or "norm" in _owner(key)}
+    owners = {key: key.rpartition(".")[0].rpartition(".")[2].lower() for key in trained}
+    vectors = {key for key, p in trained.items() if p.ndim < 2 or key.endswith("bias") or "norm" in owners[key]}
     groups = [
         {"params": [p for key, p in trained.items() if key not in vectors], "weight_decay": weight_decay},
         {"params": [p for key, p in trained.items() if key in vectors], "weight_decay": 0.0},

@@ -84,10 +84,13 @@ def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Te
         optimizer.step()
         return
     finite = torch.isfinite(loss) & torch.isfinite(norm)
-    factor = _factor(norm, clip) if clip else torch.ones_like(norm)
-    if not _scales_itself(optimizer):
+    factor = ((norm + _EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+    # Private: the attribute by which torch.amp.GradScaler finds fused optimizers (torch 2.11 to 2.13).
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         if bool(finite):
-            _divide([p for group in optimizer.param_groups for p in group["params"]], factor)
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            local = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
+            torch._foreach_div_(local, factor.to(local[0].device))
             optimizer.step()
         return
     # A blocking move: with weights on the host the optimizer would read numbers that have not arrived yet.
@@ -107,19 +110,3 @@ def _step_where(optimizer: Any, taken: Tensor, scale: Tensor | None = None) -> N
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    # Private: the attribute by which torch.amp.GradScaler finds fused optimizers (torch 2.11 to 2.13).
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _factor(norm: Tensor, clip: float) -> Tensor:
-    """Return the number that gradients are divided by."""
-    return ((norm + _EPS) / clip).clamp(min=1.0)
-
-
-def _divide(parameters: list[Tensor], factor: Tensor) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    local = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
-    torch._foreach_div_(local, factor.to(local[0].device))
