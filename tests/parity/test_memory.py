@@ -32,6 +32,7 @@ from ithaca.verify.fp64 import promoted
 from ithaca.verify.parity import compare, gradient_errors, reference
 from ithaca.verify.small_models.features import LISTED, WITH_EXPERTS, small_batch, small_model
 from tests.batches import micro_batches
+from tests.pairs import cover, dealt
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 
@@ -61,11 +62,8 @@ def _parity(kind: str, degrees: tuple[int, int], name: str, kinds: list[str], se
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(
-    "degrees", [(1, 2), *(pytest.param(d, marks=pytest.mark.slow) for d in ((1, 1), (2, 2)))], ids=str
-)
-def test_every_mode(name: str, degrees: tuple[int, int]) -> None:
-    assert max(run_ranks(degrees[0] * degrees[1], _parity, "llama", degrees, name, KINDS, {})) < FP64
+def test_memory_mode_sp2_equals_one_process(name: str) -> None:
+    assert max(run_ranks(2, _parity, "llama", (1, 2), name, KINDS, {})) < FP64
 
 
 def test_kv_heads_shared_by_ranks() -> None:
@@ -87,24 +85,33 @@ def test_every_architecture(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [k if k == "qwen3_moe" else pytest.param(k, marks=pytest.mark.slow) for k in WITH_EXPERTS]
+    ("kind", "name"),
+    [
+        ("qwen3_moe", "save"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in dealt(WITH_EXPERTS, ["keep", "recompute", "save"], each=2)
+            if case != ("qwen3_moe", "save")
+        ),
+    ],
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param("keep", marks=pytest.mark.slow), "save", pytest.param("recompute", marks=pytest.mark.slow)]
-)
-def test_experts_with_their_router_loss(kind: str, name: str) -> None:
+def test_router_loss_memory_mode_equals_one_process(kind: str, name: str) -> None:
     unpacked = [each for each in KINDS if each != "packed"]
     assert max(run_ranks(2, _parity, kind, (1, 2), name, unpacked, {"experts": True})) < FP64
 
 
+TILES = [{"groups": 2, "tile": 5}, {"groups": 1, "tile": 1000}, {"groups": 4, "tile": 1}, {"groups": 3, "tile": 6}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
-    "settings", [{"groups": 1, "tile": 1000}, {"groups": 4, "tile": 1}, {"groups": 3, "tile": 6}], ids=str
+    ("name", "settings", "degrees"), cover(list(PLANS), TILES, [(1, 1), (1, 2), (2, 2), (1, 3), (1, 4)]), ids=str
 )
-@pytest.mark.parametrize("degrees", [(1, 2), (1, 3), (1, 4)], ids=str)
-def test_other_tiles_and_groups(name: str, settings: dict[str, int], degrees: tuple[int, int]) -> None:
-    assert max(run_ranks(degrees[1], _parity, "llama", degrees, name, KINDS, dict(settings))) < FP64
+def test_memory_mode_tiles_groups_and_mesh_equals_one_process(
+    name: str, settings: dict[str, int], degrees: tuple[int, int]
+) -> None:
+    ranks = degrees[0] * degrees[1]
+    assert max(run_ranks(ranks, _parity, "llama", degrees, name, KINDS, dict(settings))) < FP64
 
 
 def _lora(name: str) -> float:
