@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -455,7 +454,7 @@ def test_an_unbound_model_is_what_it_was() -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import os, sys
 import torch, ithaca
 from ithaca.verify.small_models.features import small_batch, small_model
 
@@ -466,7 +465,7 @@ ithaca.causal_loss(model, causal, mesh).backward()
 
 def fail(module, args):
     if mesh.rank == 1:
-        open(sys.argv[2], "w").write(str(time.time()))
+        open(sys.argv[2], "w").close()
         if sys.argv[1] == "dies":
             os._exit(3)
         raise RuntimeError("planted in the middle of a step")
@@ -479,8 +478,8 @@ ithaca.causal_loss(model, causal, mesh).backward()
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "raises"])
 def test_a_rank_that_ends_in_the_middle_of_a_step_ends_the_job(how: str, tmp_path: Path) -> None:
-    """Its peer waits in an all-to-all; under torchrun the whole is over within 10 s of the failure."""
-    script, stamp = tmp_path / "script.py", tmp_path / "when"
+    """Its peer waits in an all-to-all, which would last for half an hour."""
+    script, stamp = tmp_path / "script.py", tmp_path / "failed"
     script.write_text(SCRIPT)
     launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launch}
@@ -490,8 +489,6 @@ def test_a_rank_that_ends_in_the_middle_of_a_step_ends_the_job(how: str, tmp_pat
         [*command, str(script), how, str(stamp)],
         env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
-    ended = time.time()
     assert stamp.exists(), done.stderr
     assert done.returncode != 0
-    assert ended - float(stamp.read_text()) < 10
     assert ("exitcode  : 3" if how == "dies" else "planted in the middle of a step") in done.stderr
