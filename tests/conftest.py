@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import POOL
-from tests.record import Recorder
+from tests.record import Recorder, file_of, longest_first
 
 os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
 torch.set_num_threads(2)
@@ -34,9 +34,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(file, " ".join([*paths, *chosen])))
 
 
+RECORD = Path(__file__).parent / "results" / "test-all.json"
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all cases of a test with `few(n)` but n, spread evenly over them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a test with `few(n)` but n, spread evenly over them; side by side, order the files."""
+    mark_few(items)
+    # Only where several processes share the files: by itself a session runs in the order of the command.
+    if hasattr(config, "workerinput"):
+        files = {file: place for place, file in enumerate(longest_first([item.nodeid for item in items], RECORD))}
+        items.sort(key=lambda item: files[file_of(item.nodeid)])
+
+
+def mark_few(items: list[pytest.Item]) -> None:
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few"):
