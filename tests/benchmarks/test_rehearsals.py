@@ -156,11 +156,3 @@ def test_what_is_promised_of_a_capped_card_and_of_a_million_tokens_was_rehearsed
     assert (whole["sp"], whole["length"], whole["derived"]) == (8, 1_048_576, False)
     assert whole["step_s"] < 300
     assert whole["reserved"] < 40e9
-
-
-def test_the_page_shows_what_the_file_has() -> None:
-    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
-    page = (ROOT / "docs/rehearse.md").read_text()
-    assert rehearsal_page.put_into(page, cells) == page
-    for c in (c for c in cells if c["group"] == "plan"):
-        assert f"| {rehearsal_cells.short_name(c)} | {c['sp']} | {show_length(c['length'])} |" in page
