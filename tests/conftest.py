@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import POOL
+from tests.ranks import stop_all
 from tests.record import Recorder, file_of, longest_first
 
 os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -75,4 +75,4 @@ def _alone() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    POOL.stop()
+    stop_all()
