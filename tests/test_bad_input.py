@@ -262,7 +262,7 @@ def refuse_model(what: str) -> str:
 
 @pytest.mark.few(22)
 @pytest.mark.parametrize("what", MODELS)
-def test_models_that_would_not_be_exact_are_refused_by_name(what: str) -> None:
+def test_model_that_would_not_be_exact_is_refused(what: str) -> None:
     for message in run_ranks(2, refuse_model, what):
         assert re.search(MODELS[what][2], message), message
 
@@ -279,7 +279,7 @@ def heeded(what: str) -> float:
 
 
 @pytest.mark.parametrize("what", ["bound", "compiled"])
-def test_what_a_refusal_advises_works(what: str) -> None:
+def test_advice_of_a_refusal_works(what: str) -> None:
     assert all(loss > 0 for loss in run_ranks(2, heeded, what))
 
 
@@ -292,7 +292,7 @@ def load_with_tensor_parallelism(folder: str) -> str:
     return said(lambda: parallelize(model, mesh, allow_untested=True))
 
 
-def test_a_model_loaded_with_a_tensor_parallel_plan_is_refused(tmp_path: Path) -> None:
+def test_model_with_a_tensor_parallel_plan_is_refused(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     for message in run_ranks(2, load_with_tensor_parallelism, str(tmp_path)):
         assert "LlamaForCausalLM is tensor-parallel: load it without tp_plan" in message
@@ -304,7 +304,7 @@ def accepted(verdict: str) -> str:
         return said(lambda: parallelize(llama(), init_mesh(sp=2)))
 
 
-def test_an_exact_architecture_needs_no_permission() -> None:
+def test_exact_architecture_needs_no_permission() -> None:
     """The counterpart of the refusals: what is refused there passes here."""
     assert run_ranks(2, accepted, "exact") == ["no refusal"] * 2
 
@@ -377,7 +377,7 @@ def refuse_call(what: str, weights: str) -> tuple[str, float, float]:
 
 @pytest.mark.parametrize("weights", ["shard", "none"])
 @pytest.mark.parametrize("what", CALLS)
-def test_wrong_calls_of_a_parallelized_model(what: str, weights: str) -> None:
+def test_wrong_call_of_a_parallelized_model_is_refused(what: str, weights: str) -> None:
     for message, before, after in run_ranks(2, refuse_call, what, weights):
         assert re.search(CALLS[what][1], message), message
         assert before == after
@@ -413,7 +413,7 @@ def bypass(what: str, weights: str) -> str:
 
 @pytest.mark.parametrize("weights", ["shard", "none"])
 @pytest.mark.parametrize("what", BYPASSES)
-def test_attention_that_is_never_reached_raises(what: str, weights: str) -> None:
+def test_attention_never_reached_raises(what: str, weights: str) -> None:
     for message in run_ranks(2, bypass, what, weights):
         assert re.search(f"{BYPASSES[what][1]} .* reached the bound attention: .* call parallelize last", message), (
             message
@@ -434,7 +434,7 @@ def adapters_too_late(weights: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("weights", ["shard", "replicate"])
-def test_adapters_that_come_after_parallelize_are_refused(weights: str) -> None:
+def test_adapters_added_after_parallelize_are_refused(weights: str) -> None:
     for late, early in run_ranks(2, adapters_too_late, weights):
         assert late == (
             "UnsupportedError: PeftModel got 4 parameters after parallelize: add adapters and the like before it"
@@ -449,7 +449,7 @@ def unbound_again() -> bool:
     return torch.equal(model(GOOD["input_ids"]).logits, expected)
 
 
-def test_an_unbound_model_is_what_it_was() -> None:
+def test_unbound_model_is_what_it_was() -> None:
     assert run_ranks(2, unbound_again) == [True, True]
 
 
@@ -477,7 +477,7 @@ ithaca.causal_loss(model, causal, mesh).backward()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "raises"])
-def test_a_rank_that_ends_in_the_middle_of_a_step_ends_the_job(how: str, tmp_path: Path) -> None:
+def test_rank_ended_in_a_step_ends_the_job(how: str, tmp_path: Path) -> None:
     """Its peer waits in an all-to-all, which would last for half an hour."""
     script, stamp = tmp_path / "script.py", tmp_path / "failed"
     script.write_text(SCRIPT)

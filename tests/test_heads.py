@@ -33,7 +33,7 @@ def sizes(split: HeadSplit) -> list[int]:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), EVERY, ids=str)
-def test_every_split_is_contiguous_complete_and_least_loaded(heads: int, kv_heads: int) -> None:
+def test_split_is_contiguous_complete_and_least_loaded(heads: int, kv_heads: int) -> None:
     group = heads // kv_heads
     for sp in range(1, min(heads, 8) + 1):
         split = split_heads(heads, kv_heads, sp)
@@ -46,7 +46,7 @@ def test_every_split_is_contiguous_complete_and_least_loaded(heads: int, kv_head
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [pair for pair in EVERY if pair[0] <= 14], ids=str)
-def test_no_cut_of_that_load_sends_fewer_kv_copies(heads: int, kv_heads: int) -> None:
+def test_split_sends_the_fewest_kv_copies(heads: int, kv_heads: int) -> None:
     for sp in range(1, min(heads, 8) + 1):
         split = split_heads(heads, kv_heads, sp)
         assert split.kv_copies == fewest_copies(heads, heads // kv_heads, sp, -(-heads // sp)), sp
@@ -78,7 +78,7 @@ def assert_runs(runs: tuple[HeadRun, ...], split: HeadSplit, rank: int, group: i
             assert served_by == (q_start + run.q[0] + i) // group
 
 
-def test_the_checks_catch_a_wrong_run() -> None:
+def test_split_planted_fault_is_seen() -> None:
     split = split_heads(9, 3, 2)
     rank = next(r for r in range(2) if len(split.runs(r)) > 1)
     merged = HeadRun((0, sizes(split)[rank]), (0, split.kv[rank][1] - split.kv[rank][0]))
@@ -86,7 +86,7 @@ def test_the_checks_catch_a_wrong_run() -> None:
         assert_runs((merged,), split, rank, 3)
 
 
-def test_named_splits() -> None:
+def test_split_of_known_heads_is_the_one_written_down() -> None:
     llama = split_heads(28, 4, 8)
     assert sizes(llama) == [4, 3] * 4
     assert [end - start for start, end in llama.kv] == [1] * 8
@@ -105,6 +105,6 @@ def test_named_splits() -> None:
         (2, 4, 2, "2 query heads are not a multiple of 4 key-value heads"),
     ],
 )
-def test_splits_that_cannot_be(heads: int, kv_heads: int, sp: int, message: str) -> None:
+def test_split_with_more_ranks_than_heads_is_refused(heads: int, kv_heads: int, sp: int, message: str) -> None:
     with pytest.raises(MeshError, match=message):
         split_heads(heads, kv_heads, sp)

@@ -146,7 +146,7 @@ def reads_environment(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_the_files_keep_to_the_house(path: str) -> None:
+def test_file_keeps_to_the_house(path: str) -> None:
     source = (ROOT / path).read_text()
     faults = habit_faults(path, source)
     if path != EXEMPT:
@@ -173,7 +173,7 @@ def test_the_files_keep_to_the_house(path: str) -> None:
         ("ithaca/utils/misc.py", ""),
     ],
 )
-def test_a_wrong_import_is_reported(path: str, source: str) -> None:
+def test_import_upward_is_reported(path: str, source: str) -> None:
     assert len(layering_faults(path, source)) == 1
 
 
@@ -188,11 +188,11 @@ def test_a_wrong_import_is_reported(path: str, source: str) -> None:
         ("ithaca/cli/train.py", "from ithaca import __version__, training, verify\nimport ithaca_other"),
     ],
 )
-def test_a_right_import_is_not(path: str, source: str) -> None:
+def test_import_downward_is_not_reported(path: str, source: str) -> None:
     assert layering_faults(path, source) == []
 
 
-def test_wrong_libraries_are_reported() -> None:
+def test_library_on_the_wrong_floor_is_reported() -> None:
     late = "def load():\n    import transformers"
     assert library_faults("ithaca/memory/head_loss.py", late)
     assert library_faults("ithaca/state/weights/placement.py", "from transformers.modeling_utils import load")
@@ -203,7 +203,7 @@ def test_wrong_libraries_are_reported() -> None:
     assert not library_faults("ithaca/training/trainer.py", "import transformers")
 
 
-def test_wrong_habits_are_reported() -> None:
+def test_habit_that_no_file_may_have_is_reported() -> None:
     assert habit_faults("ithaca/memory/head_loss.py", '"""Loss."""\nx = 1') == []
     assert habit_faults("ithaca/mesh.py", '"""Mesh."""\nimport os\nos.environ["RANK"]') == []
     for fault in (

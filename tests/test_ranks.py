@@ -78,7 +78,7 @@ def test_all_reduce_and_tensors_travel() -> None:
         torch.testing.assert_close(y_D, torch.arange(5.0) * 10)
 
 
-def test_every_call_starts_from_one_seed_and_one_thread() -> None:
+def test_call_starts_from_one_seed_and_one_thread() -> None:
     assert len({*run_ranks(2, draw), *run_ranks(2, draw)}) == 1
     assert run_ranks(2, surroundings) == [(1, "1", "2")] * 2
 
@@ -91,12 +91,12 @@ def test_worlds_change_and_processes_stay() -> None:
 
 
 @pytest.mark.slow
-def test_a_group_joined_anew_keeps_processes() -> None:
+def test_group_joined_anew_keeps_processes() -> None:
     assert len({tuple(run_ranks(2, process_id)) for _ in range(REUSE + 2)}) == 1
 
 
 @pytest.mark.parametrize("in_subgroup", [False, True])
-def test_a_failing_rank_is_named_soon_and_the_next_call_works(in_subgroup: bool) -> None:
+def test_rank_failing_is_named_and_the_next_call_works(in_subgroup: bool) -> None:
     before = run_ranks(4, process_id)
     with pytest.raises(RankError, match="rank 2 raised KeyError: 'planted on 2'") as caught:
         run_ranks(4, fail_on, 2, in_subgroup=in_subgroup)
@@ -108,7 +108,7 @@ def test_a_failing_rank_is_named_soon_and_the_next_call_works(in_subgroup: bool)
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_answer_after_a_failure_is_killed() -> None:
+def test_rank_silent_after_a_failure_is_killed() -> None:
     before = run_ranks(2, process_id)
     with pytest.raises(RankError, match="rank 0 raised KeyError") as caught:
         run_ranks(2, fail_beside_sleep)
@@ -117,28 +117,28 @@ def test_a_rank_that_does_not_answer_after_a_failure_is_killed() -> None:
 
 
 @pytest.mark.slow
-def test_a_hanging_rank_ends_with_the_timeout() -> None:
+def test_rank_hanging_ends_with_the_timeout() -> None:
     with pytest.raises(RankError, match="rank 1 raised TimeoutError: no answer") as caught:
         run_ranks(2, sleep_on, 1, 60, timeout=0.5)
     assert list(caught.value.exceptions) == [1]
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_named() -> None:
+def test_rank_that_dies_is_named() -> None:
     with pytest.raises(RankError, match=r"rank 1 raised WorkerDied: .* exit status 7"):
         run_ranks(2, die)
     assert len(run_ranks(2, process_id)) == 2
 
 
 @pytest.mark.slow
-def test_a_refusal_on_all_ranks_keeps_processes() -> None:
+def test_refusal_on_all_ranks_keeps_processes() -> None:
     before = run_ranks(4, process_id)
     exceptions = expect_refusal(4, refuse, "8 heads over sp=16", error="ValueError", match=r"sp=\d+")
     assert [str(exceptions[rank]) for rank in range(4)] == ["ValueError: 8 heads over sp=16"] * 4
     assert run_ranks(4, process_id) == before
 
 
-def test_a_result_that_cannot_travel_is_the_ranks_own_failure() -> None:
+def test_result_that_cannot_be_packed_fails_its_rank() -> None:
     with pytest.raises(RankError, match="give_unpicklable"):
         run_ranks(2, give_unpicklable)
 
@@ -153,6 +153,6 @@ def test_expect_refusal_can_fail() -> None:
 
 
 @pytest.mark.parametrize("world", [0, 9])
-def test_a_world_out_of_range_is_refused(world: int) -> None:
+def test_world_out_of_range_is_refused(world: int) -> None:
     with pytest.raises(ValueError, match=f"world={world}: the pool has between 1 and 8 ranks"):
         run_ranks(world, process_id)

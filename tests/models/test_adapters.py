@@ -106,12 +106,12 @@ CASES = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("change", "mode"), CASES)
-def test_a_switched_adapter_is_seen(change: Callable[[Any], None], mode: LayerMode) -> None:
+def test_adapter_switched_trains_as_uncompiled(change: Callable[[Any], None], mode: LayerMode) -> None:
     [worst] = run_ranks(1, steps, change, {}, mode)
     assert max(worst) < COMPILED
 
 
 @pytest.mark.slow
-def test_layers_of_one_shape_may_scale_their_adapters_each_for_itself() -> None:
+def test_adapters_scaled_by_layer_train_as_uncompiled() -> None:
     [worst] = run_ranks(1, steps, as_it_is, {"alpha_pattern": {"layers.1.mlp.down_proj": 64}}, "save")
     assert max(worst) < COMPILED

@@ -99,7 +99,7 @@ CASES = [(sp, kind, memory) for sp in (1, 2) for kind in ("llama", "gpt2") for m
     ("sp", "kind", "memory"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
 )
-def test_generate_gives_the_tokens_of_the_plain_model(sp: int, kind: str, memory: Memory) -> None:
+def test_generate_has_the_tokens_of_the_plain_model(sp: int, kind: str, memory: Memory) -> None:
     for expected, given in run_ranks(sp, both, sp, kind, memory):
         assert given == expected
 
@@ -107,7 +107,7 @@ def test_generate_gives_the_tokens_of_the_plain_model(sp: int, kind: str, memory
 @pytest.mark.few(2)
 @pytest.mark.parametrize("memory", [None, "auto"])
 @pytest.mark.parametrize("trained", [False, True])
-def test_generate_gives_them_with_adapters_and_after_a_step(memory: Memory, trained: bool) -> None:
+def test_generate_after_a_step_with_adapters_has_the_tokens_of_the_plain_model(memory: Memory, trained: bool) -> None:
     for expected, given in run_ranks(2, both, 2, "llama", memory, True, trained):
         assert given == expected
 
@@ -118,7 +118,7 @@ def _hidden(sp: int, kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_hidden_signature_is_seen(kind: str) -> None:
+def test_generate_planted_signature_is_seen(kind: str) -> None:
     [(expected, given)] = run_ranks(1, _hidden, 1, kind)
     assert given["padded, no mask"] != expected["padded, no mask"]
 
@@ -148,7 +148,7 @@ def _unequal_prompts() -> bool:
     return bool(model.generate(**request).tolist() == expected)
 
 
-def test_ranks_may_end_at_different_tokens() -> None:
+def test_generate_ranks_may_end_at_different_tokens() -> None:
     assert all(run_ranks(2, _unequal_prompts))
 
 
@@ -180,7 +180,7 @@ def _looks(sp: int, kind: str, memory: Memory) -> list[str]:
 
 
 @pytest.mark.parametrize(("sp", "memory"), [(1, "auto"), (2, "save"), (2, None)])
-def test_what_is_put_on_a_model_looks_like_what_was_there(sp: int, memory: Memory) -> None:
+def test_replaced_methods_look_like_the_models_own(sp: int, memory: Memory) -> None:
     assert run_ranks(sp, _looks, sp, "qwen3", memory)[0] == []
 
 
@@ -196,7 +196,7 @@ def _columns() -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-def test_trainer_keeps_the_columns_that_the_plain_model_takes() -> None:
+def test_trainer_keeps_the_columns_of_the_plain_model() -> None:
     [(before, after)] = run_ranks(1, _columns)
     assert before == after != []
 
@@ -216,7 +216,7 @@ def _unwrapped() -> bool:
     return float(causal_loss(bare, small_batch(2, 16), mesh)) == expected
 
 
-def test_a_model_that_accelerate_wrapped_and_unwrapped_runs_as_before() -> None:
+def test_model_unwrapped_by_accelerate_runs_as_before() -> None:
     assert run_ranks(1, _unwrapped) == [True]
 
 
@@ -227,5 +227,5 @@ def _taken_off() -> bool:
     return all("forward" not in module.__dict__ for module in model.modules()) and "generate" not in before[""]
 
 
-def test_unbind_takes_the_looks_off_too() -> None:
+def test_unbind_takes_replaced_signatures_off() -> None:
     assert run_ranks(1, _taken_off) == [True]

@@ -68,12 +68,12 @@ def patched_error(
     ("mode", "tile"), [(None, TILED), ("keep", TILED), ("keep", WHOLE), ("save", TILED), ("recompute", WHOLE)]
 )
 @pytest.mark.parametrize("place", [NORM, MLP, PRODUCT])
-def test_it_is_what_is_trained(place: str, mode: LayerMode | None, tile: int) -> None:
+def test_own_forward_is_what_is_trained(place: str, mode: LayerMode | None, tile: int) -> None:
     assert run_ranks(1, patched_error, place, (0, 1), mode, tile, False)[0] < FP64
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_it_does_is_found_layer_by_layer(index: int) -> None:
+def test_own_forward_of_one_layer_is_found(index: int) -> None:
     assert run_ranks(1, patched_error, MLP, (index,), "save", TILED, False, "mixed")[0] < FP64
 
 
@@ -87,7 +87,7 @@ COMPILED_CASES = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "layers"), COMPILED_CASES)
-def test_compiled_code_does_not_hide_it(place: str, layers: tuple[int, ...]) -> None:
+def test_own_forward_is_seen_beside_compiled_code(place: str, layers: tuple[int, ...]) -> None:
     assert run_ranks(1, patched_error, place, layers, "save", TILED, True)[0] < FP64
 
 
@@ -105,7 +105,7 @@ def taken_off(place: str, kind: str, fuse_it: bool) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("fuse_it", [False, True])
 @pytest.mark.parametrize(("place", "kind"), [(NORM, "llama"), (MLP, "llama"), ("self_attn.q_norm", "qwen3")])
-def test_unbind_leaves_it(place: str, kind: str, fuse_it: bool) -> None:
+def test_own_forward_stays_after_unbind(place: str, kind: str, fuse_it: bool) -> None:
     [(same, off)] = run_ranks(1, taken_off, place, kind, fuse_it)
     assert same
     assert off < FP64

@@ -49,7 +49,7 @@ def _off(rope: dict[str, Any], sp: int) -> float:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("sp", [1, 2])
-def test_positions_of_three_axes_are_exact(rope: dict[str, Any], sp: int) -> None:
+def test_rope_of_three_axes_is_exact(rope: dict[str, Any], sp: int) -> None:
     assert max(run_ranks(sp, _off, rope, sp)) < FP64
 
 
@@ -69,7 +69,7 @@ class Rotary(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [(2,), (3, 2), (4, 2)], ids=str)
-def test_a_shard_has_the_whole_sequences_frequencies(rows: tuple[int, ...]) -> None:
+def test_rope_of_a_shard_has_the_whole_sequences_frequencies(rows: tuple[int, ...]) -> None:
     layout = SequenceLayout.whole_rows(2, 12, 3)
     model: Any = nn.Sequential(Rotary())
     positions = torch.arange(12).expand(*rows, -1)
@@ -80,7 +80,7 @@ def test_a_shard_has_the_whole_sequences_frequencies(rows: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("wrong", ["positions", "values", "none"])
-def test_other_shapes_are_refused_in_a_sentence(wrong: str) -> None:
+def test_rope_positions_of_other_shapes_are_refused(wrong: str) -> None:
     layout = SequenceLayout.whole_rows(2, 12, 3)
     model: Any = nn.Sequential(Rotary(tokens_first=wrong == "values"))
     pin_length(model, lambda: layout)

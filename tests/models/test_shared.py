@@ -77,7 +77,7 @@ def parallelized(share: Any, memory: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.slow), "auto"])
-def test_a_module_at_two_places_is_refused(share: Any, match: str, memory: Any) -> None:
+def test_module_at_two_places_is_refused(share: Any, match: str, memory: Any) -> None:
     expect_refusal(1, parallelized, share, memory, error="UnsupportedError", match=match)
 
 
@@ -108,7 +108,7 @@ def test_weights_at_two_places_are_exact(share: Any, plan: MemoryPlan | None) ->
 
 
 @pytest.mark.parametrize("share", [one_weight, of_the_rest])
-def test_over_ranks_too_where_they_are_the_caller_s(share: Any) -> None:
+def test_weights_at_two_places_over_ranks_are_exact(share: Any) -> None:
     assert max(run_ranks(2, gradients_of, share, PLANS[2], 2)) < FP64
 
 
@@ -125,6 +125,6 @@ def sharded(share: Any, weights: Any) -> None:
         (of_the_rest, r"model\.norm\.weight is model\.layers\.2\.input_layernorm\.weight"),
     ],
 )
-def test_fsdp2_s_groups_share_nothing(share: Any, names: str, weights: str) -> None:
+def test_weights_of_fsdp2_groups_share_nothing(share: Any, names: str, weights: str) -> None:
     match = names + r", and FSDP2 shards each layer by itself: give each its own, or wrap the model in DDP"
     expect_refusal(2, sharded, share, weights, error="UnsupportedError", match=match)

@@ -66,7 +66,7 @@ def test_memory_mode_sp2_equals_one_process(name: str) -> None:
     assert max(run_ranks(2, _parity, "llama", (1, 2), name, KINDS, {})) < FP64
 
 
-def test_kv_heads_shared_by_ranks() -> None:
+def test_kv_heads_shared_by_ranks_equal_one_process() -> None:
     """8/2 heads over 4 ranks: a kv head's gradients come from two ranks and are added, in any precision."""
     assert max(run_ranks(4, _parity, "llama", (1, 4), "save", ["plain", "packed"], {})) < FP64
 
@@ -79,7 +79,7 @@ TELLING = ("gemma2", "gpt_oss")
     "kind",
     [kind if kind in TELLING else pytest.param(kind, marks=pytest.mark.slow) for kind in LISTED if kind != "llama"],
 )
-def test_every_architecture(kind: str) -> None:
+def test_architecture_memory_mode_equals_one_process(kind: str) -> None:
     name = "save" if kind in WITH_EXPERTS else "mixed"
     assert max(run_ranks(2, _parity, kind, (1, 2), name, KINDS, {})) < FP64
 
@@ -130,7 +130,7 @@ def _lora(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["keep", "save", "mixed"])
-def test_lora_with_frozen_embeddings(name: str) -> None:
+def test_lora_memory_mode_equals_one_process(name: str) -> None:
     assert max(run_ranks(2, _lora, name)) < FP64
 
 
@@ -179,7 +179,9 @@ def _counted(name: str) -> dict[str, int]:
         ("every fourth", 4, 11, 8),
     ],
 )
-def test_work_is_done_as_often_as_promised(name: str, attention: int, tokenwise: int, backward: int) -> None:
+def test_memory_mode_runs_attention_and_layers_as_often_as_promised(
+    name: str, attention: int, tokenwise: int, backward: int
+) -> None:
     for counts in run_ranks(2, _counted, name):
         assert counts["attention forwards"] == attention
         assert counts["token-wise forwards"] == tokenwise
@@ -187,7 +189,7 @@ def test_work_is_done_as_often_as_promised(name: str, attention: int, tokenwise:
         assert counts["backward exchanges"] == backward
 
 
-def test_a_silent_value_is_not_computed_in_a_replay() -> None:
+def test_replay_of_an_mlp_leaves_its_value_out() -> None:
     """Saved layers run their MLP in forward and once, tile by tile, in backward: not a third time for its value."""
     for counts in run_ranks(2, _counted, "save"):
         assert counts["mlp forwards"] == 2 * LAYERS
@@ -196,7 +198,7 @@ def test_a_silent_value_is_not_computed_in_a_replay() -> None:
 @pytest.mark.parametrize(
     ("kind", "size"), [("llama", 2), ("gemma2", 3), ("olmo2", 2), ("glm4", 3), ("cohere2", 1), ("gpt_oss", 2)]
 )
-def test_units_are_found_by_role(kind: str, size: int) -> None:
+def test_units_by_architecture_have_the_norms_that_serve_them(kind: str, size: int) -> None:
     """An MLP with the norms that only serve it; a norm after the MLP is inside the unit, so its value may stay silent."""
     [roles] = run_ranks(1, _roles, kind)
     wide = [role for role in roles if role[1]]
@@ -232,7 +234,7 @@ def _from_a_thread() -> float:
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
-def test_backward_from_a_fresh_thread() -> None:
+def test_backward_in_another_thread_equals_one_process() -> None:
     assert max(run_ranks(2, _from_a_thread)) < FP64
 
 
@@ -250,7 +252,7 @@ def _two_graphs_at_once() -> float:
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
-def test_two_graphs_alive() -> None:
+def test_two_forwards_before_backward_equal_one_process() -> None:
     assert max(run_ranks(2, _two_graphs_at_once)) < FP64
 
 
@@ -274,7 +276,7 @@ def _dropout() -> tuple[float, float]:
     )
 
 
-def test_dropout_is_replayed() -> None:
+def test_replay_of_dropout_draws_the_same_numbers() -> None:
     [(same, without)] = run_ranks(1, _dropout)
     assert same < 1e-6
     assert without > 1e-3, "the dropout must have done something"
@@ -289,7 +291,7 @@ def _retained(mode: LayerMode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "save"])
-def test_a_second_backward_is_refused(mode: LayerMode) -> None:
+def test_backward_twice_is_refused(mode: LayerMode) -> None:
     """Layers that keep everything could go back twice, a loss in tiles cannot."""
     expect_refusal(1, _retained, mode, error="UnsupportedError", match="retain_graph=True needs")
 
@@ -315,7 +317,7 @@ def _ragged() -> tuple[list[str], float]:
 
 
 @pytest.mark.slow
-def test_ranks_with_rows_of_unequal_lengths_choose_one_plan() -> None:
+def test_plan_rows_of_unequal_lengths_is_one_on_all_ranks() -> None:
     (plans, off), (others, also_off) = run_ranks(2, _ragged)
     assert len({*plans, *others}) == 1
     assert "rebuild" in plans[0]
@@ -335,12 +337,12 @@ def _checkpointing_before(reentrant: bool) -> None:
     parallelize(model, init_mesh(sp=1))
 
 
-def test_gradient_checkpointing_beside_it_is_refused() -> None:
+def test_gradient_checkpointing_enabled_later_is_refused() -> None:
     expect_refusal(1, _checkpointing, error="UnsupportedError", match="checkpointing_disable")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_switched_on_before_is_refused(reentrant: bool) -> None:
+def test_gradient_checkpointing_enabled_before_is_refused(reentrant: bool) -> None:
     expect_refusal(1, _checkpointing_before, reentrant, error="UnsupportedError", match="checkpointing_disable")
 
 
@@ -349,7 +351,7 @@ def _rebuilt_experts() -> None:
     parallelize(small_model("mixtral"), init_mesh(sp=1), memory=plan)
 
 
-def test_rebuilding_through_experts_is_refused() -> None:
+def test_rebuild_of_expert_layers_is_refused() -> None:
     expect_refusal(1, _rebuilt_experts, error="UnsupportedError", match="expert layers: use 'save' or 'recompute'")
 
 
@@ -365,7 +367,7 @@ def _taken_off() -> float:
     return float((model(**batch).loss - before).abs().detach())
 
 
-def test_unbinding_takes_it_all_off() -> None:
+def test_unbind_memory_plan_leaves_nothing() -> None:
     assert run_ranks(1, _taken_off) == [0.0]
 
 
@@ -402,7 +404,7 @@ def _after_an_exception(name: str) -> tuple[str, float, int]:
 
 
 @pytest.mark.parametrize("name", ["save", "every second"])
-def test_the_step_after_an_exception_in_backward_is_right(name: str) -> None:
+def test_step_after_a_failed_backward_equals_one_process(name: str) -> None:
     for message, error, left in run_ranks(2, _after_an_exception, name):
         assert message == "planted"
         assert left == 0, "what the failed step had kept is gone"
