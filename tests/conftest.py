@@ -1,6 +1,6 @@
 """What every test session shares: the parent's threads and environment, `--record`, the end of the pool.
 
-The environment is set here, before any test imports transformers, because it is read at import.
+The environment is set here, before anything imports torch or transformers, which read it when they are imported.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
-import torch.distributed as dist
+# OpenMP's threads spin while they wait, unless told otherwise before torch is imported: with more threads than cores a
+# step of a small model took 25 times as long. Ranks and commands inherit it.
+os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"})
 
-from tests.ranks import stop_all
-from tests.record import Recorder, file_of, longest_first
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-torch.set_num_threads(2)
+from tests.ranks import stop_all  # noqa: E402
+from tests.record import Recorder, file_of, longest_first  # noqa: E402
+
+# The cores are for the ranks.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -179,9 +179,7 @@ def _counted(name: str) -> dict[str, int]:
         ("every fourth", 4, 11, 8),
     ],
 )
-def test_memory_mode_runs_attention_and_layers_as_often_as_promised(
-    name: str, attention: int, tokenwise: int, backward: int
-) -> None:
+def test_memory_mode_runs_layers_as_often_as_promised(name: str, attention: int, tokenwise: int, backward: int) -> None:
     for counts in run_ranks(2, _counted, name):
         assert counts["attention forwards"] == attention
         assert counts["token-wise forwards"] == tokenwise
