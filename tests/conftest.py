@@ -14,12 +14,12 @@ from pathlib import Path
 # step of a small model took 25 times as long. Ranks and commands inherit it.
 os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"})
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import pytest
+import torch
+import torch.distributed as dist
 
-from tests.ranks import stop_all  # noqa: E402
-from tests.record import Recorder, file_of, longest_first  # noqa: E402
+from tests.ranks import stop_all
+from tests.record import Recorder, file_of, longest_first
 
 # The cores are for the ranks.
 torch.set_num_threads(1)
