@@ -104,6 +104,7 @@ def test_failing_rank_is_named_and_the_next_call_works(in_subgroup: bool) -> Non
     assert caught.value.exceptions[2].error == "KeyError"
     assert "in fail_on" in str(caught.value)
     assert run_ranks(4, reduced, torch.ones(1)) == [torch.tensor([10.0])] * 4
+    assert run_ranks(4, process_id) == before, "no rank was silent for so long that it was killed"
 
 
 @pytest.mark.slow

@@ -156,11 +156,3 @@ def test_committed_rehearsals_hold_capped_card_and_million_tokens() -> None:
     assert (whole["sp"], whole["length"], whole["derived"]) == (8, 1_048_576, False)
     assert whole["step_s"] < 300
     assert whole["reserved"] < 40e9
-
-
-def test_rehearsal_page_equals_its_file() -> None:
-    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
-    page = (ROOT / "docs/rehearse.md").read_text()
-    assert rehearsal_page.put_into(page, cells) == page
-    for c in (c for c in cells if c["group"] == "plan"):
-        assert f"| {rehearsal_cells.short_name(c)} | {c['sp']} | {show_length(c['length'])} |" in page

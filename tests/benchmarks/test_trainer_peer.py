@@ -1,4 +1,4 @@
-"""The peer benchmark's rows, loops and table, and that docs/migration.md shows what was measured."""
+"""The peer benchmark's rows, loops and table, and what was measured with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.ranks import ROOT, run_ranks
 from tests.tolerances import LOSS, NORM
 
 MEASURED = ROOT / "benchmarks/results/trainer_peer.json"
-PAGE = ROOT / "docs/migration.md"
 LENGTH = 48
 
 
@@ -76,9 +75,8 @@ def test_trainer_table_has_differences_and_medians() -> None:
     assert len(lines) == 4
 
 
-def test_trainer_page_equals_its_file() -> None:
+def test_measured_ithaca_is_as_close_as_deepspeed() -> None:
     result = json.loads(MEASURED.read_text())
-    assert trainer_peer.table(result) in PAGE.read_text()
     for system in ("ithaca", "ithaca-trainer"):
         for what in ("losses", "norms"):
             own, peer = (
