@@ -92,7 +92,7 @@ def expect_right(kind: str, ranks: int, **settings: Any) -> dict[str, Line]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in LISTED])
+@pytest.mark.parametrize("kind", MECHANISMS)
 def test_verify_listed_architecture_all_lines_right(kind: str) -> None:
     lines = expect_right(kind, 2)
     assert ("router loss" in lines) == (kind in ("qwen3_moe", "mixtral", "gpt_oss"))
