@@ -97,7 +97,7 @@ def test_rejoined_group_keeps_processes() -> None:
 
 @pytest.mark.parametrize("in_subgroup", [False, True])
 def test_failing_rank_is_named_and_the_next_call_works(in_subgroup: bool) -> None:
-    run_ranks(4, process_id)
+    before = run_ranks(4, process_id)
     with pytest.raises(RankError, match="rank 2 raised KeyError: 'planted on 2'") as caught:
         run_ranks(4, fail_on, 2, in_subgroup=in_subgroup)
     assert caught.value.rank == 2

@@ -12,7 +12,7 @@ import torch
 
 from ithaca.cli.train import describe_end
 from ithaca.report.loss_picture import draw_loss
-from ithaca.state.checkpoint.dcp import Saved
+from ithaca.state.checkpoint.dcp import SavedTensors
 from ithaca.training.loop import StageLoop, Step
 from ithaca.training.run.progress import Place
 from ithaca.training.run.run_folder import RunFolder
@@ -48,7 +48,7 @@ def silent_run(place: Path, name: str, **more: Any) -> Any:
 
 
 def state(root: Path, step: int) -> dict[str, torch.Tensor]:
-    saved = Saved(root / "checkpoints" / f"step-{step:08d}")
+    saved = SavedTensors(root / "checkpoints" / f"step-{step:08d}")
     return {key: saved.whole(key) for key in saved.tensors}
 
 

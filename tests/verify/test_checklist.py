@@ -17,6 +17,7 @@ from ithaca.verify.gpus import verify_devices
 from ithaca.verify.small_models.features import VOCABULARY, small_model
 from ithaca.verify.tolerances import FP64
 from tests import faults
+from tests.pairs import dealt
 from tests.ranks import RankError, run_ranks
 from tests.tolerances import FP64 as TOLERANCE
 
@@ -99,8 +100,7 @@ def test_verify_listed_architecture_all_lines_right(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "phi3"])
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(("kind", "ranks"), dealt(["qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "phi3"], [3, 4]))
 def test_verify_three_and_four_ranks_all_lines_right(kind: str, ranks: int) -> None:
     expect_right(kind, ranks)
 
