@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients, Ke
 def without_attention() -> Iterator[None]:
     """Inside, every choice of a kernel returns one that computes nothing."""
 
-    def choose(*asked: Any, **more: Any) -> Any:
+    def choose(*args: Any, **options: Any) -> Any:
         # A rehearsed row is one document, so no varlen kernel is needed.
-        return None if more.get("varlen") else _NoAttention()
+        return None if options.get("varlen") else _NoAttention()
 
     chosen = local.choose
     local.choose = choose
