@@ -1,4 +1,4 @@
-"""generate after parallelize gives what it gave before: the forwards put on a model look like those they stand for."""
+"""`generate` after parallelize gives the plain model's tokens; replaced methods keep signature, name and documentation."""
 
 from __future__ import annotations
 

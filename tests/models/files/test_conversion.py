@@ -1,4 +1,4 @@
-"""transformers' private tables are as `conversion.py` takes them, and the way there and back ends where it began."""
+"""transformers' private conversion tables: the versions, signatures and round trips that `conversion.py` relies on."""
 
 from __future__ import annotations
 
