@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients, Ke
 @contextmanager
 def without_attention() -> Iterator[None]:
     """Inside, every choice of a kernel returns one that computes nothing."""
+
+    def choose(*args: Any, **options: Any) -> Any:
+        # A rehearsed row is one document, so no varlen kernel is needed.
+        return None if options.get("varlen") else _NoAttention()
+
     chosen = local.choose
-    # A rehearsed row is one document, so no varlen kernel is needed.
-    local.choose = lambda *asked, **more: None if more.get("varlen") else _NoAttention()
+    local.choose = choose
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""`benchmarks.rehearsals`: what it would run, and tables and plot of what a file has."""
+"""`benchmarks.rehearsals`: its cells, and the tables and the plot of its file."""
 
 from __future__ import annotations
 

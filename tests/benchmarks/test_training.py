@@ -1,4 +1,4 @@
-"""`benchmarks.training`: its documents, its job, and the table from what it keeps; a whole run of it is slow."""
+"""`benchmarks.training`: its documents, its job, and the table of its file; a whole run is slow."""
 
 from __future__ import annotations
 

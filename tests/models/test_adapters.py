@@ -1,4 +1,4 @@
-"""Adapters are switched and scaled after a model was compiled, and layer by layer: what is compiled does not hide it."""
+"""Adapters that are switched or scaled after the first step, or differ by layer: compiled code follows the change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""generate after parallelize gives what it gave before: the forwards put on a model look like those they stand for."""
+"""`generate` after parallelize gives the plain model's tokens; replaced methods keep signature, name and documentation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import GenerationMixin
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils.generic import can_return_loss, find_labels
 
@@ -19,6 +20,7 @@ from ithaca import handle
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
+from ithaca.models.generate import _BEFORE_SYNCED
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
@@ -229,3 +231,8 @@ def _taken_off() -> bool:
 
 def test_unbind_restores_replaced_methods() -> None:
     assert run_ranks(1, _taken_off) == [True]
+
+
+def test_generate_of_transformers_takes_synced_gpus_where_expected() -> None:
+    parameters = list(inspect.signature(GenerationMixin.generate).parameters)
+    assert parameters.index("synced_gpus") == _BEFORE_SYNCED + 1, "after self; change ithaca/models/generate.py"

@@ -1,4 +1,4 @@
-"""A forward that somebody gave one module before parallelize, as kernels' patches do, is what is trained, and stays."""
+"""A forward that was replaced on one module before parallelize, as kernel patches do, is trained and kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoPE kinds that look at the length, in architectures whose positions have a row for each axis of an image."""
+"""RoPE that depends on the length, in architectures whose positions have a row for each axis of an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module at two places is refused by name; weights at two places are exact where FSDP2 does not shard them."""
+"""A module that is used twice is refused by name; weights that are used twice are exact where FSDP2 does not shard them."""
 
 from __future__ import annotations
 

@@ -12,15 +12,11 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 EMBEDDED = "embedded"
 PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END = SPECIALS = (
@@ -92,38 +88,30 @@ def build_embedded(folder: Path) -> Path:
     """Write the model and its tokenizer to `folder`, unless they are there; several processes may call it at once."""
     if (folder / "config.json").is_file():
         return folder
+    # Imported here, because importing a model's code takes seconds and the tokenizer needs none.
+    from transformers import LlamaForCausalLM
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     shows = logging.is_progress_bar_enabled()
     try:
         # The file has four megabytes: no progress bar.
         logging.disable_progress_bar()
-        _random_model().save_pretrained(made)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            LlamaForCausalLM(embedded_config()).save_pretrained(made)
         embedded_tokenizer().save_pretrained(made)
-        _move(made, folder)
+        try:
+            os.rename(made, folder)
+        except OSError:
+            # Another process was first, with the same content. Anything else in the way stays, and its error is raised.
+            if not (folder / "config.json").is_file():
+                raise
     finally:
         if shows:
             logging.enable_progress_bar()
         shutil.rmtree(made, ignore_errors=True)
     return folder
-
-
-def _random_model() -> PreTrainedModel:
-    # Imported here, because importing a model's code takes seconds and the tokenizer needs none.
-    from transformers import LlamaForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return LlamaForCausalLM(embedded_config())
-
-
-def _move(made: Path, folder: Path) -> None:
-    try:
-        os.rename(made, folder)
-    except OSError:
-        # Another process was first, with the same content. Anything else in the way stays, and its error is raised.
-        if not (folder / "config.json").is_file():
-            raise
 
 
 def _byte_letters() -> list[str]:

@@ -38,7 +38,8 @@ def refuse_dropped_layers(base: PreTrainedModel, *, measured: bool) -> None:
     for key, value in vars(base.config.get_text_config()).items():
         if _RATE.search(key) and _drops(key, value):
             raise _refused(f"config.{key}", key, value)
-    drawing = None if measured else next((each for each in base.modules() if _draws(each)), None)
+    modules = () if measured else base.modules()
+    drawing = next((m for m in modules for code in _own_code(type(m)) if not _DRAWS.isdisjoint(code.co_names)), None)
     if drawing is not None:
         raise UnsupportedError(
             f"{type(drawing).__name__} draws random numbers in its code, and each rank would draw its own, so a draw for whole "
@@ -82,10 +83,6 @@ def _refused(where: str, key: str, value: float) -> UnsupportedError:
         f"{where}={value:g} drops whole layers by random numbers that each rank would draw for itself, so ranks would "
         f"run different layers and wait for each other: set {key}={off:g} (dropout of single values is taken)"
     )
-
-
-def _draws(module: nn.Module) -> bool:
-    return any(not _DRAWS.isdisjoint(code.co_names) for code in _own_code(type(module)))
 
 
 def _own_code(kind: type[nn.Module]) -> Iterator[CodeType]:

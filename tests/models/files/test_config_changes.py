@@ -1,4 +1,4 @@
-"""A run's own values of a model's config: what is taken, and what is refused in a sentence."""
+"""Changes of a model's config by a run file: accepted and refused values."""
 
 from __future__ import annotations
 

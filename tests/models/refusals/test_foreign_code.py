@@ -1,4 +1,4 @@
-"""Code of the user's own is found whatever stands around it, and a library's is not taken for it."""
+"""Detection of the user's own code inside decorators and wrappers; libraries' code is not foreign."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of PEFT adapters: each that is said to be exact is, and the others are refused before anything runs."""
+"""Kinds of PEFT adapters: every kind in the list is exact, and others are refused before anything runs."""
 
 from __future__ import annotations
 

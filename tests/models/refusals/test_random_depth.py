@@ -1,4 +1,4 @@
-"""Random numbers that decide which layers run are refused before the first layer, in seconds, on every rank."""
+"""Stochastic depth and layer dropout are refused before the first layer, on every rank."""
 
 from __future__ import annotations
 
