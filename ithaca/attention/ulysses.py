@@ -218,7 +218,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: Ulyss
     out_BLHE: Tensor | None = None
     returning: Pending | None = None
     for part, arrived in zip(parts, _overlapped(plan, [q, k, v], [[p.q, p.kv, p.kv] for p in parts]), strict=True):
-        out_BShE, lse_BhS = plan.local(part).attend(QKV(*arrived), plan.own_sinks(sinks_H, part))
+        out_BShE, lse_BhS = plan.local(part).attend(
+            QKV(arrived[0], arrived[1], arrived[2]), plan.own_sinks(sinks_H, part)
+        )
         lse.append(lse_BhS)
         arrived = [*arrived, out_BShE]
         if returning is not None:
@@ -259,7 +261,7 @@ def _from_shards(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterat
     parts = plan.parts()
     ranges = [[part.q, part.kv, part.kv, part.q, part.q] for part in parts]
     for part, arrived, lse_BhS in zip(parts, _overlapped(plan, [q, k, v, dout, out], ranges), lse, strict=True):
-        yield _GroupTensors(part, QKV(*arrived[:3]), arrived[3], arrived[4], lse_BhS)
+        yield _GroupTensors(part, QKV(arrived[0], arrived[1], arrived[2]), arrived[3], arrived[4], lse_BhS)
 
 
 def _attend_backward(

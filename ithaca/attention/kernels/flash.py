@@ -39,12 +39,14 @@ class FlashKernel(FlashFamily):
         return None
 
     def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        settings = {"causal": spec.causal, "scale": spec.scale, "window": window_sides(spec)}
-        return aten.flash_forward(*qkv.tensors, *_extent(qkv), **settings)
+        window = window_sides(spec)
+        return aten.flash_forward(*qkv.tensors, *_extent(qkv), causal=spec.causal, scale=spec.scale, window=window)
 
     def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
-        settings = {"causal": spec.causal, "scale": spec.scale, "window": window_sides(spec)}
-        return aten.flash_backward(dout, *qkv.tensors, out, lse, *_extent(qkv), **settings)
+        window = window_sides(spec)
+        return aten.flash_backward(
+            dout, *qkv.tensors, out, lse, *_extent(qkv), causal=spec.causal, scale=spec.scale, window=window
+        )
 
 
 def _extent(qkv: QKV) -> tuple[Tensor | None, int]:

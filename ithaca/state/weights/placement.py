@@ -128,8 +128,8 @@ def place_weights(
         # The root is resharded after forward too. FSDP2 would keep it gathered, and an optimizer step taken after an
         # evaluation would then go on with the old embeddings and head.
         fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
-        sharded: Any = type(module)
-        module.__class__ = _named_as(own, sharded)
+        fsdp_class: Any = type(module)
+        module.__class__ = _named_as(own, fsdp_class)
     placement.groups = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
     for group in placement.groups:
         _sum_gradients(group, uneven)
