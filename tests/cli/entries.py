@@ -73,7 +73,7 @@ def shot(folder: str) -> int:
 
 
 def saves(folder: str) -> int:
-    """Train until told to stop; then save, which takes a while."""
+    """Train until a signal stops it; then save, which takes a while."""
     mesh = init_mesh(sp=dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]), device="cpu")
     with Watch.of(mesh, hang=60) as watch:
         _mark(folder, "started", str(os.getpid()))

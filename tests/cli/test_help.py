@@ -45,7 +45,7 @@ def test_help_of_a_verb_has_examples_keys_and_exit_codes(
 
 @pytest.mark.parametrize("columns", [40, 79, 80])
 def test_narrow_help_page_cuts_no_word(columns: int) -> None:
-    """Options are told apart by their ends: --host-memory, --host-headroom."""
+    """Options differ in their ends: --host-memory, --host-headroom."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
     command = [sys.executable, "-m", "ithaca", "plan", "--help"]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

@@ -57,11 +57,11 @@ def test_rehearsal_writes_page_and_json(run: Any, small: str, tmp_path: Path, mo
     ):  # fmt: skip
         assert said in out, said
     assert "plan: 2 keep" in err
-    told = json.loads(file.read_text())
-    assert told["degrees"] == [1, 1, 4]
-    assert told["peak"] == max(told["peaks"].values()) == sum(told["kinds"].values())
-    assert told["memory_error"] == told["predicted"]["device_bytes"] / told["peak"] - 1
-    assert len(told["figures"]) == 1
+    report = json.loads(file.read_text())
+    assert report["degrees"] == [1, 1, 4]
+    assert report["peak"] == max(report["peaks"].values()) == sum(report["kinds"].values())
+    assert report["memory_error"] == report["predicted"]["device_bytes"] / report["peak"] - 1
+    assert len(report["figures"]) == 1
 
 
 @pytest.mark.slow
@@ -79,10 +79,10 @@ def test_rehearsal_of_a_gpu_job_runs_without_gpus(run: Any, tmp_path: Path, word
     assert status == 0, err
     assert " save; " in err
     assert "on fake tensors (no GPU here)" in out
-    told = json.loads(file.read_text())
-    assert abs(told["memory_error"]) < TRACED_MEMORY
-    planned = sum(term["host_bytes"] for term in told["predicted"]["memory"]["terms"])
-    assert told["host"] == pytest.approx(planned, rel=1e-3)
+    report = json.loads(file.read_text())
+    assert abs(report["memory_error"]) < TRACED_MEMORY
+    planned = sum(term["host_bytes"] for term in report["predicted"]["memory"]["terms"])
+    assert report["host"] == pytest.approx(planned, rel=1e-3)
 
 
 @pytest.mark.few(2)

@@ -130,7 +130,7 @@ def test_mistake_found_by_ranks_is_one_sentence(tmp_path: Path, more: dict[str, 
 @pytest.mark.slow
 def test_run_stopped_by_signal_resumes_when_typed_again(tmp_path: Path) -> None:
     stages = [{"length": 64, "steps": 400, "batch": 2, "lr": 1e-3}]
-    run = small_run(tmp_path, "told", stages=stages, launch={"processes": 2, "device": "cpu"})
+    run = small_run(tmp_path, "stopped", stages=stages, launch={"processes": 2, "device": "cpu"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
     job = typed("run.yaml", folder=tmp_path)
     lines = Path(run.output) / "metrics.jsonl"

@@ -90,10 +90,10 @@ def test_verify_after_ctrl_c_prints_that_it_stopped(tmp_path: Path) -> None:
             if line.startswith("ok  loss"):
                 break
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert told.startswith("ithaca: verify was stopped before its end")
-    assert told.count("\n") == 1
+    assert message.startswith("ithaca: verify was stopped before its end")
+    assert message.count("\n") == 1
     assert not list(tmp_path.glob("ithaca-*"))
 
 

@@ -26,7 +26,7 @@ def write_lines(file: Path, records: Iterable[Any]) -> Path:
 
 
 def documents(count: int, *, name: str = "document") -> list[str]:
-    """Texts of many lengths, no two alike."""
+    """Texts of many lengths, all different."""
     return [f"{name} {place}:" + " word" * (place * 7 % 41) for place in range(count)]
 
 

@@ -127,9 +127,9 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     feed_of = prepared(tmp_path, write_lines(tmp_path / "t.jsonl", records), bad_share=0.7)
     about = feed_of.stores[0].about
     assert (about["kind"], about["documents"], about["bad"]) == ("tokens", 2, 4)
-    told = " ".join(about["named"])
+    reasons = " ".join(about["named"])
     for reason in ("not shifted", "has the id 9999", "1 entries for 2 tokens", "no list of whole numbers"):
-        assert reason in told
+        assert reason in reasons
     row = open_feed(feed_of, length=8, rows="packed", seed=0).row(0)
     labels = {tuple(row["labels"][0][row["document_ids"][0] == number].tolist()) for number in (0, 1)}
     assert labels == {(-100, 2, 3), (-100, 5, -100)}
@@ -222,10 +222,10 @@ def test_row_is_described_by_file_and_line(tmp_path: Path) -> None:
     first = write_documents(tmp_path / "a.jsonl", 3)
     second = write_documents(tmp_path / "b.jsonl", 3, name="other")
     feed = open_feed(prepared(tmp_path, first, second), length=1024, rows="packed", seed=0)
-    told = feed.describe(0)
+    described = feed.describe(0)
     for file in (first, second):
         for line in (1, 2, 3):
-            assert f"{file}:{line} [0:" in told
+            assert f"{file}:{line} [0:" in described
     assert feed.state(0) == {}
 
 

@@ -1,4 +1,4 @@
-"""Tests of the doctor: kernels are tried, and absent things are told from broken ones."""
+"""Tests of the doctor: kernels are tried, and missing is not the same as broken."""
 
 from __future__ import annotations
 

@@ -108,11 +108,11 @@ def test_rows_are_equal_for_every_reader(streamed: Prepared, dp: int) -> None:
 
 def test_earlier_row_reads_the_stream_again(streamed: Prepared) -> None:
     feed = feed_of(streamed, "packed")
-    first, told = feed.row(0), feed.describe(0)
+    first, described = feed.row(0), feed.describe(0)
     feed.row(70)
     assert same(feed.row(0), first)
-    assert feed.describe(0) == told
-    assert ".jsonl:" in told
+    assert feed.describe(0) == described
+    assert ".jsonl:" in described
     state = feed_of(streamed, "packed").state(0)
     feed.row(70)
     later = feed_of(streamed, "packed", feed.state(70))
@@ -155,8 +155,8 @@ def test_bad_rows_in_a_stream_are_counted_and_refused(tmp_path: Path) -> None:
     patient = open_feed(prepared(tmp_path, file, streaming=True, bad_share=0.5), length=32, rows="packed", seed=0)
     assert patient.left_out == ()
     assert texts_of([patient.row(0)])[0] == whole("good")
-    (told,) = patient.left_out
-    assert told.startswith(f"10 of 20 rows of {file} are no documents and are left out, the first: {file}:11: ")
+    (note,) = patient.left_out
+    assert note.startswith(f"10 of 20 rows of {file} are no documents and are left out, the first: {file}:11: ")
 
 
 @pytest.mark.parametrize(("silent", "ending"), [(20, []), (1100, [{"input_ids": [1, 2]}] * 100)])

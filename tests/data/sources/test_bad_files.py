@@ -29,13 +29,13 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2
 
 def attempt(tmp_path: Path, file: Path, **settings: Any) -> str:
     """The refusal's sentence; empty where the file is read."""
-    told = ""
+    message = ""
     try:
         prepared(tmp_path, file, **settings)
     except DataError as error:
-        told = str(error)
-    assert "\n" not in told
-    return told
+        message = str(error)
+    assert "\n" not in message
+    return message
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -54,15 +54,15 @@ def test_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, content: 
             for _ in range(3):
                 data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
-        told = ""
+        message = ""
         try:
             found = prepared(tmp_path / str(trial), file, streaming=streaming)
             open_feed(found, length=64, rows="packed", seed=0).row(0)
         except DataError as error:
-            told = str(error)
-        assert "\n" not in told
-        assert not told or file.name in told
-        refused += bool(told)
+            message = str(error)
+        assert "\n" not in message
+        assert not message or file.name in message
+        refused += bool(message)
     # A stream has read the first rows only.
     assert refused >= (6 if streaming else 12)
 
@@ -82,11 +82,11 @@ def test_misnamed_file_is_refused(tmp_path: Path, named: str, is_in_truth: str) 
     file = tmp_path / f"docs{named}"
     file.write_bytes(content)
     right = named.endswith(is_in_truth) or (named == ".jsonl" and is_in_truth == "plain")
-    told = attempt(tmp_path, file)
-    assert bool(told) != right
+    message = attempt(tmp_path, file)
+    assert bool(message) != right
     if not right:
-        assert file.name in told
-        assert "by its first bytes" in told
+        assert file.name in message
+        assert "by its first bytes" in message
 
 
 def test_text_that_begins_like_bzip2_is_text(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_unreadable_cell_is_named_and_the_rest_kept(tmp_path: Path) -> None:
     assert about["named"] == [f"{file}:2: 'text' is bytes that are not UTF-8 (byte 3)"]
     far = pyarrow.array([[2**60], None, [1]], pyarrow.list_(pyarrow.timestamp("us")))
     file = parquet(tmp_path / "far.parquet", text=far)
-    told = attempt(tmp_path, Path(file), bad_share=0.9)
-    assert "far.parquet" in told
+    message = attempt(tmp_path, Path(file), bad_share=0.9)
+    assert "far.parquet" in message
 
 
 @pytest.mark.parametrize("column", [[1, 2, 3], [1.5, 2.5, 3.5], [None] * 3, [True, False, True], [[1.5], [2.5], []]])
@@ -249,8 +249,8 @@ def test_damaged_parquet_is_one_sentence(tmp_path: Path, seed: int) -> None:
             for _ in range(trial % 4):
                 data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
-        told = attempt(tmp_path / str(trial), file, bad_share=0.9)
-        assert not told or "docs.parquet" in told
+        message = attempt(tmp_path / str(trial), file, bad_share=0.9)
+        assert not message or "docs.parquet" in message
 
 
 def test_text_refused_by_the_tokenizer_makes_a_bad_row(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ithaca.data.sources.file_locks import clear_leftovers, locked, take
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 NAME = "0123456789abcdef01234567"
-# Adds one to a number in a file, slowly, as often as it is told to; only a lock makes the sum right.
+# Adds one to a number in a file, slowly, a given number of times; only a lock makes the sum right.
 ADDER = """
 import sys, time
 from pathlib import Path

@@ -26,7 +26,7 @@ def test_padding_of_token_ids_is_dropped(tmp_path: Path) -> None:
     found = [store.piece(place, 0, int(count)) for place, count in enumerate(store.lengths)]
     assert [ids.tolist() for ids, _ in found] == [[1, 2, 3], [4, 5, 6], [7, 8]]
     assert [learn.tolist() for _, learn in found] == [[True] * 3, [False, True, True], [True] * 2]
-    reasons = [told.split(": ", 1)[1] for told in store.about["named"]]
+    reasons = [bad_row.split(": ", 1)[1] for bad_row in store.about["named"]]
     assert reasons[:3] == [
         "'attention_mask' has 2 entries for 3 tokens",
         "'attention_mask' leaves no token",
@@ -71,6 +71,6 @@ def test_tools_as_json_reach_the_template(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "chat.jsonl", records)
     template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TOKENIZER.chat_template
     found = prepared(tmp_path, file, chat_template=template, bad_share=0.5)
-    assert [told.partition(": ")[2][:19] for told in found.stores[0].about["named"]] == ["'tools' is a str: a"]
+    assert [bad_row.partition(": ")[2][:19] for bad_row in found.stores[0].about["named"]] == ["'tools' is a str: a"]
     row = open_feed(found, length=32, rows="packed", seed=0).row(0)
     assert texts_of([row])[0].startswith("f<|begin|><|user|>hi")

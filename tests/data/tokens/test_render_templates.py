@@ -45,26 +45,28 @@ QUICK = ("endless loops", "a longer text")
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(HOSTILE), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_endless_template_is_ended_off_the_main_thread(names: tuple[str, ...]) -> None:
-    told: dict[str, str] = {}
+    results: dict[str, str] = {}
 
     def ask() -> None:
         for name in names:
             template = Template(TOKENIZER, HOSTILE[name], "the chat template of models/x", SMALL)
             try:
-                told[name] = str(template.render([RenderJob(CONVERSATION)]))
+                results[name] = str(template.render([RenderJob(CONVERSATION)]))
             except DataError as error:
-                told[name] = str(error)
+                results[name] = str(error)
         kind = Template(TOKENIZER, TOKENIZER.chat_template, "ours", SMALL)
-        told["after"] = kind.render([RenderJob(CONVERSATION)])[0].text
+        results["after"] = kind.render([RenderJob(CONVERSATION)])[0].text
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join(500)
     assert not thread.is_alive()
-    assert told.pop("after") == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
+    assert results.pop("after") == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
     for name in names:
-        assert told[name].startswith("the chat template of models/x takes more than "), name
-        assert any(bound in told[name] for bound in ("seconds of computing", "GiB of memory", "letters of text")), name
+        assert results[name].startswith("the chat template of models/x takes more than "), name
+        assert any(bound in results[name] for bound in ("seconds of computing", "GiB of memory", "letters of text")), (
+            name
+        )
 
 
 def test_recursive_template_is_a_refusal() -> None:

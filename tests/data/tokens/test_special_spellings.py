@@ -75,7 +75,7 @@ def test_spellings_in_random_conversations_are_text(style: str) -> None:
         assert specials_in(tokenizer, ids) == specials_in(tokenizer, before)
         assert tokenizer.decode(ids) == encoder.render(forged)
         if style != "embedded":
-            learned = [piece for piece, told in said(style, forged) if told]
+            learned = [piece for piece, learns in said(style, forged) if learns]
             assert [text.strip() for text in stretches(tokenizer, ids, learn)] == [text.strip() for text in learned]
 
 
@@ -204,5 +204,5 @@ def test_short_answers_within_a_special_token_spell_none(style: str) -> None:
         assert not spelled
         assert ids.tolist() == tokenizer(encoder.render(messages), add_special_tokens=False)["input_ids"]
         assert [text.strip() for text in stretches(tokenizer, ids, learn)] == [
-            piece.strip() for piece, told in said(style, messages) if told
+            piece.strip() for piece, learns in said(style, messages) if learns
         ]

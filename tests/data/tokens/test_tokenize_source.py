@@ -90,22 +90,24 @@ def test_second_process_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.
     assert len(written) == 1
 
 
-def _prepare_in_process(folder: str, file: str, told: multiprocessing.SimpleQueue[str]) -> None:
-    told.put(prepared(Path(folder), Path(file)).fingerprint)
+def _prepare_in_process(folder: str, file: str, fingerprints: multiprocessing.SimpleQueue[str]) -> None:
+    fingerprints.put(prepared(Path(folder), Path(file)).fingerprint)
 
 
 @pytest.mark.slow
 def test_many_processes_prepare_one_store(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 200)
     context = multiprocessing.get_context("spawn")
-    told = context.SimpleQueue()
-    processes = [context.Process(target=_prepare_in_process, args=(str(tmp_path), str(file), told)) for _ in range(3)]
+    fingerprints = context.SimpleQueue()
+    processes = [
+        context.Process(target=_prepare_in_process, args=(str(tmp_path), str(file), fingerprints)) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(240)
     assert [process.exitcode for process in processes] == [0] * 3
-    assert len({told.get() for _ in range(3)}) == 1
+    assert len({fingerprints.get() for _ in range(3)}) == 1
     assert len(list((tmp_path / "cache").glob("*/about.json"))) == 1
 
 
