@@ -30,7 +30,7 @@ from tests.worker import NUMBERS, Call, Idle, Raised, Returned, pack, unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 8
-START = 120.0
+START = 300.0
 GRACE = 3.0
 # Seconds that an idle worker has to end by itself.
 PATIENCE = 5
