@@ -33,9 +33,8 @@ def environment_faults(path: str, source: str) -> list[Fault]:
 def environment_reads(tree: ast.Module) -> Iterator[int]:
     """Yield the lines that import or name `os.environ`, `os.getenv` or the like."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            if any(alias.name in ENVIRONMENT for alias in node.names):
+        match node:
+            case ast.ImportFrom(module="os", names=names) if any(alias.name in ENVIRONMENT for alias in names):
                 yield node.lineno
-        elif isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT:
-            if isinstance(node.value, ast.Name) and node.value.id == "os":
+            case ast.Attribute(value=ast.Name(id="os"), attr=attribute) if attribute in ENVIRONMENT:
                 yield node.lineno
