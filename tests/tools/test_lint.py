@@ -12,6 +12,7 @@ from tools.lint.fault import Fault
 from tools.lint.floors import FLOORS, TABLE, floor_faults, library_faults, missing_floor_faults
 from tools.lint.habits import environment_faults, global_faults
 from tools.lint.names import class_name_faults, file_name_faults
+from tools.lint.pages import page_faults
 from tools.lint.sizes import FILE_LINES, FOLDER_FILES, FUNCTION_LINES, file_faults, folder_faults, function_faults
 from tools.lint.tree import FILE_CHECKERS, TREE_CHECKERS, tree_faults
 
@@ -159,6 +160,45 @@ def test_file_name_faults_same_file_twice_reported() -> None:
     assert [fault.path for fault in faults] == ["ithaca/cli/plan.py", "ithaca/planning/plan.py"]
 
 
+PAGES = {
+    "README.md": "# Top\n[a](docs/design.md#the-way-in) `memory/tiles.py` `ithaca/memory/` `tiles.py` `books/`",
+    "docs/design.md": "## The `way` in!\n```\n[no](link.md) `no.py`\n```\n[top](../README.md) [web](https://x.org)",
+}
+FILES = {*PAGES, "ithaca/memory/tiles.py", "docs/step.png"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "[a](docs/gone.md)",
+        "![a](docs/gone.png)",
+        "[a](docs/design.md#gone)",
+        "[a](#gone)",
+        "`memory/gone.py`",
+        "`gone.py`",
+        "`memory/gone/`",
+    ],
+)
+def test_page_faults_wrong_link_or_name_reported(fault: str) -> None:
+    pages = {"README.md": PAGES["README.md"] + f"\n{fault}", "docs/other.md": "## Other"}
+    right = page_faults(pages | {"docs/design.md": PAGES["docs/design.md"] + _drawing()}, FILES)
+    assert [(found.path, found.line) for found in right] == [("README.md", 3)]
+
+
+def test_page_faults_right_pages_accepted() -> None:
+    assert page_faults({**PAGES, "docs/design.md": PAGES["docs/design.md"] + _drawing()}, FILES) == []
+
+
+def test_page_faults_floor_missing_in_drawing_reported() -> None:
+    drawn = PAGES["docs/design.md"] + _drawing().replace("mesh.py", "")
+    [fault] = page_faults({**PAGES, "docs/design.md": drawn}, FILES)
+    assert "mesh" in fault.message
+
+
+def _drawing() -> str:
+    return "\n```\n" + "\n".join(f"{name}.py" for names in FLOORS for name in names) + "\n```\n"
+
+
 def test_tree_faults_planted_tree_reports_every_checker(tmp_path: Path) -> None:
     folder = tmp_path / "ithaca/memory"
     (folder / "inner").mkdir(parents=True)
@@ -167,9 +207,10 @@ def test_tree_faults_planted_tree_reports_every_checker(tmp_path: Path) -> None:
     (folder / "inner/tiles.py").write_text('"""Tiles."""\nclass A: ...\n')
     for number in range(FOLDER_FILES):
         (folder / f"file_{number}.py").write_text('"""Tiles."""\n')
+    (tmp_path / "README.md").write_text("[gone](gone.md)")
     # Two faults each for the names that stand twice, one for every other checker, one for each floor without a file.
     floors = sum(map(len, FLOORS)) - 1
-    assert len(tree_faults(tmp_path)) == len(FILE_CHECKERS) + len(TREE_CHECKERS) + 2 + floors - 1
+    assert len(tree_faults(tmp_path)) == len(FILE_CHECKERS) + len(TREE_CHECKERS) + 2 + floors - 1 + 1
 
 
 def test_main_prints_one_line_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
