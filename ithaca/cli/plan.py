@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ithaca.config.schema import Run
+    from ithaca.config.schema import RunSettings
     from ithaca.planning.model.known_models import KnownModel
     from ithaca.planning.search.best_mesh import Compared, Option
     from ithaca.planning.search.request import PlanRequest
@@ -107,7 +107,7 @@ def _facts(
     request: PlanRequest,
     option: Option,
     known: KnownModel,
-    run: Run,
+    run: RunSettings,
     tokens: int | None,
     price: float | None,
     target: float | None,
@@ -191,7 +191,7 @@ def _show(
 
 
 def _write(
-    request: PlanRequest, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str
+    request: PlanRequest, option: Option, run: RunSettings, facts: dict[str, str], spec: Path | None, write: str
 ) -> None:
     from ithaca.report.plan_files import rehearsal, spec_of, write_run, writing
 
@@ -226,7 +226,7 @@ def _target(request: PlanRequest, option: Option, target: float) -> str:
     return f"{target:,.0f} tokens/s: {show_gpus(machine, request.machine)}{without} would do"
 
 
-def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
+def _cautions(known: KnownModel, run: RunSettings) -> dict[str, str]:
     """Return warnings about a run: exactness of the architecture, jumps of context length."""
     from importlib.resources import files
 

@@ -7,8 +7,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ithaca.config.schema import Data, Launch, Lora, MeshDegrees, Model, Optimizer, Rope, Run, Source, Stage, dump_run
-from ithaca.config.schema import Memory as MemorySection
+from ithaca.config.schema import (
+    DataSettings,
+    LaunchSettings,
+    LoraSettings,
+    MemorySettings,
+    MeshSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RopeSettings,
+    RunSettings,
+    SourceSettings,
+    StageSettings,
+    dump_run,
+)
 from ithaca.constants import GIB
 from ithaca.errors import ConfigError
 from ithaca.planning.model.known_models import KnownModel
@@ -24,11 +36,11 @@ _LINE = 76
 
 def run_of(
     known: KnownModel, request: PlanRequest, option: Option, *, tokens: int | None, lora_rank: int | None
-) -> Run:
+) -> RunSettings:
     """Return the run file of a plan; the user names the documents in it."""
     recipe, job = option.recipe, option.job
     budget = None if request.headroom == USUAL_HEADROOM else request.device_budget
-    stage = Stage(
+    stage = StageSettings(
         length=job.length,
         steps=None if tokens else STEPS,
         tokens=tokens,
@@ -36,21 +48,21 @@ def run_of(
         rope=_rope(known, job.length),
     )
     optimizer = "adamw" if recipe.optimizer == "none" else recipe.optimizer
-    return Run(
+    return RunSettings(
         output=f"runs/{known.name.rstrip('/').rsplit('/', 1)[-1].removesuffix('.json')}-{job.length}",
         precision=recipe.precision,
-        model=Model(name=_folder(known.name)),
-        lora=Lora(rank=lora_rank) if lora_rank else None,
-        data=Data(sources=[Source(path="documents.jsonl")]),
+        model=ModelSettings(name=_folder(known.name)),
+        lora=LoraSettings(rank=lora_rank) if lora_rank else None,
+        data=DataSettings(sources=[SourceSettings(path="documents.jsonl")]),
         stages=[stage],
-        mesh=MeshDegrees(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
-        memory=MemorySection(
+        mesh=MeshSettings(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
+        memory=MemorySettings(
             budget=budget,
             host_budget=_host_budget(request, option),
             on_host="everything" if recipe.on_host else "nothing",
         ),
-        optimizer=Optimizer(name=optimizer),
-        launch=Launch(processes=option.machine.gpus, device="cuda"),
+        optimizer=OptimizerSettings(name=optimizer),
+        launch=LaunchSettings(processes=option.machine.gpus, device="cuda"),
     )
 
 
@@ -65,11 +77,11 @@ def _folder(name: str) -> str:
     return str(Path(name).parent) if Path(name).name.endswith(".json") else name
 
 
-def _rope(known: KnownModel, length: int) -> Rope | None:
+def _rope(known: KnownModel, length: int) -> RopeSettings | None:
     """Return the YaRN settings for positions beyond the trained ones, in place of the model's own; None if not needed."""
     if not known.positions or not known.original or length <= known.positions:
         return None
-    return Rope(kind="yarn", factor=length / known.original, original=known.original)
+    return RopeSettings(kind="yarn", factor=length / known.original, original=known.original)
 
 
 @contextmanager
@@ -98,7 +110,7 @@ def check_report(file: Path) -> None:
         file.unlink()
 
 
-def write_run(file: Path, run: Run, machine: Machine) -> bool:
+def write_run(file: Path, run: RunSettings, machine: Machine) -> bool:
     """Write the run file; False if the file has other content, which is left alone."""
     text = "# Made by `ithaca plan`. Name your documents under data.sources, then: ithaca train " + file.name + "\n"
     if machine.nodes > 1:

@@ -18,7 +18,7 @@ from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import LIBRARY, Phrases
 from ithaca.planning.terms.memory_terms import StepMemory, memory_of
 from ithaca.planning.terms.terms_table import explain
-from ithaca.quantities import parse_bytes, show_bytes, write_bytes
+from ithaca.quantities import bytes_setting, parse_bytes, show_bytes
 
 # Shares of what the failed plan takes, tried from above.
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -86,7 +86,7 @@ def _change(
     # No budget changes a plan that the user gave whole.
     decided, first = (UNDECIDED, f"{phrases.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
     for share in SHARES:
-        budget = write_bytes(share * memory.device_bytes)
+        budget = bytes_setting(share * memory.device_bytes)
         limit = cast(int, parse_bytes(budget))
         try:
             smaller = plan_or_refuse(sizes, job, limit, host, decided, phrases=phrases)

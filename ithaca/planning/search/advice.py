@@ -26,7 +26,7 @@ from ithaca.planning.search.phrases import LIBRARY, Phrases, show_gpus, show_len
 from ithaca.planning.search.request import LEAST_HEADROOM, PlanRequest
 from ithaca.planning.terms.memory_terms import StepMemory
 from ithaca.planning.terms.traffic import Machine
-from ithaca.quantities import show_bytes, show_of
+from ithaca.quantities import show_bytes, show_part
 
 # The most memory of a device, of one rank's host and of a node's host, and the most nodes, that are worth naming.
 MOST_DEVICE, MOST_HOST, MOST_NODE_HOST, MOST_NODES = 512 * GIB, 4096 * GIB, 4 * 10**12, 64
@@ -62,7 +62,7 @@ def plan_or_refuse(
     changes = list(_job_changes(sizes, job, device, host, decided, phrases))
     raise MemoryPlanError(
         f"{job.length:,} tokens over sp={job.sp} do not fit: the smallest plan takes "
-        f"{show_of(memory.device_bytes, device)} on the device and {show_of(memory.host_bytes, host)} on the host, worst at "
+        f"{show_part(memory.device_bytes, device)} on the device and {show_part(memory.host_bytes, host)} on the host, worst at "
         f"the {memory.moment}. {_blame(memory, on_host=memory.host_bytes > host)}; {_any_of(changes)}"
     )
 
@@ -82,8 +82,8 @@ def refusal(request: PlanRequest, length: int) -> MemoryPlanError | MeshError:
     left += "" if request.host_headroom == request.headroom else f", of the host {request.host_headroom:.0%}"
     return MemoryPlanError(
         f"{length:,} tokens do not fit {request.machine}: cut as {degrees}{show_used(request.machine, used.machine)}, with "
-        f"{recipe}, the smallest plan takes {show_of(memory.device_bytes, device)} on each GPU and "
-        f"{show_of(memory.host_bytes, host)} of host memory for each ({left}), worst at the {memory.moment}. "
+        f"{recipe}, the smallest plan takes {show_part(memory.device_bytes, device)} on each GPU and "
+        f"{show_part(memory.host_bytes, host)} of host memory for each ({left}), worst at the {memory.moment}. "
         f"{_blame(memory, on_host=on_host)}; {advice}"
     )
 

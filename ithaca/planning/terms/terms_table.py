@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ithaca.planning.terms.memory_terms import Term
-from ithaca.quantities import show_bytes, unit_of
+from ithaca.quantities import memory_unit, show_bytes
 
 WIDTH = 24
 
@@ -23,7 +23,7 @@ def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) 
 def _table(side: str, rows: list[tuple[str, int, str]], budget: int | None) -> list[str]:
     total = sum(size for _, size, _ in rows)
     scale = max(budget or total, total, 1)
-    unit, named = unit_of(total)
+    unit, named = memory_unit(total)
     lines = [f"{name:<24}{size / unit:>8.2f}  {bar(size / scale, WIDTH):<{WIDTH}}  {rest}" for name, size, rest in rows]
     of = f" of {show_bytes(budget, 1)}" if budget else ""
     over = "" if not budget or total <= budget else f", {show_bytes(total - budget)} too much"
