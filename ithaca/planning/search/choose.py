@@ -108,16 +108,16 @@ class Search:
             return self.better(best, modes)
         # The row below takes less and less memory, but for its first plan: with few layers, keeping all of them can take less
         # than saving, since no work is repeated beside them.
-        best = self.better(best, ("keep",) * self.count)
-        keeps, saves = (self.costs((mode,) * self.count) for mode in ("keep", "save"))
+        best = self.better(best, uniform("keep", self.count))
+        keeps, saves = self.costs(uniform("keep", self.count)), self.costs(uniform("save", self.count))
         costs = [self.summing + sum(saves[:n]) + sum(keeps[n:]) for n in range(self.count + 1)]
         # A kept layer's tensors cannot be offloaded; those of the last layers are freed soonest.
-        return self.cheapest(best, costs, lambda n: ("save",) * n + ("keep",) * (self.count - n))
+        return self.cheapest(best, costs, lambda n: uniform("save", n) + uniform("keep", self.count - n))
 
     def run_again(self, best: Best) -> Best:
         """Return the better of `best` and the plans with chains and with layers that recompute."""
         # Every one of them costs more than saving each layer's input and attention.
-        if self.decided.layers is not None or self.again(("save",) * self.count) >= best.total:
+        if self.decided.layers is not None or self.again(uniform("save", self.count)) >= best.total:
             return best
         lengths = CHAINS if rebuilds(self.sizes) else CHAINS[:1]
         for length in lengths:
@@ -246,6 +246,10 @@ def rebuilds(sizes: ModelSizes) -> bool:
     return sizes.linked and not any(layer.experts for layer in sizes.layers)
 
 
+def uniform(mode: LayerMode, count: int) -> Modes:
+    return (mode,) * count
+
+
 def chained(count: int, roots: Sequence[int]) -> Modes:
     """Return the modes of chains that begin at these roots."""
     modes: list[LayerMode] = ["rebuild"] * count
@@ -254,7 +258,7 @@ def chained(count: int, roots: Sequence[int]) -> Modes:
     return tuple(modes)
 
 
-def _first(modes: Modes, number: int) -> tuple[bool, ...]:
+def _first(modes: Sequence[LayerMode], number: int) -> tuple[bool, ...]:
     """Offload the first `number` layers, but for kept ones."""
     if "keep" in modes:
         return tuple(i < number and mode != "keep" for i, mode in enumerate(modes))
@@ -340,7 +344,6 @@ def _smallest(search: Search) -> Iterator[Modes]:
     if (decided := search.decided.modes(count)) is not None:
         yield decided
         return
-    uniform: tuple[LayerMode, ...] = ("recompute", "save", "keep")
-    yield from ((mode,) * count for mode in uniform)
+    yield from (uniform("recompute", count), uniform("save", count), uniform("keep", count))
     for length in CHAINS[1:] if rebuilds(search.sizes) else ():
         yield tuple("rebuild" if i % length else "recompute" for i in range(count))
