@@ -58,3 +58,10 @@ def copy_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
             moved = sum(saved(tensors, layer, mode, tiled=plan.mlp_tile < job.tokens))
             shown += max(0, moved * FLOPS_PER_COPIED_BYTE - attention_flops(sizes, layer, job))
     return shown
+
+
+def optimizer_bytes(job: Job) -> float:
+    """Return the bytes of optimizer state for one parameter: two moments, in the optimizer's own precision."""
+    # In 8 bits every 256 values share an fp32 scale.
+    each = {"adamw": 2.0 * job.gradient_bytes, "adamw8bit": 2 * (1 + 4 / 256), "bf16_sr": 4.0, "none": 0.0}
+    return each[job.optimizer]

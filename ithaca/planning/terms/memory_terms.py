@@ -10,10 +10,7 @@ those of the worst of these moments:
 
 Weights and optimizer state stand beside each of them. Device and host bytes of a term stand side by side.
 
-    memory_of(sizes, job, plan).device_bytes        # one plan
-    model = MemoryModel(sizes, job, 2048, 4096, 1)  # many plans with the same tiles and head groups
-    of_modes = ModesMemory(model, modes)            # and the same modes
-    of_modes.device_bytes(offload)
+    memory_of(sizes, job, plan).device_bytes
 
 Invariant: the terms of `ModesMemory.memory` add up to `ModesMemory.device_bytes`.
 """
@@ -37,10 +34,12 @@ from ithaca.planning.terms.activations import (
     TensorBytes,
     attention_work,
     freed_before_attention,
-    loss_work,
     mlp_work,
     saved,
+    sum_bytes,
 )
+from ithaca.planning.terms.cost import optimizer_bytes
+from ithaca.planning.terms.loss_work import loss_work
 
 # Share of all activations that the caching allocator holds in gaps, and the name of that term.
 SLACK, GAPS = 0.04, "allocator slack"
@@ -51,13 +50,6 @@ STAGED = 2
 # Pinned memory is pooled and comes in pages of this size.
 PAGE = 2 * 2**20
 POSITIONS = "B*L*(2*D*c + 3*8)"
-
-
-def optimizer_bytes(job: Job) -> float:
-    """Return the bytes of optimizer state for one parameter: two moments, in the optimizer's own precision."""
-    # In 8 bits every 256 values share an fp32 scale.
-    each = {"adamw": 2.0 * job.gradient_bytes, "adamw8bit": 2 * (1 + 4 / 256), "bf16_sr": 4.0, "none": 0.0}
-    return each[job.optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +79,6 @@ class StepMemory:
 
     @property
     def allocated(self) -> tuple[Term, ...]:
-        """The terms without the allocator's gaps."""
         return tuple(term for term in self.terms if term.name != GAPS)
 
     def largest(self, *, host: bool = False) -> Term:
@@ -144,7 +135,7 @@ class LayerMemory(NamedTuple):
     work: int
 
 
-class SavedTensors(NamedTuple):
+class SavedBytes(NamedTuple):
     """Bytes of saved tensors on the device: `resident` and `fetched` from the host in the backward of each layer, and
     `staged` for the host at the loss."""
 
@@ -154,7 +145,7 @@ class SavedTensors(NamedTuple):
 
 
 class MemoryModel:
-    """What a step's memory depends on beside its layers' modes and what is offloaded: the job, tiles and head groups."""
+    """The memory of one job with given tiles and head groups, before the layers' modes are chosen."""
 
     def __init__(self, sizes: ModelSizes, job: Job, mlp_tile: int, loss_tile: int, head_groups: int) -> None:
         self.sizes, self.job, self.mlp_tile = sizes, job, mlp_tile
@@ -314,7 +305,7 @@ class ModesMemory:
         device = [Term(a.name, a.bytes, 0, a.formula) for a in (*gradients, *held, slack) if a.bytes]
         return StepMemory(moment, (*model.standing["rebuild" in self.modes], *device, *self._host_terms(offload)))
 
-    def _saved(self, offload: Sequence[bool]) -> SavedTensors:
+    def _saved(self, offload: Sequence[bool]) -> SavedBytes:
         """Return where the saved tensors are in the course of a step that offloads these layers."""
         sent = list(map(mul, self.saved, offload))
         sent_up_to = [*accumulate(sent, initial=0)]
@@ -326,9 +317,9 @@ class ModesMemory:
             start = bisect_right(self.first_fetched, i)
             fetched[start:] = [size + sent[i] for size in fetched[start:]]
         resident = list(map(sub, self.saved_up_to, sent_up_to[1:]))
-        return SavedTensors(resident, fetched, sum(sent[i] for i in late))
+        return SavedBytes(resident, fetched, sum(sent[i] for i in late))
 
-    def _at_layer(self, index: int, saved: SavedTensors, work: Work) -> list[Allocation]:
+    def _at_layer(self, index: int, saved: SavedBytes, work: Work) -> list[Allocation]:
         """Return the activations on the device in the backward of layer `index`."""
         behind, resident = self.from_root[index], saved.resident[index] - work.freed
         again = self.model.tensors.anchor if self.modes[index - behind] == "recompute" else 0
@@ -357,7 +348,3 @@ class ModesMemory:
             Term("gradients", 0, model.gradients_on_host, formula),
         ]
         return [term for term in terms if term.host_bytes]
-
-
-def sum_bytes(allocations: Sequence[Allocation]) -> int:
-    return sum(allocation.bytes for allocation in allocations)

@@ -14,8 +14,7 @@ from ithaca.planning.model.flops import ATTENTION_BACKWARD, attention_flops, mod
 from ithaca.planning.model.layer_parameters import LayerSizes
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.activations import FP32, TensorBytes, saved
-from ithaca.planning.terms.cost import SUMMED_BYTES, last_product
-from ithaca.planning.terms.memory_terms import optimizer_bytes
+from ithaca.planning.terms.cost import SUMMED_BYTES, last_product, optimizer_bytes
 from ithaca.planning.terms.traffic import Machine, copies_s, exchange_s, exchanged, gather_s, ring_s
 
 TERA, GIGA = 1e12, 1e9

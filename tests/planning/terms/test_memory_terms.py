@@ -18,10 +18,10 @@ from ithaca.planning.terms.activations import (
     TensorBytes,
     attention_work,
     freed_before_attention,
-    loss_work,
     mlp_work,
     saved,
 )
+from ithaca.planning.terms.loss_work import loss_work
 from ithaca.planning.terms.memory_terms import SLACK, StepMemory, memory_of
 from ithaca.planning.terms.terms_table import explain
 from tests.planning.models import B1, B8, K

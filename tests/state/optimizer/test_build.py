@@ -28,7 +28,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job
-from ithaca.planning.terms.memory_terms import optimizer_bytes
+from ithaca.planning.terms.cost import optimizer_bytes
 from ithaca.state.optimizer.build import NAMES, build_optimizer
 from ithaca.state.weights.placement import WeightOptions, place_weights
 from ithaca.verify.small_models.features import small_batch, small_model
