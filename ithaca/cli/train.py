@@ -20,7 +20,7 @@ from ithaca.exit_codes import INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
     from ithaca.config.schema import Run
-    from ithaca.training.trainer import Outcome
+    from ithaca.training.trainer import RunResult
 
 
 def train(
@@ -42,7 +42,7 @@ def train(
     """Train a model on long sequences; without arguments, a small one made on the spot."""
     from ithaca.config.schema import dump_run, load_run
     from ithaca.launch.launcher import launch
-    from ithaca.training.run.before_start import look_ahead
+    from ithaca.training.run.before_start import check_folder
 
     file, overrides = split_words(words or [])
     run = load_run(file, overrides)
@@ -51,7 +51,7 @@ def train(
         return
     check_places(run)
     _check_dropout(run)
-    ended = look_ahead(run)
+    ended = check_folder(run)
     if ended is not None:
         # Under another launcher every rank comes here, and one prints the line.
         if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
@@ -101,9 +101,10 @@ def _check_ranks(run: Run, world: int, typed: Callable[[int], str | None]) -> No
 
     `typed`: returns what the user types for another number of ranks.
     """
-    from ithaca.training.degrees import check_degrees
+    from ithaca.training.degrees import StageDegrees
 
-    check_degrees(run, world, _heads(Path(run.model.name).expanduser() / "config.json"), typed)
+    heads = _heads(Path(run.model.name).expanduser() / "config.json")
+    StageDegrees(run.mesh, run.stages, world, heads, typed).check()
 
 
 def _heads(config: Path) -> int | None:
@@ -155,7 +156,7 @@ def work(text: str, restart: bool = False) -> int:
     return 0
 
 
-def ending(outcome: Outcome, seconds: float) -> str:
+def ending(outcome: RunResult, seconds: float) -> str:
     """Return the lines that end a run: files that exist, and the commands to type next."""
     from ithaca.errors import DataError
     from ithaca.report.loss_picture import read_metrics
@@ -171,7 +172,7 @@ def ending(outcome: Outcome, seconds: float) -> str:
     last = sorted(folder.checkpoints.glob("step-*"))[-1]
     minutes = f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.0f} seconds"
     lines: list[tuple[str, Any]] = [
-        ("model", f"{folder.model(outcome.place.stage)}  (loads in plain transformers)"),
+        ("model", f"{folder.model(outcome.progress.stage)}  (loads in plain transformers)"),
         ("checkpoint", last),
         ("metrics", folder.metrics),
         ("loss", folder.picture),
@@ -179,7 +180,7 @@ def ending(outcome: Outcome, seconds: float) -> str:
     ]
     there = [(name, where) for name, where in lines if isinstance(where, str) or where.exists()]
     told = "\n".join(f"  {name:<12}{where}" for name, where in there)
-    place = outcome.place
+    place = outcome.progress
     none = "no step had a loss" if steps else f"the losses of its steps are not in {folder.metrics}"
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else none
     for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):

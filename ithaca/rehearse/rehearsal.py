@@ -43,7 +43,7 @@ from ithaca.rehearse.measured_step import Figures, Part, measure
 from ithaca.rehearse.memory_trace import Kinds
 from ithaca.rehearse.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from ithaca.state.weights.placement import leaves_device
-from ithaca.training.degrees import TypedRanks, another_launcher, choose_sp
+from ithaca.training.degrees import StageDegrees, TypedRanks, another_launcher
 from ithaca.training.schedule import apply_stages
 from ithaca.training.session import precision_of
 
@@ -167,7 +167,8 @@ def rehearse(asked: Asked, progress: Callable[[str], None] = lambda text: None) 
     with alone(asked.world, asked.rank), compiled_once():
         number = asked.stage % len(asked.run.stages)
         config = apply_stages(asked.config, asked.run.stages[: number + 1], random=True)
-        sp = choose_sp(asked.run, number, asked.world, config.get_text_config(), asked.typed)
+        heads = int(config.get_text_config().num_attention_heads)
+        sp = StageDegrees(asked.run.mesh, asked.run.stages, asked.world, heads, asked.typed).sp(number)
         mesh = init_mesh(sp=sp, device=None if gpu else "cpu")
         part = part_of(asked, number, config, mesh)
         sizes, said = predict(asked, part, mesh)

@@ -153,7 +153,7 @@ def config_of_run(run: Run, embedded: Path) -> tuple[PreTrainedConfig, Path]:
     """The last stage's config, and the folder the run starts from; the embedded model is made in `embedded`."""
     name = run.model.name
     folder = build_embedded(embedded) if name == "embedded" else find_folder(name, run.model.revision)
-    return stage_config(run, str(folder), len(run.stages) - 1), folder
+    return stage_config(run.model, run.stages, str(folder)), folder
 
 
 def rows_of_run(run: Run, folder: Path, config: PreTrainedConfig, length: int) -> list[dict[str, Tensor]]:
