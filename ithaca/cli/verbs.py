@@ -21,7 +21,7 @@ from ithaca.cli.stray_settings import TakesSettings
 from ithaca.cli.train import train
 from ithaca.cli.verify import verify
 from ithaca.errors import IthacaError
-from ithaca.launch.stopped import told_when_stopped
+from ithaca.launch.stopped import exit_when_stopped
 
 # In narrower terminals typer's panels cut the names of options; click's plain pages break lines between words.
 _WIDE = 80
@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _WIDE else None,
 )
 for verb in (models, plan, rehearse, verify, prepare, train, export, doctor):
-    told = told_when_stopped(verb.__name__)(verb)
+    told = exit_when_stopped(verb.__name__)(verb)
     kind = TakesSettings if verb in (rehearse, verify, prepare, train) else None
     app.command(cls=kind, epilog=EPILOGS[verb.__name__], short_help=verb.__doc__)(told)
 

@@ -45,7 +45,7 @@ class Nodes:
     patience: int = 900
 
 
-def find_place(
+def find_nodes(
     task: Task | None, nodes: int | None, node_rank: int | None, rendezvous: str | None, hosts: Sequence[str]
 ) -> Nodes:
     """Return the place of this machine among those of the run, from Slurm or from what the user typed."""
