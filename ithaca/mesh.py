@@ -49,7 +49,8 @@ class Mesh:
     device_mesh: DeviceMesh
     weights: DeviceMesh
     sequence: DeviceMesh
-    host_group: dist.ProcessGroup
+    # None, as in a mesh made by hand: the default group.
+    host_group: dist.ProcessGroup | None = None
 
     @property
     def dp(self) -> int:

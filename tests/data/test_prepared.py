@@ -114,7 +114,7 @@ def test_a_crash_leaves_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def crash(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("ithaca.data.tokens.store.os.rename", crash)
+    monkeypatch.setattr(Path, "rename", crash)
     with pytest.raises(DataError, match=r"cache .* cannot be written \(no space left\).*data\.cache"):
         prepared(tmp_path, file)
     monkeypatch.undo()

@@ -132,7 +132,7 @@ def _kept_apart() -> bool:
 
 
 def _not_followed() -> float:
-    with patch.object(Earlier, "follow", lambda self, model: None):
+    with patch.object(Earlier, "follow", lambda self, model, handle: None):
         return trained("sgd", False)
 
 
