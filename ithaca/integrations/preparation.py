@@ -50,7 +50,7 @@ class Preparation:
         """Parallelize a model and let it take whole batches; a parallelized model is returned as it is."""
         base = base_model(model)
         if self.settings.memory is not None and is_checkpointing(base):
-            # `gradient_checkpointing=True` asks for memory, which the memory plan saves with less recomputation.
+            # `gradient_checkpointing=True` is to save memory, which the memory plan does with less recomputation.
             getattr(base, checkpointing_off(base))()
             if self.mesh.rank == 0:
                 logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")

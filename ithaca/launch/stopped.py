@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a command has no ranks: one line that says what remains, and the exit status of shells.
+"""Ctrl-C and SIGTERM while a command has no ranks: one line on what remains on disk, and the exit status of shells.
 
     during an import                the clean-ups of `cleaned_if_stopped` run, and the process ends at once: an import
                                     may swallow a KeyboardInterrupt, or leave a module that is half there

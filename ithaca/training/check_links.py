@@ -31,6 +31,7 @@ class _Group:
     device: torch.device
     dtype: torch.dtype
 
+    # Numbers below 101 are exact in bf16.
     def full(self, count: int, value: int) -> Tensor:
         return torch.full((count,), value % 100, device=self.device, dtype=self.dtype)
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ithaca.config.schema import Lora, Memory, Model, Optimizer, Run, Stage
+from ithaca.config.schema import Model, Run, Stage
 from ithaca.data.prepared import Prepared
 from ithaca.data.rows.feed import Feed, open_feed
-from ithaca.data.rows.packing import RowKind
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.files.pretrained import add_adapters, empty_model, read_config
 from ithaca.models.files.read_weights import init_weights, load_weights
@@ -84,113 +83,64 @@ def stage_config(model: Model, stages: Sequence[Stage], source: str) -> Any:
     return apply_stages(read_config(source, model.config), stages, random=random)
 
 
-@dataclass(frozen=True, slots=True)
-class StageSettings:
-    """Everything of a run that building one stage takes, read off the run once."""
-
-    number: int
-    stage: Stage
-    source: Path
-    config: Any
-    mesh: Mesh
-    degrees: StageDegrees
-    precision: Precision
-    random_weights: bool
-    kernel: str
-    lora: Lora | None
-    memory: Memory
-    optimizer: Optimizer
-    first_rate: float
-    rows: RowKind
-    seed: int
-
-    @classmethod
-    def of(cls, run: Run, number: int, source: str, mesh: Mesh) -> StageSettings:
-        """Return the settings of stage `number` over the ranks of `mesh`, which is used again if the degree is the same."""
-        config = stage_config(run.model, run.stages[: number + 1], source)
-        degrees = StageDegrees(run.mesh, run.stages, mesh.world, int(config.get_text_config().num_attention_heads))
-        sp = degrees.sp(number)
-        return cls(
-            number,
-            stage=run.stages[number],
-            source=Path(source),
-            config=config,
-            mesh=mesh if mesh.sp == sp else init_mesh(sp=sp, device=mesh.device.type),
-            degrees=degrees,
-            precision=precision_of(run, mesh.device),
-            random_weights=run.model.weights == "random",
-            kernel=run.model.kernel,
-            lora=run.lora,
-            memory=run.memory,
-            optimizer=run.optimizer,
-            first_rate=run.stages[0].lr,
-            rows=run.data.rows,
-            seed=run.seed,
-        )
-
-
 def build_session(
     run: Run, number: int, source: str, prepared: Prepared, feed_state: dict[str, Any] | None, mesh: Mesh
 ) -> Session:
-    """Build stage `number` with the weights in `source`, over which a checkpoint may be loaded. `mesh`: the last stage's."""
-    settings = StageSettings.of(run, number, source, mesh)
-    model = _build_model(settings)
-    optimizer = _build_optimizer(model, settings)
-    opened = partial(
-        open_feed, prepared, length=settings.stage.length, rows=settings.rows, seed=settings.seed + settings.number
+    """Build stage `number` with the weights in `source`, over which a checkpoint may be loaded.
+
+    `mesh`: the last stage's, which is used again if the degree is the same.
+    """
+    precision = precision_of(run, mesh.device)
+    config = stage_config(run.model, run.stages[: number + 1], source)
+    degrees = StageDegrees(run.mesh, run.stages, mesh.world, int(config.get_text_config().num_attention_heads))
+    stage, sp = run.stages[number], degrees.sp(number)
+    if mesh.sp != sp:
+        mesh = init_mesh(sp=sp, device=mesh.device.type)
+    # Made without memory for weights: each rank reads its own shards into the sharded model.
+    model = empty_model(config, dtype=precision.weights)
+    if run.lora is not None:
+        model = add_adapters(model, run.lora, seed=run.seed)
+    chosen = run.optimizer
+    model = parallelize(
+        model,
+        mesh,
+        replicas=run.mesh.replicas,
+        on_host=run.memory.on_host,
+        kernel=run.model.kernel,
+        memory=run.memory.decided if run.memory.plan == "auto" else None,
+        memory_budget=run.memory.budget,
+        host_budget=run.memory.host_budget,
+        optimizer=chosen.name,
+        compute_dtype=precision.compute,
     )
+    _check_fits(model, degrees, number)
+    if run.model.weights == "random":
+        init_weights(model, seed=run.seed)
+    else:
+        load_weights(model, Path(source))
+    optimizer = build_optimizer(
+        model,
+        chosen.name,
+        lr=run.stages[0].lr,
+        betas=chosen.betas,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+        seed=run.seed,
+        in_backward=chosen.in_backward,
+        clips=chosen.clip > 0,
+        skips_bad_steps=not chosen.in_backward,
+    )
+    opened = partial(open_feed, prepared, length=stage.length, rows=run.data.rows, seed=run.seed + number)
     return Session(
-        settings.number,
-        settings.stage,
-        settings.mesh,
+        number,
+        stage,
+        mesh,
         model,
         optimizer,
         feed=opened(split="train", state=feed_state),
         held_out=opened(split="validation") if prepared.has_validation else None,
         tensors=state_tensors(model, optimizer),
         sizes=sizes_of(model, base_model(model)),
-    )
-
-
-def _build_model(settings: StageSettings) -> nn.Module:
-    """Return the sharded model with its weights. It is made without memory for weights, and each rank reads its shard."""
-    memory = settings.memory
-    model = empty_model(settings.config, dtype=settings.precision.weights)
-    if settings.lora is not None:
-        model = add_adapters(model, settings.lora, seed=settings.seed)
-    model = parallelize(
-        model,
-        settings.mesh,
-        replicas=settings.degrees.mesh.replicas,
-        on_host=memory.on_host,
-        kernel=settings.kernel,
-        memory=memory.decided if memory.plan == "auto" else None,
-        memory_budget=memory.budget,
-        host_budget=memory.host_budget,
-        optimizer=settings.optimizer.name,
-        compute_dtype=settings.precision.compute,
-    )
-    _check_fits(model, settings.degrees, settings.number)
-    if settings.random_weights:
-        init_weights(model, seed=settings.seed)
-    else:
-        load_weights(model, settings.source)
-    return model
-
-
-def _build_optimizer(model: nn.Module, settings: StageSettings) -> torch.optim.Optimizer:
-    chosen = settings.optimizer
-    return build_optimizer(
-        model,
-        chosen.name,
-        lr=settings.first_rate,
-        betas=chosen.betas,
-        eps=chosen.eps,
-        weight_decay=chosen.weight_decay,
-        seed=settings.seed,
-        in_backward=chosen.in_backward,
-        clips=chosen.clip > 0,
-        skips_bad_steps=not chosen.in_backward,
     )
 
 

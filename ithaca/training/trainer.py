@@ -156,7 +156,7 @@ class _Stages:
 
     def _any_rank_asked(self) -> bool:
         """True on all ranks if one of them was asked to stop; a signal may have come to one rank a moment ago."""
-        asked = torch.tensor(float(self.context.watch.wanted), device=self.mesh.device)
+        asked = torch.tensor(float(self.context.watch.asked_here), device=self.mesh.device)
         dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.mesh.world_group)
         return bool(asked.item())
 

@@ -126,7 +126,7 @@ class Watch:
         return self._asked.is_set()
 
     @property
-    def wanted(self) -> bool:
+    def asked_here(self) -> bool:
         """True if a stop was asked for on this rank, even if the other ranks do not know yet."""
         return self._asked_here or self.asked
 
