@@ -21,8 +21,8 @@ from ithaca.arguments import named_arguments, shown
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
 from ithaca.models.bound import binding_of, check_same_mesh
-from ithaca.models.handed_out import reduced
-from ithaca.quantities import as_number
+from ithaca.models.reduction_marks import with_local_gradient
+from ithaca.quantities import finite_or_nan
 
 
 @named_arguments
@@ -47,7 +47,7 @@ def reduce_mean(
     mean = (value / divisor).to(torch.promote_types(total.dtype, torch.float32))
     # A wrapper such as DDP, and FSDP2 over whole sequences, average gradients over ranks: the factor undoes that.
     scale = mesh.world if binding.averages or not binding.sharded else 1
-    return reduced(total, mean, scale / divisor)
+    return with_local_gradient(total, mean, scale / divisor)
 
 
 def _find_error(total: object, count: object, total_count: object) -> Exception | None:
@@ -61,7 +61,7 @@ def _find_error(total: object, count: object, total_count: object) -> Exception 
         if number is None and name == "total_count":
             continue
         single = not isinstance(number, Tensor) or (number.numel() == 1 and not number.requires_grad)
-        if not single or not 0 <= as_number(number.item() if isinstance(number, Tensor) else number) < float("inf"):
+        if not single or not 0 <= finite_or_nan(number.item() if isinstance(number, Tensor) else number) < float("inf"):
             return BatchError(
                 f"reduce_mean: {name}={shown(number)}: pass one number of values, 0 or more, without a gradient"
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ithaca.config.schema import MeshDegrees, Stage
+from ithaca.config.schema import MeshSettings, StageSettings
 from ithaca.errors import MeshError
 from ithaca.mesh import largest_divisor
 
@@ -28,8 +28,8 @@ def another_launcher(ranks: int) -> str | None:
 class StageDegrees:
     """The degrees that a run asks for, over `world` ranks. `heads`: the model's attention heads; None if not known."""
 
-    mesh: MeshDegrees
-    stages: Sequence[Stage]
+    mesh: MeshSettings
+    stages: Sequence[StageSettings]
     world: int
     heads: int | None
     typed: TypedRanks = another_launcher
@@ -50,7 +50,7 @@ class StageDegrees:
         self._check_stage(number)
         return self._degree(self.stages[number], self.world)
 
-    def _degree(self, stage: Stage, world: int) -> int:
+    def _degree(self, stage: StageSettings, world: int) -> int:
         asked = stage.sp or self.mesh.sp
         return largest_divisor(world, self.heads or world) if asked == "auto" else asked
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.clock import CLOCK, Spans
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.loss.by_position import LossByPosition
 from ithaca.loss.causal import MicroBatch, agree_on, micro_loss
 from ithaca.planning.model.flops import model_flops
@@ -55,7 +55,7 @@ class StageLoop:
 
     def __init__(
         self,
-        run: Run,
+        run: RunSettings,
         session: Session,
         watch: Watch,
         journal: Journal,

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from ithaca.config.schema import Rope, Stage
+from ithaca.config.schema import RopeSettings, StageSettings
 from ithaca.errors import ConfigError
 
 # Models learn positions stretched by about this factor; beyond it an additional stage between pays for itself.
@@ -33,7 +33,7 @@ _QUERIES = "llama_4_scaling_beta"
 Parameters = dict[str, Any]
 
 
-def rate_at(stages: Sequence[Stage], number: int, step: int) -> float:
+def rate_at(stages: Sequence[StageSettings], number: int, step: int) -> float:
     """Return the learning rate of step `step` (from 0) of stage `number` (from 0)."""
     stage = stages[number]
     start = rate_at(stages, number - 1, stages[number - 1].count) if number else 0.0
@@ -48,7 +48,7 @@ def rate_at(stages: Sequence[Stage], number: int, step: int) -> float:
     return stage.lr * (stage.final + (1 - stage.final) * left)
 
 
-def advise_between(trained: int, stages: Sequence[Stage]) -> list[str]:
+def advise_between(trained: int, stages: Sequence[StageSettings]) -> list[str]:
     """Return a warning for every jump above fourfold, with lengths between; `trained`: the model's own length, or 0."""
     warnings = []
     for number, (before, stage) in enumerate(zip([trained, *(s.length for s in stages)], stages, strict=False), 1):
@@ -71,7 +71,7 @@ def _lengths_between(before: int, length: int) -> list[int]:
     return lengths[1:]
 
 
-def apply_stages(config: Any, stages: Sequence[Stage], *, random: bool) -> Any:
+def apply_stages(config: Any, stages: Sequence[StageSettings], *, random: bool) -> Any:
     """Return a copy of a model's config with the RoPE changes of `stages`, the last of which is about to run.
 
     `random`: True if the weights were never trained, so that no length is too long for them.
@@ -157,7 +157,7 @@ def _attention_factor(factor: float, kept: Parameters) -> float:
     return (0.1 * up * log + 1) / (0.1 * down * log + 1) if up and down else 0.1 * log + 1
 
 
-def _with_settings(plain: Parameters, rope: Rope) -> Parameters:
+def _with_settings(plain: Parameters, rope: RopeSettings) -> Parameters:
     """Return the parameters with the theta and the original length that a stage sets."""
     return plain | ({_THETA: rope.theta} if rope.theta else {}) | ({_ORIGINAL: rope.original} if rope.original else {})
 
@@ -172,7 +172,7 @@ def _least_factor(original: int, length: int) -> float:
     return int(ratio) if ratio.is_integer() else ratio
 
 
-def _check_learned(kind: str, stage: Stage, known: int, number: int, *, random: bool) -> None:
+def _check_learned(kind: str, stage: StageSettings, known: int, number: int, *, random: bool) -> None:
     """Refuse a stage beyond a table of learned positions, and RoPE for a model without rotary positions."""
     if known and stage.length > known and not random:
         raise ConfigError(
@@ -183,7 +183,7 @@ def _check_learned(kind: str, stage: Stage, known: int, number: int, *, random: 
         raise ConfigError(f"stage {number} has rope, but {kind} has no rotary positions: leave it out")
 
 
-def _scaled_reach(rope: Rope, original: int, length: int, number: int) -> int | None:
+def _scaled_reach(rope: RopeSettings, original: int, length: int, number: int) -> int | None:
     """Return the number of positions that a scaling gives, None for kinds without one; refuse too small a factor."""
     # llama3's factor slows the lowest frequencies only, and no number of positions follows from it.
     if rope.factor is None or rope.kind in ("theta", "llama3") or not original:
@@ -196,13 +196,13 @@ def _scaled_reach(rope: Rope, original: int, length: int, number: int) -> int | 
     return round(original * rope.factor)
 
 
-def _change_rope(text: Any, rope: Rope, plain: dict[str, Parameters]) -> None:
+def _change_rope(text: Any, rope: RopeSettings, plain: dict[str, Parameters]) -> None:
     given = _rotary(text)
     changed = {kind: _scaled(text, given[kind], plain[kind], rope) for kind in given}
     text.rope_parameters = changed.get("", {**text.rope_parameters, **changed})
 
 
-def _check_readable(text: Any, rope: Rope, number: int) -> None:
+def _check_readable(text: Any, rope: RopeSettings, number: int) -> None:
     """Refuse a kind of RoPE with which the exported config could not be read again (Phi-3 refuses some kinds)."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -216,7 +216,7 @@ def _check_readable(text: Any, rope: Rope, number: int) -> None:
         ) from None
 
 
-def _scaled(text: Any, given: Parameters, plain: Parameters, rope: Rope) -> Parameters:
+def _scaled(text: Any, given: Parameters, plain: Parameters, rope: RopeSettings) -> Parameters:
     """Return the scaled parameters as transformers names them.
 
     A scaling replaces an earlier one. A partial rotation stays, and the model's own parameters of yarn stay with yarn.

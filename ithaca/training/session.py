@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ithaca.config.schema import Model, Run, Stage
+from ithaca.config.schema import ModelSettings, RunSettings, StageSettings
 from ithaca.data.prepared import Prepared
 from ithaca.data.rows.feed import Feed, open_feed
 from ithaca.mesh import Mesh, init_mesh
@@ -38,7 +38,7 @@ class Session:
     """One stage of a run on this rank. `tensors`: what a checkpoint holds, by name."""
 
     number: int
-    stage: Stage
+    stage: StageSettings
     mesh: Mesh
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -66,7 +66,7 @@ class Precision(NamedTuple):
     compute: torch.dtype | None
 
 
-def precision_of(run: Run, device: torch.device) -> Precision:
+def precision_of(run: RunSettings, device: torch.device) -> Precision:
     """Return the dtypes of a run whose `precision` may be "auto"."""
     name = run.precision
     if name == "auto":
@@ -77,14 +77,14 @@ def precision_of(run: Run, device: torch.device) -> Precision:
     return Precision(torch.bfloat16 if name == "bf16" else torch.float32, torch.bfloat16 if casts else None)
 
 
-def stage_config(model: Model, stages: Sequence[Stage], source: str) -> Any:
+def stage_config(model: ModelSettings, stages: Sequence[StageSettings], source: str) -> Any:
     """Return the model's config with the RoPE changes of `stages`, which end with the stage to build."""
     random = model.weights == "random" or model.name == "embedded"
     return apply_stages(read_config(source, model.config), stages, random=random)
 
 
 def build_session(
-    run: Run, number: int, source: str, prepared: Prepared, feed_state: dict[str, Any] | None, mesh: Mesh
+    run: RunSettings, number: int, source: str, prepared: Prepared, feed_state: dict[str, Any] | None, mesh: Mesh
 ) -> Session:
     """Build stage `number` with the weights in `source`, over which a checkpoint may be loaded.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.data.prepared import Prepared, changed_sources, prepare
 from ithaca.errors import CheckpointError, UnwrittenError
 from ithaca.mesh import Mesh
@@ -43,7 +43,7 @@ T = TypeVar("T")
 class RunContext:
     """Parts of a run that outlive its stages, on this rank. `mesh`: the run's first; each stage has its own."""
 
-    run: Run
+    run: RunSettings
     folder: RunFolder
     mesh: Mesh
     watch: Watch
@@ -52,7 +52,7 @@ class RunContext:
     journal: Journal
 
     @classmethod
-    def of(cls, run: Run, folder: RunFolder, mesh: Mesh, watch: Watch, display: Display) -> RunContext:
+    def of(cls, run: RunSettings, folder: RunFolder, mesh: Mesh, watch: Watch, display: Display) -> RunContext:
         kept = run.checkpoints
         checkpoints = Checkpoints(folder.checkpoints, kept.keep, mesh, kept.background)
         journal = Journal(folder.metrics, run.metrics, writes=mesh.rank == 0, run=run.model_dump(mode="json"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ithaca.attention.clock import Spans
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.errors import BadStepsError
 from ithaca.mesh import Mesh
 from ithaca.planning.machine.hardware import find_device
@@ -69,7 +69,7 @@ class StepResult:
 class StepLog:
     """The record of one stage's steps in metrics, on the display and in warnings."""
 
-    def __init__(self, run: Run, session: Session, journal: Journal, display: Display) -> None:
+    def __init__(self, run: RunSettings, session: Session, journal: Journal, display: Display) -> None:
         self.run, self.session, self.journal, self.display = run, session, journal, display
         self.peak = _device_peak(session.mesh)
         self.held = held_bytes(session.model, session.optimizer)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.data.sources.own_files import refuse_own_files
 from ithaca.errors import CheckpointError, UnwrittenError
 from ithaca.memory.release import release
@@ -49,7 +49,7 @@ class RunResult:
     interrupted: bool = False
 
 
-def train(run: Run, *, restart: bool = False) -> RunResult:
+def train(run: RunSettings, *, restart: bool = False) -> RunResult:
     """Train until the last stage is done or a signal stops the run; every rank calls this.
 
     `restart`: begin at step 1 where there are checkpoints and none is whole.

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.cli.train import ending
+from ithaca.cli.train import describe_end
 from ithaca.report.loss_picture import draw_loss
-from ithaca.state.checkpoint.dcp import Saved
+from ithaca.state.checkpoint.dcp import SavedTensors
 from ithaca.training.run.progress import RunProgress
 from ithaca.training.run.run_folder import RunFolder
 from ithaca.training.trainer import RunResult
@@ -46,7 +46,7 @@ def silent_run(folder: Path, name: str, **more: Any) -> Any:
 
 
 def state(root: Path, step: int) -> dict[str, torch.Tensor]:
-    saved = Saved(root / "checkpoints" / f"step-{step:08d}")
+    saved = SavedTensors(root / "checkpoints" / f"step-{step:08d}")
     return {key: saved.whole(key) for key in saved.tensors}
 
 
@@ -71,7 +71,7 @@ def test_silent_step_is_not_taken_and_has_no_loss(tmp_path: Path, world: int) ->
     folder = RunFolder(Path(run.output))
     draw_loss(folder.metrics, folder.picture)
     last = [line["loss"] for line in steps if line["loss"] is not None]
-    lines = ending(RunResult(folder.root, got["progress"], True), 1.0)
+    lines = describe_end(RunResult(folder.root, got["progress"], True), 1.0)
     assert f"loss {last[0]:.3f} -> {last[-1]:.3f}; {len(silent)} steps not taken for nothing to learn" in lines
     assert sum("no token of its rows is learned" in line for line in got["said"]) == 1
 

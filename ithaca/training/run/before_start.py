@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.errors import ConfigError, IthacaError
 from ithaca.models.files.export_folder import mark_of, read_mark
 from ithaca.state.checkpoint.manifest import listed, read_facts
@@ -17,7 +17,7 @@ from ithaca.training.run.progress import RunProgress, read_progress
 from ithaca.training.run.run_folder import RunFolder
 
 
-def check_folder(run: Run) -> str | None:
+def check_folder(run: RunSettings) -> str | None:
     """Refuse a folder of another run; return the message for a run that has ended, None for any other run."""
     folder = RunFolder(Path(run.output))
     above = next(path for path in (folder.root, *folder.root.absolute().parents) if path.exists())
@@ -46,7 +46,7 @@ def _progress_of(path: Path) -> RunProgress | None:
         return None
 
 
-def _has_model(run: Run, folder: RunFolder, checkpoint: Path) -> bool:
+def _has_model(run: RunSettings, folder: RunFolder, checkpoint: Path) -> bool:
     """True if the last stage's model was exported from `checkpoint`."""
     model = folder.stage(len(run.stages) - 1, run.stages[-1].length)
     try:
@@ -55,7 +55,7 @@ def _has_model(run: Run, folder: RunFolder, checkpoint: Path) -> bool:
         return False
 
 
-def _describe_end(run: Run, folder: RunFolder, progress: RunProgress) -> str:
+def _describe_end(run: RunSettings, folder: RunFolder, progress: RunProgress) -> str:
     number, stage = len(run.stages) - 1, run.stages[-1]
     name, longer = ("steps", 2 * stage.count) if stage.tokens is None else ("tokens", 2 * stage.tokens)
     return (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaca.config.schema import Run, Stage
+from ithaca.config.schema import RunSettings, StageSettings
 from ithaca.errors import ConfigError
 from ithaca.training.run.progress import RunProgress
 from ithaca.training.schedule import rate_at
@@ -45,7 +45,7 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
-def changed_settings(before: Run, now: Run) -> list[ChangedSetting]:
+def changed_settings(before: RunSettings, now: RunSettings) -> list[ChangedSetting]:
     """Return every setting in which two runs differ; a stage that only one of the runs has is one setting."""
     old, new = (run.model_dump(mode="json") for run in (before, now))
     found = [change for key in old if key != "stages" for change in _in_section(key, old[key], new[key])]
@@ -61,7 +61,7 @@ def _in_section(key: str, old: Any, new: Any) -> list[ChangedSetting]:
     return [ChangedSetting(key, old, new)] if old != new else []
 
 
-def refused_changes(before: Run, now: Run, begun: int) -> list[ChangedSetting]:
+def refused_changes(before: RunSettings, now: RunSettings, begun: int) -> list[ChangedSetting]:
     """Return the changes that a resumed run refuses; `begun`: number of stages that have taken steps."""
     return [change for change in changed_settings(before, now) if not _may_change(change.name, begun)]
 
@@ -74,7 +74,7 @@ def _may_change(name: str, begun: int) -> bool:
     return int(number) >= begun or field in _FREE_IN_STAGE
 
 
-def resumed_progress(progress: RunProgress, run: Run, ended: Sequence[int] | None = None) -> RunProgress:
+def resumed_progress(progress: RunProgress, run: RunSettings, ended: Sequence[int] | None = None) -> RunProgress:
     """Return the progress in stages whose number of steps may have changed; ConfigError if a change is impossible.
 
     A stage that had ended and has more steps now is open again, unless the next stage has begun. `ended`: the steps
@@ -109,7 +109,7 @@ def resumed_progress(progress: RunProgress, run: Run, ended: Sequence[int] | Non
     return progress
 
 
-def describe_rate_changes(before: Run, now: Run, progress: RunProgress) -> list[str]:
+def describe_rate_changes(before: RunSettings, now: RunSettings, progress: RunProgress) -> list[str]:
     """Return a warning for each changed setting of the learning-rate schedule; `progress`: from `resumed_progress`."""
     stages = min(len(before.stages), len(now.stages))
     warnings = []
@@ -123,7 +123,7 @@ def describe_rate_changes(before: Run, now: Run, progress: RunProgress) -> list[
     return warnings
 
 
-def _describe_rate(before: Sequence[Stage], now: Sequence[Stage], progress: RunProgress) -> str:
+def _describe_rate(before: Sequence[StageSettings], now: Sequence[StageSettings], progress: RunProgress) -> str:
     """Describe the learning rate from the next step to the end of the stage."""
     was = rate_at(before, progress.stage, progress.step - 1)
     stage = now[progress.stage]

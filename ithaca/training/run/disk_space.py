@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from ithaca.atomic import OVERHEAD, free_bytes
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.errors import CheckpointError
 from ithaca.quantities import show_bytes
 from ithaca.state.checkpoint.manifest import PINNED, listed
@@ -29,7 +29,7 @@ class PendingWrites:
     stages: int
 
     @classmethod
-    def of(cls, run: Run, progress: RunProgress, checkpoints: Path) -> PendingWrites:
+    def of(cls, run: RunSettings, progress: RunProgress, checkpoints: Path) -> PendingWrites:
         """Return the files that the run adds from `progress` on to the folder of its checkpoints."""
         there = sum(not (path / PINNED).exists() for path in listed(checkpoints))
         kept = min(run.checkpoints.keep, there + _count_saves(run, progress))
@@ -55,7 +55,7 @@ def model_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _count_saves(run: Run, progress: RunProgress) -> int:
+def _count_saves(run: RunSettings, progress: RunProgress) -> int:
     """Return the number of checkpoints yet to come, without those at the stages' ends."""
     count, total, done = 0, progress.total - progress.step, progress.step
     for stage in run.stages[progress.stage :]:

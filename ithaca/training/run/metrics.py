@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ithaca.config.schema import Metrics
+from ithaca.config.schema import MetricsSettings
 from ithaca.errors import ConfigError
 from ithaca.training.run.json_lines import JsonLines
 
@@ -29,7 +29,7 @@ class Journal:
     A thread writes the file, so that a slow disk delays no step and a full disk ends no run.
     """
 
-    def __init__(self, file: Path, settings: Metrics, *, writes: bool, run: Mapping[str, Any]) -> None:
+    def __init__(self, file: Path, settings: MetricsSettings, *, writes: bool, run: Mapping[str, Any]) -> None:
         self.file, self.writes = file, writes
         self.trackers = _trackers(settings, file.parent, run) if writes else []
         self._lines = JsonLines(file)
@@ -81,7 +81,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return numbers
 
 
-def _trackers(settings: Metrics, folder: Path, run: Mapping[str, Any]) -> list[Any]:
+def _trackers(settings: MetricsSettings, folder: Path, run: Mapping[str, Any]) -> list[Any]:
     if not settings.trackers:
         return []
     from accelerate import PartialState, tracking

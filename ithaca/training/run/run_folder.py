@@ -19,9 +19,9 @@ from typing import IO
 
 from ithaca.atomic import part_of, replace_folder, write_whole
 from ithaca.config.overrides import read_yaml
-from ithaca.config.schema import Run, dump_run, read_run
+from ithaca.config.schema import RunSettings, dump_run, read_run
 from ithaca.errors import ConfigError
-from ithaca.models.files.export_folder import Mark, read_mark, write_mark
+from ithaca.models.files.export_folder import ExportMark, read_mark, write_mark
 from ithaca.state.checkpoint.manifest import listed
 from ithaca.training.run.changed_settings import describe_rate_changes, refused_changes
 from ithaca.training.run.progress import RunProgress
@@ -57,7 +57,7 @@ class RunFolder:
         """Return the folder for the model after stage `number` (from 0)."""
         return self.root / "stages" / f"{number + 1}-{length}"
 
-    def put(self, target: Path, write: Callable[[Path], object], mark: Mark) -> bool:
+    def put(self, target: Path, write: Callable[[Path], object], mark: ExportMark) -> bool:
         """Write a model whole or not at all; return False if the same model is there already.
 
         An earlier model of this run is replaced; anybody else's folder is refused.
@@ -80,7 +80,7 @@ class RunFolder:
         replace_folder(part, target, old)
         return True
 
-    def refuse_strangers(self, run: Run, progress: RunProgress, identity: str) -> None:
+    def refuse_strangers(self, run: RunSettings, progress: RunProgress, identity: str) -> None:
         """Refuse, before the first step, anybody else's folder where a stage's model would be written."""
         for number in range(progress.stage, len(run.stages)):
             target = self.stage(number, run.stages[number].length)
@@ -137,7 +137,7 @@ class RunFolder:
             ) from None
         return held
 
-    def refuse_another(self, run: Run, progress: RunProgress | None = None) -> None:
+    def refuse_another(self, run: RunSettings, progress: RunProgress | None = None) -> None:
         """Refuse a folder with checkpoints of another run. `progress`: None until known, and stages are not compared."""
         if not self.settings.exists() or not listed(self.checkpoints):
             return
@@ -149,11 +149,11 @@ class RunFolder:
                 f"{'it' if len(found) == 1 else 'them'} back, or set output=... to a new folder"
             )
 
-    def describe_rate_changes(self, run: Run, progress: RunProgress) -> list[str]:
+    def describe_rate_changes(self, run: RunSettings, progress: RunProgress) -> list[str]:
         """Return a warning for each setting that changes the learning rates which the stored settings would give."""
         return describe_rate_changes(self._read_settings(), run, progress) if self.settings.exists() else []
 
-    def _read_settings(self) -> Run:
+    def _read_settings(self) -> RunSettings:
         try:
             content = read_yaml(self.settings.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
@@ -165,6 +165,6 @@ class RunFolder:
                 "remove it to go on, or set output=... to a new folder"
             ) from None
 
-    def write_settings(self, run: Run) -> None:
+    def write_settings(self, run: RunSettings) -> None:
         """Write the resolved settings, whole or not at all."""
         write_whole(self.settings, dump_run(run))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.config.schema import Run, Stage, load_run, read_run
+from ithaca.config.schema import RunSettings, StageSettings, load_run, read_run
 from ithaca.errors import ConfigError, MeshError
 from ithaca.training.degrees import StageDegrees
 from ithaca.training.run.changed_settings import describe_rate_changes, refused_changes, resumed_progress
@@ -15,7 +15,7 @@ from ithaca.training.run.progress import RunProgress
 from ithaca.training.run.run_folder import RunFolder
 
 
-def held(folder: Path, run: Run, *, steps: bool = True) -> RunFolder:
+def held(folder: Path, run: RunSettings, *, steps: bool = True) -> RunFolder:
     """Make a folder with a run's settings and, if `steps`, a checkpoint."""
     found = RunFolder(folder)
     (found.checkpoints / ("step-00000005" if steps else ".step-00000005.part")).mkdir(parents=True)
@@ -32,14 +32,14 @@ def test_setting_before_first_checkpoint_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "seed: [", "sede: 3\n"])
 def test_unreadable_settings_are_named(tmp_path: Path, content: str) -> None:
-    folder = held(tmp_path, Run(seed=4))
+    folder = held(tmp_path, RunSettings(seed=4))
     folder.settings.write_text(content)
     with pytest.raises(ConfigError, match="remove it to go on"):
-        folder.refuse_another(Run(seed=4))
+        folder.refuse_another(RunSettings(seed=4))
 
 
 def test_killed_write_leaves_old_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = held(tmp_path, Run(seed=4))
+    folder = held(tmp_path, RunSettings(seed=4))
 
     write = Path.write_bytes
 
@@ -49,11 +49,11 @@ def test_killed_write_leaves_old_settings(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "write_bytes", cut_short)
     with pytest.raises(OSError, match="killed"):
-        folder.write_settings(Run(seed=4))
-    assert load_run(folder.settings) == Run(seed=4)
+        folder.write_settings(RunSettings(seed=4))
+    assert load_run(folder.settings) == RunSettings(seed=4)
 
 
-def other(**more: Any) -> Run:
+def other(**more: Any) -> RunSettings:
     stage = {"length": 64, "steps": 5, "lr": 1e-3} | more.pop("stage", {})
     return read_run({"stages": [stage], **more})
 
@@ -100,7 +100,8 @@ def test_refusal_names_all_changes_with_both_values(tmp_path: Path) -> None:
 def test_stage_not_begun_may_change() -> None:
     later = {"length": 128, "steps": 5}
     before, now = (
-        other().model_copy(update={"stages": [*other().stages, Stage(**later | more)]}) for more in ({}, {"batch": 4})
+        other().model_copy(update={"stages": [*other().stages, StageSettings(**later | more)]})
+        for more in ({}, {"batch": 4})
     )
     assert refused_changes(before, now, begun=1) == []
     assert [str(change) for change in refused_changes(before, now, begun=2)] == ["stages.1.batch was 1, is 4"]
@@ -126,7 +127,7 @@ def ended(progress: RunProgress) -> list[int] | None:
     return [5, 7][: progress.stage]
 
 
-def staged(*counts: int) -> Run:
+def staged(*counts: int) -> RunSettings:
     return read_run({"stages": [{"length": 64, "steps": count} for count in counts]})
 
 
