@@ -163,6 +163,7 @@ class Alone:
     def __init__(self, folder: Path, file: Path) -> None:
         from ithaca.config.schema import load_run
         from ithaca.data.prepared import prepare
+        from ithaca.mesh import init_mesh
         from ithaca.models.files.tokenizer import load_tokenizer
         from ithaca.training.session import build_session
 
@@ -170,7 +171,7 @@ class Alone:
         run, data = self.run, Path(self.run.output) / "data"
         tokenizer = load_tokenizer(run.model.name, None)
         prepared = prepare(run.data, tokenizer, validation=run.validation, seed=run.seed, folder=data)
-        self.session = build_session(run, 0, run.model.name, prepared, None, None)
+        self.session = build_session(run, 0, run.model.name, prepared, None, init_mesh())
         self.loop: Any = None
         self.parts = Parts(self.session.mesh.device)
 
@@ -213,8 +214,10 @@ class Alone:
         with Watch.of(session.mesh) as watch:
             if self.loop is None:
                 journal = Journal(self.folder / "metrics.jsonl", run.metrics, writes=True, run={})
-                self.loop = StageLoop(run, session, watch, journal, Display(shows=True, stages=1), lambda place: None)
-            assert self.loop.place.step == first
+                self.loop = StageLoop(
+                    run, session, watch, journal, Display(shows=True, stages=1), lambda progress: None
+                )
+            assert self.loop.progress.step == first
             self.loop.watch = watch
             take_off = watch.install(decoder_layers(base_model(session.model)))
             self.parts = Parts(device)
@@ -222,7 +225,7 @@ class Alone:
             began = time.perf_counter()
             with self.parts.clocking():
                 for _ in range(steps):
-                    self.loop._advance(self.loop.place)
+                    self.loop.advance()
             self.loop.settle()
             took = (time.perf_counter() - began) / steps
             take_off()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ithaca.launch.stopped import hearing
+from ithaca.launch.stopped import command_signals
 
 if TYPE_CHECKING:
     from ithaca.cli.verbs import app as app
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the `ithaca` command."""
     # Only a call from the process's own first file ends the process: tests call this function too.
-    with hearing(last=sys._getframe(1).f_globals.get("__name__") == "__main__"):
+    with command_signals(last=sys._getframe(1).f_globals.get("__name__") == "__main__"):
         from ithaca.cli.verbs import run
 
         run()

@@ -197,9 +197,9 @@ def with_one_stage(run: RunSettings, length: str, world: int, config: Any) -> Ru
     """Return the run with one stage of this length, of one row for each sequence group."""
     from ithaca.cli.plan_inputs import read_length
     from ithaca.config.schema import StageSettings
-    from ithaca.training.degrees import choose_sp
+    from ithaca.training.degrees import StageDegrees
 
     stage = StageSettings(length=read_length(length), steps=1, batch=world, sp=run.stages[-1].sp)
-    one = run.model_copy(update={"stages": [stage]})
-    groups = world // choose_sp(one, 0, world, config.get_text_config())
+    heads = int(config.get_text_config().num_attention_heads)
+    groups = world // StageDegrees(run.mesh, [stage], world, heads).sp(0)
     return run.model_copy(update={"stages": [stage.model_copy(update={"batch": groups})]})

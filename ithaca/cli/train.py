@@ -22,7 +22,7 @@ from ithaca.exit_codes import INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
     from ithaca.config.schema import RunSettings
-    from ithaca.training.trainer import Outcome
+    from ithaca.training.trainer import RunResult
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
     """Train a model on long sequences; without arguments, a small one made on the spot."""
     from ithaca.config.schema import dump_run, load_run
     from ithaca.launch.launcher import launch
-    from ithaca.training.run.before_start import look_ahead
+    from ithaca.training.run.before_start import check_folder
 
     # Everything that can be refused without ranks is refused here: ranks take many seconds to start.
     file, overrides = split_words(words)
@@ -56,7 +56,7 @@ def train(
         return
     check_paths(run)
     _check_dropout(run)
-    ended = look_ahead(run)
+    ended = check_folder(run)
     if ended is not None:
         # Under torchrun or srun every rank is here; rank 0 alone prints.
         if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
@@ -106,10 +106,11 @@ def _check_ranks(run: RunSettings, world: int, typed: Callable[[int], str | None
 
     `typed`: returns the option to type for another number of ranks.
     """
-    from ithaca.training.degrees import check_degrees
+    from ithaca.training.degrees import StageDegrees
 
     heads = _read_text_config(run).get("num_attention_heads")
-    check_degrees(run, world, heads if isinstance(heads, int) and heads > 0 else None, typed)
+    known = heads if isinstance(heads, int) and heads > 0 else None
+    StageDegrees(run.mesh, run.stages, world, known, typed).check()
 
 
 def _read_text_config(run: RunSettings) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def work(text: str, restart: bool = False) -> int:
     return 0
 
 
-def describe_end(outcome: Outcome, seconds: float) -> str:
+def describe_end(outcome: RunResult, seconds: float) -> str:
     """Return the last lines of a run: its losses, its files, and the commands to type next."""
     from ithaca.errors import DataError
     from ithaca.report.loss_picture import read_metrics
@@ -164,7 +165,7 @@ def describe_end(outcome: Outcome, seconds: float) -> str:
     last = sorted(folder.checkpoints.glob("step-*"))[-1]
     minutes = f"{seconds / 60:.1f} minutes" if seconds >= 100 else f"{seconds:.0f} seconds"
     lines: list[tuple[str, Any]] = [
-        ("model", f"{folder.model(outcome.place.stage)}  (loads in plain transformers)"),
+        ("model", f"{folder.model(outcome.progress.stage)}  (loads in plain transformers)"),
         ("checkpoint", last),
         ("metrics", folder.metrics),
         ("loss", folder.picture),
@@ -172,7 +173,7 @@ def describe_end(outcome: Outcome, seconds: float) -> str:
     ]
     existing = [(name, path) for name, path in lines if isinstance(path, str) or path.exists()]
     files = "\n".join(f"  {name:<12}{path}" for name, path in existing)
-    progress = outcome.place
+    progress = outcome.progress
     none = "no step had a loss" if steps else f"the losses of its steps are not in {folder.metrics}"
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else none
     skipped = ((progress.silent, "nothing to learn"), (progress.bad, "a loss or gradient that is not finite"))

@@ -20,7 +20,7 @@ from ithaca.cli.run_words import RunCommand
 from ithaca.cli.train import train
 from ithaca.cli.verify import verify
 from ithaca.errors import IthacaError
-from ithaca.launch.stopped import told_when_stopped
+from ithaca.launch.stopped import exit_when_stopped
 
 # In a narrower terminal typer's panels cut the names of options; click's plain pages break lines between words.
 _LEAST_COLUMNS = 80
@@ -35,7 +35,7 @@ app = typer.Typer(
 for verb in (models, plan, rehearse, verify, prepare, train, export, doctor):
     command_class = RunCommand if verb in (rehearse, verify, prepare, train) else None
     register = app.command(cls=command_class, epilog=EPILOGS[verb.__name__], short_help=verb.__doc__)
-    register(told_when_stopped(verb.__name__)(verb))
+    register(exit_when_stopped(verb.__name__)(verb))
 
 
 def _print_version(given: bool) -> None:

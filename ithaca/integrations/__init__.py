@@ -1,1 +1,1 @@
-"""Hugging Face's own loops (Trainer, SFTTrainer, Accelerator) over Ithaca: one argument, nothing else changed."""
+"""Sequence parallelism under Hugging Face's own loops (Trainer, SFTTrainer, Accelerator), by one argument."""

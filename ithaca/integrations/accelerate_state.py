@@ -1,7 +1,7 @@
-"""Checkpoints through accelerate's own FSDP2 functions, which Trainer and `save_state` call when they find a plugin.
+"""Checkpoints through accelerate's own FSDP2 functions, which Trainer and `save_state` call if they find a plugin.
 
-The state is written shard by shard (DCP), so that it can be resumed on another number of ranks. `save_model` writes the
-standard format besides: Trainer does that for full state dicts only, and asks by name.
+The state is written shard by shard (DCP), so that a run can be resumed on another number of ranks. `save_model` writes
+Hugging Face's format: Trainer does so only if the name of the state dict's type contains FULL_STATE_DICT.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ithaca.state.weights.whole_weight_methods import ShardedSavePretrained
 
 
 class ShardedAndWhole:
-    """Equal to SHARDED_STATE_DICT, for the functions that write a checkpoint; named so that `save_model` works too."""
+    """A type equal to SHARDED_STATE_DICT, for checkpoints, with both types in its name, for `save_model`."""
 
     def __eq__(self, other: object) -> bool:
         return other is StateDictType.SHARDED_STATE_DICT
@@ -34,7 +34,7 @@ class ShardedAndWhole:
 
 
 def checkpoint_plugin() -> Any:
-    """FSDP2, for those who ask the Accelerator how its weights are placed."""
+    """Return an FSDP2 plugin, by which Trainer and accelerate choose how to save and load."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     plugin.state_dict_type = ShardedAndWhole()
     return plugin
@@ -42,9 +42,9 @@ def checkpoint_plugin() -> Any:
 
 @dataclass(frozen=True)
 class WriteTogether:
-    """`model.save_pretrained` of a model whose weights may be spread over ranks: every rank calls it, rank 0 writes.
+    """`model.save_pretrained` of sharded weights: every rank calls the method, rank 0 writes.
 
-    `inside`: the model is the one that an adapter's wraps.
+    `inside`: True for the model that a PEFT model wraps.
     """
 
     model: nn.Module
@@ -61,10 +61,10 @@ class WriteTogether:
 
 
 def save_together(model: nn.Module) -> None:
-    """Let `save_pretrained` of a parallelized model, and of the one that an adapter's wraps, write over all ranks."""
+    """Let `save_pretrained` of a parallelized model, and of the model inside a PEFT model, write over all ranks."""
     handle = handle_of(model)
     assert handle is not None
-    # An adapter that is merged leaves the model inside, which is saved as any other.
+    # After `merge_and_unload` the model inside is saved like any other.
     for saved in dict.fromkeys((model, base_model(model))):
         save: Any = saved.save_pretrained
         if not isinstance(save, ShardedSavePretrained):

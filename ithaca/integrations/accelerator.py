@@ -1,8 +1,14 @@
 """An Accelerator whose processes are sequence groups.
 
-`adopt` gives one Accelerator instance a class of its own, the one it had with `UlyssesMethods` before it; no class is
-changed. What its callers see: `num_processes` data-parallel processes, loaders that hand a group's ranks the same rows,
-gathers that count a group once, and weights that are FSDP2's.
+                     rank 0        rank 1        rank 2        rank 3          sp_size=2 over 4 ranks
+    tokens of row    A[0:S/2]      A[S/2:S]      B[0:S/2]      B[S/2:S]
+    process_index    0             0             1             1               num_processes 2
+    loader gives     row A         row A         row B         row B           whole rows; hooks shard them
+    gather takes     yes           -             yes           -               a group counts once
+    weights          1/4           1/4           1/4           1/4             FSDP2 over all ranks
+
+`adopt` replaces the class of one Accelerator instance by a subclass with `UlyssesMethods` before its own class; no class
+is patched.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from ithaca.state.weights.same_start import differing_of, digest
 
 
 def adopt(accelerator: Any, mesh: Mesh, settings: Settings) -> None:
-    """Make this Accelerator one of sequence groups; refuse by name what cannot stand beside that."""
+    """Make the processes of this Accelerator sequence groups; refuse settings that cannot be combined with that."""
     _refuse(accelerator, mesh)
     bf16 = accelerator.mixed_precision == "bf16"
     accelerator.ulysses = Preparation(mesh, settings, torch.bfloat16 if bf16 else None)
@@ -65,7 +71,7 @@ def _refuse(accelerator: Any, mesh: Mesh) -> None:
 
 
 class UlyssesMethods:
-    """What differs from accelerate's own; stands before Accelerator in the order of classes."""
+    """Methods and properties that replace accelerate's own, as the first base class."""
 
     ulysses: Preparation
     state: Any
@@ -76,17 +82,17 @@ class UlyssesMethods:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether the parameters are FSDP2's; on one process in its own precision there is nothing to shard."""
+        """True if the parameters are FSDP2's, which one process without mixed precision does not need."""
         return self.ulysses.mesh.world > 1 or self.ulysses.compute_dtype is not None
 
     @property
     def num_processes(self) -> int:
-        """Data-parallel processes: what a loss over all tokens is multiplied by, and batches are shared out among."""
+        """Number of sequence groups, over which loaders divide batches and by which Trainer multiplies its loss."""
         return self.ulysses.mesh.dp
 
     @property
     def process_index(self) -> int:
-        """The sequence group's number among `num_processes`: a sampler of the two gives a group's ranks the same rows."""
+        """Number of this rank's sequence group, so that a sampler gives all ranks of a group the same rows."""
         return self.ulysses.mesh.dp_rank
 
     @property
@@ -103,13 +109,13 @@ class UlyssesMethods:
 
     @property
     def dispatch_batches(self) -> bool:
-        """Every rank reads for itself: one reader that hands out slices would give a group's ranks different rows."""
+        """False: with one reader that hands out slices, ranks of a group would get different rows."""
         if self.dataloader_config.dispatch_batches:
             raise UnsupportedError("dispatch_batches=True hands ranks of one sequence different rows: leave it unset")
         return False
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Models first, since optimizers follow their parameters; schedulers last."""
+        """Prepare models first, since an optimizer takes their sharded parameters; schedulers last."""
         upper: Any = super()
         places: list[Any] = [None] * len(args) if device_placement is None else device_placement
         done: dict[int, Any] = {}
@@ -137,7 +143,7 @@ class UlyssesMethods:
         upper: Any = super()
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             self.ulysses.optimizer(optimizer)
-        # Its state is where its parameters are; accelerate would load it once more to move it.
+        # The state is on its parameters' device already; accelerate would load the state again to move it.
         return upper.prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -154,7 +160,7 @@ class UlyssesMethods:
             return upper.prepare_data_loader(data_loader, device_placement, **kwargs)
         self._share_order(data_loader)
         collate = data_loader.collate_fn
-        # accelerate makes a loader of its own from what it finds on this one, which then is as it was.
+        # accelerate makes a new loader from this loader's attributes; this loader stays as it was.
         data_loader.collate_fn = LearnedOnly(collate)
         try:
             return upper.prepare_data_loader(data_loader, device_placement, **kwargs)
@@ -162,12 +168,12 @@ class UlyssesMethods:
             data_loader.collate_fn = collate
 
     def _prepare_device_mesh(self) -> None:
-        """None: with the ranks' mesh a loader would divide `process_index` by the ranks of a group once more."""
+        """Return no mesh: with a mesh a loader would divide `process_index` by the ranks of a group again."""
 
     def _share_order(self, loader: DataLoader[Any]) -> None:
-        """One shuffle for all: with a single data-parallel process accelerate sees nobody to share it with.
+        """Seed a loader's shuffle equally on all ranks; accelerate does not for a single data-parallel process.
 
-        Ranks that were seeded alike draw one order without it, which is also the order of one process.
+        Ranks with equal seeds draw the same order as one process already, and keep it.
         """
         sampler = None if isinstance(loader.dataset, IterableDataset) else get_sampler(loader)
         if getattr(sampler, "generator", 0) is not None or self.use_seedable_sampler:
@@ -181,7 +187,7 @@ class UlyssesMethods:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Between sequence groups; accelerate's own would split between ranks."""
+        """Split inputs between sequence groups, where accelerate's own method splits between ranks."""
         groups = SimpleNamespace(
             num_processes=self.num_processes, process_index=self.process_index, device=self.ulysses.mesh.device
         )
@@ -189,7 +195,7 @@ class UlyssesMethods:
             yield mine
 
     def gather(self, tensor: Any) -> Any:
-        """From one rank of every group: all of its ranks hold the same."""
+        """Gather from the first rank of every group, since all ranks of a group hold the same."""
         upper: Any = super()
         mesh, tensor = self.ulysses.mesh, tree_map(value_of, tensor)
         return upper.gather(tensor) if mesh.shards == 1 else _first_of_groups(upper.gather(tensor), mesh)
@@ -207,7 +213,7 @@ class UlyssesMethods:
         return upper.reduce(tensor if mine else _zeroed(tensor), reduction, scale)
 
     def check_trigger(self) -> bool:
-        """Any rank may have set it, not only the one that speaks for its group."""
+        """Check the flag of every rank; `num_processes` would count the groups only."""
         upper: Any = super()
         flag = torch.tensor(0, device=self.ulysses.mesh.device) if self.flag_tensor is None else self.flag_tensor
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -219,7 +225,7 @@ class UlyssesMethods:
         return upper.pad_across_processes(tree_map(value_of, tensor), dim, pad_index, pad_first)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As ever; where memory runs out, with what held it."""
+        """Run backward; an out-of-memory error gets the memory by kind."""
         upper: Any = super()
         handle = handle_of(self._models[-1]) if self._models else None
         with nullcontext() if handle is None else handle.accounting(), naming_sharded_weights():
@@ -234,12 +240,12 @@ class UlyssesMethods:
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients are summed over ranks every time: kept whole in between, they would take a model's size a rank."""
+        """Keep on reducing gradients: unreduced gradients would take the whole model's size on each rank."""
         yield
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """Steps once for every data-parallel process; accelerate's own would, for every rank."""
+    """A scheduler that steps once for every sequence group, where accelerate's own steps for every rank."""
 
     groups: int
 
@@ -257,14 +263,14 @@ class GroupScheduler(AcceleratedScheduler):
 def _first_of_groups(gathered: Any, mesh: Mesh) -> Any:
     if isinstance(gathered, Tensor):
         return gathered.unflatten(0, (mesh.world, -1))[:: mesh.shards].flatten(0, 1)
-    return _mapped(gathered, lambda part: _first_of_groups(part, mesh))
+    return _map_nested(gathered, lambda part: _first_of_groups(part, mesh))
 
 
 def _zeroed(nested: Any) -> Any:
-    return torch.zeros_like(nested) if isinstance(nested, Tensor) else _mapped(nested, _zeroed)
+    return torch.zeros_like(nested) if isinstance(nested, Tensor) else _map_nested(nested, _zeroed)
 
 
-def _mapped(nested: Any, change: Any) -> Any:
+def _map_nested(nested: Any, change: Any) -> Any:
     if isinstance(nested, dict):
         return type(nested)({key: change(value) for key, value in nested.items()})
     if isinstance(nested, list | tuple):

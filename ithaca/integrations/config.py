@@ -1,8 +1,9 @@
-"""`UlyssesConfig`: the one argument. A `ParallelismConfig` that shows one process where there is a sequence group.
+"""`UlyssesConfig`: the one argument of Trainer, SFTTrainer and Accelerator.
 
-To accelerate, Trainer and TRL a sequence group is one data-parallel process: all sizes they read here are 1, so that
-they cut no batch, scale no loss and count no token for the ranks inside a group. What the user asked for is in
-`settings`; `_validate_accelerator`, which accelerate calls on every Accelerator it makes, puts it into force.
+A sequence group is one data-parallel process to accelerate, Trainer and TRL: all sizes that they read in this
+`ParallelismConfig` are 1, so that they shard no batch, scale no loss and count no token for the ranks inside a group.
+The user's sizes are in `settings`. accelerate calls `_validate_accelerator` on every Accelerator that it makes, and the
+settings are applied there.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class UlyssesConfig(ParallelismConfig):
 
     @classmethod
     def from_accelerate(cls, config: ParallelismConfig, **options: Any) -> UlyssesConfig:
-        """From the `ParallelismConfig` that Hugging Face's DeepSpeed recipe shows; `options` as in `UlyssesConfig`."""
+        """Return the config for the `ParallelismConfig` of Hugging Face's DeepSpeed recipe; `options` as in `UlyssesConfig`."""
         check_kind("config", config, ParallelismConfig, "pass accelerate's ParallelismConfig(sp_size=...)")
         for name in ("tp", "cp"):
             size = getattr(config, f"{name}_size") or 1
@@ -113,7 +114,7 @@ class UlyssesConfig(ParallelismConfig):
         return cls(config.sp_size, sp_handler=handler, dp_size=dp if dp > 1 else None, **options)
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """The ranks as accelerate's loaders know them: `cp` ranks get the same rows, `dp_shard` ranks others."""
+        """Return the ranks by accelerate's axes: its loaders give all ranks of `cp` the same rows."""
         if self.mesh is None:
             own = self.settings
             self.mesh = init_mesh(own.sp_size, dp=own.dp_size, ring=own.ring_size, device=device_type)
@@ -122,7 +123,7 @@ class UlyssesConfig(ParallelismConfig):
         return self.device_mesh
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Called by accelerate in the middle of `Accelerator.__init__`."""
+        """Apply the settings; accelerate calls this in the middle of `Accelerator.__init__`."""
         check_versions(allow_untested=self.settings.allow_untested)
         self.get_device_mesh(accelerator.device.type)
         assert self.mesh is not None
@@ -134,21 +135,21 @@ class UlyssesConfig(ParallelismConfig):
         adopt(accelerator, self.mesh, self.settings)
 
     def to_json(self) -> UlyssesRecord:
-        """For logs and `to_dict`; what comes back can stand in for this config, as TRL's conversion of arguments needs."""
+        """Return a record for logs and `to_dict`, which can replace this config where TRL converts arguments."""
         return UlyssesRecord(self)
 
     def __repr__(self) -> str:
         return f"UlyssesConfig({self.settings.summary()})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Trainer pickles its arguments beside the model; process groups stay behind."""
+        """Return the state without process groups, since Trainer pickles its arguments beside the model."""
         return {**self.__dict__, "mesh": None, "device_mesh": None}
 
 
 class UlyssesRecord(dict[str, Any]):
-    """The settings as plain JSON, with the config itself behind every attribute.
+    """The settings as plain JSON, with the attributes of the config itself.
 
-    `SFTTrainer(args=TrainingArguments(...))` rebuilds its arguments from `to_dict()`: a plain dict would get lost there.
+    `SFTTrainer(args=TrainingArguments(...))` rebuilds its arguments from `to_dict()`, and needs more than a plain dict.
     """
 
     def __init__(self, config: UlyssesConfig) -> None:

@@ -1,12 +1,12 @@
-"""Hugging Face's names for attention implementations, and the kernels of ours that do the same work."""
+"""Kernels for Hugging Face's names of attention implementations."""
 
 from __future__ import annotations
 
 from ithaca.attention.kernels import KERNELS
 from ithaca.errors import UnsupportedError
 
-# "sdpa" and "eager" leave the choice open: "auto" takes the fastest kernel this device has. torch's own flash
-# kernel is FlashAttention-2.
+# "sdpa" and "eager" leave the choice open, and "auto" takes the device's fastest kernel. torch's own flash kernel is
+# FlashAttention-2.
 _KERNELS = {
     "sdpa": "auto",
     "eager": "auto",
@@ -19,7 +19,7 @@ _HUB = {"flash-attn2": "flash", "flash-attn3": "flash_attn_3"}
 
 
 def kernel_for(attention: str) -> str:
-    """The kernel for an `attn_implementation` or `sp_attn_implementation`; kernels' own names pass as they are."""
+    """Return the kernel for an `attn_implementation` or `sp_attn_implementation`; a kernel's name is returned as is."""
     if attention in _KERNELS:
         return _KERNELS[attention]
     if attention in KERNELS:

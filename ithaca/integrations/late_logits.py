@@ -1,11 +1,11 @@
-"""Logits of whole sequences that are made when they are read: `output.logits` beside a loss costs nothing until then.
+"""Logits of whole sequences, computed when they are read: `output.logits` beside a loss costs nothing until then.
 
     out = model(**batch)          # with labels: head and loss in tiles, no logits
-    out.loss                      # reads no logits
-    out.logits.argmax(-1)         # reads them: the model runs once more without labels, on all ranks of the group
-    out = model(**batch)          # the call before was read, so this one makes loss and logits in one pass
+    out.loss                      # computes no logits
+    out.logits.argmax(-1)         # the model runs once more without labels, on all ranks of the group
+    out = model(**batch)          # logits of the call before were read, so this call computes both in one pass
 
-Reading is a collective call, as a forward is: every rank of a sequence group reads, or none does.
+Reading logits is a collective call, as a forward is: every rank of a sequence group reads them, or no rank does.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_map
 
 @dataclass(slots=True)
 class Reading:
-    """True once the logits of one call were read; outlives them, so that the next call knows."""
+    """A flag: True once the logits of a call were read. The next call with labels looks at the flag."""
 
     done: bool = False
 
 
 class LazyLogits(Tensor):
-    """A tensor that is computed by the first operation on it, and by nothing else.
+    """A tensor that the first operation on it computes.
 
-    `isinstance` and passing it on are free; every operation, `shape` and `detach` included, is done on the value.
+    `isinstance` and passing the tensor on are free; every operation, `shape` and `detach` included, is done on the value.
     """
 
     _fetch: Callable[[], Tensor] | None
@@ -51,7 +51,7 @@ class LazyLogits(Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        # Tensor's own takes no arguments.
+        # Tensor.__init__ takes no arguments.
         super().__init__()
 
     @classmethod
@@ -65,10 +65,10 @@ class LazyLogits(Tensor):
 
 
 def value_of(thing: Any) -> Any:
-    """The tensor that stands behind lazy logits, computed at the first call; anything else as it is."""
+    """Return the value of lazy logits, computed at the first call; anything else as it is."""
     if not isinstance(thing, LazyLogits):
         return thing
-    # Past `__torch_function__`, which would ask for the value again.
+    # Attributes by `__dict__`: an attribute of the tensor would go through `__torch_function__`, and recurse.
     own = thing.__dict__
     if own["_value"] is None:
         own["_reading"].done = True
@@ -78,7 +78,7 @@ def value_of(thing: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The generators as they stood before a call, so that the call can be made again with the same dropout."""
+    """The states of the random generators before a call, so that the call can be repeated with the same dropout."""
 
     host: Tensor
     device: Tensor | None
@@ -90,7 +90,7 @@ class RandomState:
 
     @contextmanager
     def again(self, device: torch.device) -> Any:
-        """Inside, random numbers are drawn from this state; afterwards the generators stand where they stood."""
+        """Draw random numbers from this state inside; restore the generators afterwards."""
         after = RandomState.now(device)
         self._set(device)
         try:

@@ -1,17 +1,19 @@
-"""A parallelized model that is called like any other: whole batches in, the loss or the whole logits out.
+"""Hooks on a parallelized model, which is then called like any other: whole batches in, loss or whole logits out.
 
-A hook before the model's own pads, cuts and compares notes with the other ranks; a hook after it mends the output.
+    enter     whole batch ── shard ── agreement of all ranks ── this rank's shard ──> model.forward
+    leave     loss over all ranks, or logits [B, L, V] gathered to [B, S, V]  <──────────────┘
+
 Three kinds of call:
 
-    labels          `loss`; beside it `logits` of whole sequences, made when they are read (see logits.py)
-    no labels       `logits` [B, S, V] of whole sequences, for losses of the caller's own (label smoothing and the like)
+    labels          `loss`, and `logits` of whole sequences, computed when they are read (`late_logits.py`)
+    no labels       `logits` [B, S, V] of whole sequences, for a caller's own loss, such as label smoothing
     fused_lm_head   TRL's: log-probabilities, entropies and so on of whole sequences, one number a token
 
-Whole logits are transformers' own at padding too, where tokens attend though no loss of labels sees them.
+Whole logits equal transformers' at padding too, where tokens attend although no loss uses them.
 
-The loss divides by `num_items_in_batch` if that is given, which is the contract of Trainer: the caller multiplies by
-the number of data-parallel processes, and gradients are averaged over those. Without it, it is the token mean over all
-ranks' batches, the same number on every rank.
+The loss is divided by `num_items_in_batch` if given, which is the contract of Trainer: the caller multiplies by the
+number of data-parallel processes, over which gradients are averaged. Otherwise the loss is the token mean over all
+ranks' batches, equal on every rank.
 """
 
 from __future__ import annotations
@@ -46,16 +48,19 @@ _ITEMS = "num_items_in_batch"
 _ROUTERS = "output_router_logits"
 _LABELS = ("labels", "shift_labels")
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
-# What a caller may pass that asks for something a sharded pass does not give.
+# Arguments that request what a sharded pass does not return.
 _NOT_GIVEN = ("output_hidden_states", "output_attentions", "past_key_values", "cache_position")
-_ASKED = ("output_hidden_states", "output_attentions")
-# A call for the loss alone (Trainer with Liger), which is what is given anyway.
+_CONFIG_OUTPUTS = ("output_hidden_states", "output_attentions")
+# Trainer with Liger requests the loss alone, which is computed without logits anyway.
 _DROPPED = ("skip_logits",)
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call in flight, between the two hooks."""
+    """One call between the two hooks. `targets`: on all ranks. `items`: the given `num_items_in_batch`.
+
+    `random`: state of the generators before the call, if logits that are read later need the same dropout.
+    """
 
     shard: Shard
     kind: str
@@ -69,14 +74,14 @@ class Call:
 
 @dataclass(eq=False)
 class WholeBatches:
-    """The two hooks on one model, and the call between them."""
+    """The two hooks on one model, and the call in flight. `whole_logits`, `length`: of `Settings`."""
 
     model: nn.Module
     binding: Binding
     whole_logits: bool = False
     length: int | None = None
     call: Call | None = None
-    # Of the last call with labels in training, and of the last one in evaluation.
+    # Flags of the last call with labels in training (True), and in evaluation (False).
     readings: dict[bool, Reading] = field(default_factory=dict)
 
     @property
@@ -84,12 +89,11 @@ class WholeBatches:
         return self.binding.mesh
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before everything else: a whole batch becomes this rank's shard of it."""
+        """Replace a whole batch by this rank's shard, before the model's other hooks."""
         if not self.binding.sharded or LAYOUT in kwargs:
             return None
         kwargs = self._named(args) | kwargs
-        _refuse(kwargs)
-        _refuse_asked(self.binding.model.config, kwargs)
+        _refuse_outputs(kwargs, self.binding.model.config)
         fused, items = bool(kwargs.pop(FUSED, False)), kwargs.pop(_ITEMS, None)
         batch = named_once({key: value for key, value in kwargs.items() if key not in _DROPPED})
         learned = any(batch.get(name) is not None for name in _LABELS)
@@ -102,14 +106,14 @@ class WholeBatches:
         (targets,) = agree(self.mesh, [replace(cut, error=error)], self.model)
         assert shard is not None
         kind = self._kind(learned, fused)
-        # What is drawn again is drawn where the call was made: a model in evaluation draws nothing.
+        # A model in evaluation draws no random numbers.
         random = RandomState.now(self.mesh.device) if kind == "loss" and self.model.training else None
         routers = batch.get(_ROUTERS)
         self.call = Call(shard, kind, targets, items, routers, batch, torch.is_grad_enabled(), random)
         return (), self._inputs(self.call)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """After everything else; `output` is None where the forward raised."""
+        """Replace the output, after the model's other hooks; `output` is None if forward raised."""
         call, self.call = self.call, None
         if call is None or output is None:
             return None
@@ -128,13 +132,13 @@ class WholeBatches:
         return LazyLogits(shape, model.dtype, self.mesh.device, fetch, reading)
 
     def _whole(self, call: Call, local_BLV: Tensor) -> Tensor:
-        """Logits [B, S, V], in the weights' own precision as accelerate's mixed precision gives them."""
+        """Return logits [B, S, V] in the weights' dtype, as accelerate's mixed precision does."""
         with torch.set_grad_enabled(call.grad):
             whole = whole_tokens(local_BLV, self.mesh, call.shard.layout)
             return whole.to(torch.promote_types(whole.dtype, self.binding.model.dtype))
 
     def _logits_again(self, call: Call) -> Tensor:
-        """The logits of a call that made a loss alone: the same call once more, without labels."""
+        """Repeat a call without labels, and return its logits."""
         batch = {key: value for key, value in call.batch.items() if key not in (*_LABELS, _ROUTERS)}
         drawn = nullcontext() if call.random is None else call.random.again(self.mesh.device)
         with torch.set_grad_enabled(call.grad), drawn:
@@ -155,12 +159,12 @@ class WholeBatches:
             return self._fused_inputs(call)
         if call.kind == "loss":
             return loss_inputs(self.binding, call.shard)
-        # Router logits of a pass that gives no loss are for nobody.
+        # Router logits are needed for a loss only.
         inputs = {key: value for key, value in call.shard.inputs.items() if key != _ROUTERS or call.kind == "both"}
         return inputs | {LAYOUT: replace(call.shard.layout, padding=self._padding())}
 
     def _padding(self) -> Padding:
-        """What padding's queries get under the attention that the model had in transformers."""
+        """Return the output of padding's queries under the attention that the model had in transformers."""
         name = self.binding.original_attention
         if name == "eager":
             return "averaged"
@@ -187,7 +191,7 @@ class WholeBatches:
         for name in _PER_TOKEN:
             value = getattr(output, name, None)
             if value is not None:
-                # TRL's own have no place for the last token, which has no successor.
+                # TRL has no value for the last token, which has no successor.
                 output[name] = whole_tokens(value, self.mesh, layout)[:, : max(layout.length - 1, 1)]
         output["loss"] = -output.log_probs.sum() / _divisor(
             output.label_mask.sum() if call.items is None else call.items
@@ -197,7 +201,7 @@ class WholeBatches:
         return output
 
     def _fused_auxiliary(self, call: Call) -> Tensor:
-        """TRL weighs the loss by its own coefficient, so ours comes out of it again."""
+        """Return the auxiliary loss without its coefficient, since TRL multiplies by its own."""
         model = self.binding.model
         coefficient = float(model.config.get_text_config().router_aux_loss_coef)
         term = auxiliary_loss(model, self.binding.router_logits, call.shard.real, self.mesh) / coefficient
@@ -219,14 +223,15 @@ class WholeBatches:
 
 
 def take_whole_batches(model: nn.Module, *, whole_logits: bool = False, length: int | None = None) -> None:
-    """Put the hooks on a parallelized model: before all hooks it has, and after them."""
+    """Put the hooks on a parallelized model, around all hooks that it has."""
     binding = binding_of(model)
     hooks = WholeBatches(model, binding, whole_logits, length)
     binding.handle.add(model.register_forward_pre_hook(hooks.enter, prepend=True, with_kwargs=True))
     binding.handle.add(model.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True))
 
 
-def _refuse(kwargs: Mapping[str, Any]) -> None:
+def _refuse_outputs(kwargs: Mapping[str, Any], config: Any) -> None:
+    """Refuse outputs that a sharded pass does not return, requested by the call or by the model's config."""
     for name in _NOT_GIVEN:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise UnsupportedError(
@@ -238,11 +243,7 @@ def _refuse(kwargs: Mapping[str, Any]) -> None:
     keep = kwargs.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         raise UnsupportedError("logits_to_keep counts tokens of a whole row, a rank has a part of it: leave it out")
-
-
-def _refuse_asked(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """What the model's config asks for beside the logits, where the call does not say otherwise."""
-    for name in _ASKED:
+    for name in _CONFIG_OUTPUTS:
         if getattr(config, name, False) and kwargs.get(name) is None:
             raise UnsupportedError(
                 f"{name}=True in the model's config: a model split over ranks does not give them; set "
@@ -251,7 +252,7 @@ def _refuse_asked(config: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _miscounted(batch: Mapping[str, Any], shard: Shard | None) -> Exception | None:
-    """`num_items_in_batch` was counted from the labels, before anybody asked which of them are targets."""
+    """Return the error of a `num_items_in_batch` that counts labels which are no target; None if it is right."""
     labels = batch.get("labels")
     if shard is None or labels is None or batch.get("shift_labels") is not None:
         return None

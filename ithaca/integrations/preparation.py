@@ -1,4 +1,4 @@
-"""From the model and the optimizer a user hands to `prepare` to those that train: in order, what happens to them."""
+"""Steps by which `prepare` turns a user's model and optimizer into sharded ones, in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("ithaca")
 
 @dataclass(eq=False)
 class Preparation:
-    """What one Accelerator does to models and optimizers. `moved`: a parameter before sharding -> after."""
+    """The models and optimizers of one Accelerator. `moved`: each parameter before sharding, to the one after."""
 
     mesh: Mesh
     settings: Settings
@@ -38,10 +38,17 @@ class Preparation:
     moved: MutableMapping[Any, nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Parallelized, and taking whole batches; one that is so already passes as it is."""
+        """Parallelize a model and let it take whole batches; a parallelized model is returned as it is."""
         base = base_model(model)
-        self._map_checkpointing(model, base)
-        _refuse(base)
+        if self.settings.memory is not None and is_checkpointing(base):
+            # `gradient_checkpointing=True` is to save memory, which the memory plan does with less recomputation.
+            getattr(base, checkpointing_off(base))()
+            if self.mesh.rank == 0:
+                logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")
+        if getattr(base.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
+            raise UnsupportedError(
+                "neftune_noise_alpha scales its noise by the length it sees, a shard's here: set it to None"
+            )
         if is_bound(model):
             return model
         kernel = self.settings.kernel
@@ -69,7 +76,7 @@ class Preparation:
         return model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Point an optimizer made before `prepare` to the parameters that are trained now."""
+        """Give an optimizer that was made before `prepare` the sharded parameters."""
         stale = any(p in self.moved for group in optimizer.param_groups for p in group["params"])
         if stale and optimizer.state:
             raise UnsupportedError(
@@ -80,19 +87,3 @@ class Preparation:
             group["params"] = [self.moved.get(p, p) for p in group["params"]]
         if reads_whole(optimizer):
             step_whole(optimizer)
-
-    def _map_checkpointing(self, model: nn.Module, base: Any) -> None:
-        """`gradient_checkpointing=True` asks for memory: the memory plan gives it, with less recomputation."""
-        if self.settings.memory is None or not is_checkpointing(base):
-            return
-        getattr(base, checkpointing_off(base))()
-        if self.mesh.rank == 0:
-            logger.info("gradient checkpointing: left to memory=%r, which recomputes what does not fit", "auto")
-
-
-def _refuse(base: Any) -> None:
-    embeddings = base.get_input_embeddings()
-    if getattr(embeddings, "neftune_noise_alpha", None) is not None:
-        raise UnsupportedError(
-            "neftune_noise_alpha scales its noise by the length it sees, a shard's here: set it to None"
-        )

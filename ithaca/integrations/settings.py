@@ -1,4 +1,4 @@
-"""What the user asked of `UlyssesConfig`, as plain values: no process group, no device, nothing to pickle around."""
+"""`Settings`: the arguments of `UlyssesConfig` as plain values, without process groups or devices, so that they pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ithaca.planning.memory_plan import MemoryPlan
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`length` is the one length every batch must have, where the user promised one."""
+    """Arguments of `UlyssesConfig`. `length`: the length of every batch, if `sp_handler` promised one."""
 
     sp_size: int
     ring_size: int
@@ -26,10 +26,11 @@ class Settings:
     allow_untested: bool
 
     def plain(self) -> dict[str, Any]:
-        """The same as JSON can hold."""
+        """Return the settings as JSON can hold them."""
         return asdict(self)
 
     def summary(self) -> str:
+        """Return `sp_size` and every setting that is not at its default."""
         values = ((field.name, getattr(self, field.name), field.name == "sp_size") for field in fields(self))
         return ", ".join(f"{name}={value!r}" for name, value, always in values if always or value not in _SILENT)
 

@@ -1,8 +1,12 @@
-"""Labels that are targets here and labels that are not, settled where batches are made.
+"""Labels of -100 for tokens that are no target: the first of each document, and the first after padding.
 
-A document's first token, and a row's first after padding, is nobody's target: what stands before it belongs to another
-document. Trainer counts labels before the model sees them and divides the loss by that count, so labels that will not
-be learned have to be -100 by then. The loader does that; the user's collator stays as it is.
+The token before such a token belongs to another document. Trainer counts labels before the model sees them and divides
+the loss by that count, so these labels have to be -100 by then. The loader sets them; the user's collator is not
+changed.
+
+    documents     0  0  0  1  1  1  1 -1 -1
+    labels        a  b  c  d  e  f  g  .  .
+    becomes       a  b  c -100 e f  g -100 .
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from ithaca.sequence.batch import read_documents
 
 @dataclass(frozen=True)
 class LearnedOnly:
-    """In place of a loader's `collate_fn`: its batch, with -100 for labels that are nobody's target."""
+    """A loader's `collate_fn`, whose batches then have -100 for labels that are no target."""
 
     collate: Callable[[Any], Any]
 
     def __call__(self, examples: Any) -> Any:
         batch = self.collate(examples)
-        if not _readable(batch):
+        if not _is_token_batch(batch):
             return batch
         first = first_tokens(batch)
         if not (first & (batch["labels"] != IGNORE_INDEX)).any():
@@ -38,7 +42,7 @@ class LearnedOnly:
 
 
 def first_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Where a token follows another document's or padding, [B, S]; never at the first place, which nobody counts."""
+    """Return a mask [B, S] of tokens after another document or padding; False at position 0, which is never counted."""
     documents_BS = read_documents(named_once(batch), batch["input_ids"])
     first = torch.zeros_like(documents_BS, dtype=torch.bool)
     first[:, 1:] = (documents_BS[:, 1:] != documents_BS[:, :-1]) | (documents_BS[:, 1:] < 0)
@@ -46,19 +50,19 @@ def first_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def named_once(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """TRL's padding-free collator names the documents twice: as `cu_seq_lens_q` and as `seq_idx`."""
+    """Return the batch with its documents given once: TRL's padding-free collator gives `cu_seq_lens_q` and `seq_idx`."""
     ends, index = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
     if ends is None or index is None:
         return dict(batch)
     sizes = ends.flatten().diff()
-    said = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-    if not torch.equal(said, index.flatten().to(said)):
+    documents = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    if not torch.equal(documents, index.flatten().to(documents)):
         raise BatchError("cu_seq_lens_q and seq_idx name different documents: pass one of them")
     return {key: value for key, value in batch.items() if key != "seq_idx"}
 
 
-def _readable(batch: Any) -> bool:
-    """Whether this is a batch of token rows; what else a loader may carry is none of ours."""
+def _is_token_batch(batch: Any) -> bool:
+    """True for a batch of token rows with labels; a loader may yield anything else."""
     if not isinstance(batch, Mapping):
         return False
     ids, labels = batch.get("input_ids"), batch.get("labels")

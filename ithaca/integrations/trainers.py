@@ -1,7 +1,7 @@
-"""The Trainer around an Accelerator: which of TRL's trainers are exact, and where they place a reference model.
+"""The Trainer that makes an Accelerator: its refusals, its reference model, and its errors about sharded weights.
 
-accelerate hands an Accelerator to its `ParallelismConfig` while Trainer makes it, so the trainer is found on the stack
-of that call; scripts of the user's own have none. Checked on transformers 5.22 and 5.23, trl 1.16.
+Trainer makes the Accelerator in its constructor, and accelerate then calls `UlyssesConfig`, so the trainer is found on
+the stack of that call; a user's own script has none. Checked on transformers 5.22 and 5.23, trl 1.16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 
-# Trainers of TRL that the table of habits (tests/doors/trl.py) has as exact.
+# Trainers of TRL whose losses and gradients tests/doors/trl.py compares with one process.
 EXACT = (
     "SFTTrainer",
     "DPOTrainer",
@@ -31,22 +31,22 @@ EXACT = (
     "TPOTrainer",
     "GKDTrainer",
 )
-_PLACES = "prepare_fsdp"
+_PREPARE_FSDP = "prepare_fsdp"
 _ENTRIES = ("train", "evaluate", "predict")
-# torch's words where a sharded weight meets a plain tensor, and where an operation has no rule for one (2.11 to 2.13).
+# Parts of torch's messages (2.11 to 2.13): a DTensor beside a plain tensor, and an operation without a rule for DTensor.
 _MIXED = "mixed torch.Tensor and DTensor"
 _NO_RULE = "sharding strategy registered"
-# And where a folder lacks the state that is written shard by shard.
+# DCP's message for a folder without a sharded state.
 _NO_SHARDS = "metadata is None"
-_CODED = ("adamw_torch_8bit", "adamw_torch_4bit")
+_BLOCK_QUANTIZED = ("adamw_torch_8bit", "adamw_torch_4bit")
 
 
 def trainer_of_call() -> Any:
-    """The Trainer whose construction this call is a part of, or None."""
+    """Return the Trainer whose constructor is on the stack; None in a user's own script."""
     made = sys.modules.get("transformers.trainer")
     frame: FrameType | None = inspect.currentframe()
     while made is not None and frame is not None:
-        # The frame that runs a method of a Trainer has it as its `self`.
+        # A method's frame holds its object as `self`.
         if isinstance(found := frame.f_locals.get("self"), made.Trainer):
             return found
         frame = frame.f_back
@@ -54,7 +54,7 @@ def trainer_of_call() -> Any:
 
 
 def check_trainer(trainer: Any, mesh: Mesh) -> None:
-    """Refuse TRL's trainers, and settings of any, that would not be exact, before they build anything."""
+    """Refuse a trainer of TRL, or a trainer's setting, that would not be exact, before the trainer builds anything."""
     if trainer.args.save_only_model:
         raise UnsupportedError(
             "save_only_model=True: Trainer has it for whole weights alone, and a checkpoint's are written shard by shard: "
@@ -66,7 +66,7 @@ def check_trainer(trainer: Any, mesh: Mesh) -> None:
                 f"{name}=True casts the weights after they were split over ranks: leave it out; bf16=True trains and "
                 "evaluates in bf16, with the weights as they are"
             )
-    if trainer.args.optim in _CODED:
+    if trainer.args.optim in _BLOCK_QUANTIZED:
         raise UnsupportedError(
             f'optim="{trainer.args.optim}" codes blocks of numbers of whole weights, and a rank has parts: use '
             'optim="adamw_torch"; 8-bit moments of shards are those of `ithaca train optimizer.name=adamw8bit` and of '
@@ -106,7 +106,7 @@ def _check_settings(trainer: Any, mesh: Mesh) -> None:
 
 
 def _in_memory(trainer: Any) -> bool:
-    """True if the training data that the trainer is made with has no file behind it."""
+    """True if the trainer's training dataset is in memory, without a file."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if frame.f_locals.get("self") is trainer and "train_dataset" in frame.f_locals:
@@ -118,10 +118,10 @@ def _in_memory(trainer: Any) -> bool:
 
 @dataclass(frozen=True)
 class ReferencePlacement:
-    """In place of TRL's `prepare_fsdp` in one of its modules.
+    """Replacement of `prepare_fsdp` in a module of TRL, which shards a reference model.
 
-    TRL shards a reference model by itself, over a mesh that UlyssesConfig does not have; an Accelerator of ours places
-    it as it places the model that is trained. Any other Accelerator goes to TRL's own function.
+    TRL shards over a mesh that UlyssesConfig does not have. An adopted Accelerator shards the reference model as it
+    shards the trained model; any other Accelerator goes to TRL's own function.
     """
 
     original: Callable[..., Any]
@@ -133,17 +133,17 @@ class ReferencePlacement:
 
 
 def place_references(trainer: Any) -> None:
-    """Let the trainer's own modules ask its Accelerator where a reference model belongs."""
+    """Replace `prepare_fsdp` in the modules of the trainer's classes."""
     for each in type(trainer).__mro__:
         module = sys.modules.get(each.__module__)
         if each.__module__.startswith("trl.") and isinstance(module, ModuleType):
-            own = module.__dict__.get(_PLACES)
+            own = module.__dict__.get(_PREPARE_FSDP)
             if own is not None and not isinstance(own, ReferencePlacement):
-                module.__dict__[_PLACES] = ReferencePlacement(own)
+                module.__dict__[_PREPARE_FSDP] = ReferencePlacement(own)
 
 
 def name_sharded_weights(trainer: Any) -> None:
-    """Let the trainer's own entries say in Ithaca's words that a sharded weight was used as a plain tensor."""
+    """Let the trainer's entries explain torch's errors about sharded weights."""
     for name in _ENTRIES:
         trainer.__dict__[name] = partial(_run_named, getattr(trainer, name))
 
@@ -155,7 +155,7 @@ def _run_named(entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def naming_sharded_weights() -> Iterator[None]:
-    """Inside, torch's error about a DTensor beside a plain tensor becomes one that says the way that works."""
+    """Turn torch's errors about DTensors inside into errors that name the call that works."""
     try:
         yield
     except NotImplementedError as error:

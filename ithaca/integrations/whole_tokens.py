@@ -1,7 +1,7 @@
-"""Tensors of a shard's tokens put together again over the sequence group, `[B, L, ...] -> [B, S, ...]`.
+"""All-gather of a tensor's tokens over the sequence group, `[B, L, ...] -> [B, S, ...]`, with a gradient.
 
-Every rank of the group then holds the whole and computes the same from it. Backward takes each rank's own tokens: FSDP2
-sums the parts of all ranks, so together they are the gradient of the whole, once.
+Every rank of the group then computes the same from the whole tensor. Backward takes each rank's own tokens, without a
+collective: FSDP2 sums the parts of all ranks, which together are the gradient of the whole, once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ithaca.sequence.layout import SequenceLayout
 
 
 def whole_tokens(local_BL: Tensor, mesh: Mesh, layout: SequenceLayout) -> Tensor:
-    """All tokens of the row, padding to the degree cut off. The gradient is averaged over the data axis, as DDP's is."""
+    """Return all tokens of the rows, without padding. The gradient is averaged over the data axis, as DDP does."""
     if local_BL.dtype == torch.bool:
         return whole_tokens(local_BL.to(torch.uint8), mesh, layout).bool()
     whole: Tensor = _Whole.apply(local_BL, mesh, layout, marks_below(local_BL))

@@ -1,5 +1,10 @@
 """The agent of one machine: it starts this machine's ranks, watches them, and ends those that are left.
 
+    meet other machines ── start ranks ── watch ─────────────────────────── kill what is left ── first cause, status
+                                          │ signal       ── SIGTERM ── grace ──┤
+                                          │ rank failed  ── LINGER ────────────┤
+                                          │ all ended    ──────────────────────┘
+
 - A signal becomes one SIGTERM for every rank; the ranks then have `grace` seconds to save.
 - A second Ctrl-C ends the ranks at once.
 - When one rank fails, the others have `LINGER` seconds to end by themselves.
@@ -28,7 +33,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ithaca.exit_codes import INTERRUPTED, PREEMPTED
-from ithaca.launch.failures import judge
+from ithaca.launch.failures import find_cause
 from ithaca.launch.nodes import Meeting, Nodes, meet
 from ithaca.launch.scratch import scratch_folder
 from ithaca.launch.stopped import handling
@@ -72,8 +77,8 @@ class Agent:
     def failed(self) -> bool:
         return any(self.codes.values())
 
-    def hear(self, number: int, _frame: object = None) -> None:
-        """Note a signal, which `watch` passes on: a handler runs between any two instructions and does no more."""
+    def receive(self, number: int, _frame: object = None) -> None:
+        """Record a signal, which `watch` passes on: a handler runs between any two instructions and does no more."""
         self.hurried = self.hurried or (self.asked != 0 and number == signal.SIGINT)
         self.asked = self.asked or number
         if self.idle:
@@ -139,8 +144,8 @@ def start_ranks(
     agent = Agent(grace, saves)
     # `nohup` ignores SIGHUP, and the ranks are to live on after it.
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-    heard = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup]
-    with scratch_folder() as folder, _environment(variables), handling(dict.fromkeys(heard, agent.hear)):
+    handled = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup]
+    with scratch_folder() as folder, _environment(variables), handling(dict.fromkeys(handled, agent.receive)):
         try:
             agent.idle = True
             meeting = meet(nodes, processes)
@@ -171,10 +176,10 @@ def _conclude(agent: Agent, folder: str) -> int:
                 f"the ranks had not saved within {agent.grace:g} s and were ended: the last checkpoint stands"
             )
         return agent.stopped_status
-    verdict = judge(reports, agent.codes, agent.killed)
-    if verdict.text:
-        say_beside_a_bar(verdict.text)
-    return verdict.status
+    cause = find_cause(reports, agent.codes, agent.killed)
+    if cause.text:
+        say_beside_a_bar(cause.text)
+    return cause.status
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ithaca.errors import ConfigError, IthacaError
-from ithaca.launch.nodes import find_place
+from ithaca.launch.nodes import find_nodes
 from ithaca.launch.slurm import read_task
 from ithaca.launch.terminal import say_loading
 from ithaca.launch.worker import Entry, Report, run_entry
@@ -52,10 +52,11 @@ def launch(
 
     `entry`: `package.module:function`, or a function of a module. `processes`: ranks on this machine; "auto" takes all
     GPUs, or two ranks on the CPU. `grace`: seconds that the ranks have to save after a signal. `saves`: True if they
-    save; the user is then told so. `nodes`, `node_rank`, `rendezvous` (`host:port` of node 0): this machine's place
-    among several. `hosts`: the machines to use; under Slurm the others stay idle, elsewhere the user types the same
-    command on each. `check`: called with the number of ranks, and with a function that returns how the user types
-    another number, before any rank is started; raises to refuse. `setting`: where the user typed `processes`.
+    save, which a line on the terminal then says. `nodes`, `node_rank`, `rendezvous`: the number of machines, this
+    machine's number, and the `host:port` of node 0 where they meet. `hosts`: the machines to use; under Slurm the other
+    machines stay idle, elsewhere the user types the same command on each. `check`: called before any rank is started
+    with the number of ranks, and with a function that returns how the user types another number; raises to refuse.
+    `setting`: the setting by which the user chose `processes`.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_here(entry, args)
@@ -69,20 +70,20 @@ def launch(
         return _run_here(entry, args)
     say_loading("loading torch")
     count = count_processes(processes, device, setting)
-    place = find_place(task, nodes, node_rank, rendezvous, hosts)
+    machines = find_nodes(task, nodes, node_rank, rendezvous, hosts)
     if check is not None:
-        check(count * place.count, partial(_write_setting, setting, place.count, _count_gpus(device)))
-    if count == 1 and place.count == 1:
+        check(count * machines.count, partial(_write_setting, setting, machines.count, _count_gpus(device)))
+    if count == 1 and machines.count == 1:
         return run_entry(entry, args)
     from ithaca.launch.agent import start_ranks
 
     say_loading(f"starting {count} ranks, each of which loads torch and transformers")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {"OMP_NUM_THREADS": str(max(1, cores // count))}
-    if place.count == 1 and not _count_gpus(device):
+    if machines.count == 1 and not _count_gpus(device):
         # gloo would look up the name of this machine, which need not lead back to it.
         variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    return start_ranks(entry, args, count, place, grace, variables, saves)
+    return start_ranks(entry, args, count, machines, grace, variables, saves)
 
 
 def count_processes(
@@ -122,12 +123,12 @@ def _run_here(entry: Entry, args: Sequence[Any]) -> int:
         return run_entry(entry, args)
     except IthacaError as error:
         rank = int(os.environ["RANK"])
-        if not Report.of(rank, error).consequence and _is_first_to_say(str(error)):
+        if not Report.of(rank, error).consequence and _is_first_to_print(str(error)):
             os.write(2, f"ithaca: {error}\n".encode())
         return error.status
 
 
-def _is_first_to_say(message: str) -> bool:
+def _is_first_to_print(message: str) -> bool:
     """Return True if no other rank has asked the store before; without a process group, if this is rank 0."""
     import torch.distributed as dist
 

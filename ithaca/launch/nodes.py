@@ -1,4 +1,4 @@
-"""The machines of a run: the place of this one among them, and the store of the first where they meet.
+"""The machines of a run: the number of this machine, and the TCP store of the first machine, where they meet.
 
     machine 0 (--node-rank 0)                        machine 1
     agent ── holds the store at host:port <───────── agent        each writes how many ranks it starts,
@@ -6,7 +6,7 @@
       └ rank 1                                   └─────└ rank 3
 
 The ranks use the agent's store, so the first machine waits until the ranks of all machines are done. Every wait is a
-loop in Python, where Ctrl-C is heard; a store's own waits cannot be interrupted.
+loop in Python, which Ctrl-C interrupts; the store's own waits cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Nodes:
     patience: int = 900
 
 
-def find_place(
+def find_nodes(
     task: Task | None, nodes: int | None, node_rank: int | None, rendezvous: str | None, hosts: Sequence[str]
 ) -> Nodes:
-    """Return the place of this machine among those of the run, from Slurm or from what the user typed."""
+    """Return the machines of the run and the number of this machine, from Slurm or from the command line."""
     if task is not None and task.world > 1:
         # Slurm runs one task a node, which starts the ranks of its node.
         return Nodes(task.world, task.rank, f"{task.hosts[0]}:{task.port}")

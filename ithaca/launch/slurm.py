@@ -1,4 +1,4 @@
-"""The place of this process in a Slurm job step, from the environment that `srun` sets.
+"""The rank of this process in a Slurm job step, from the environment variables that `srun` sets.
 
 Ranks are numbered node by node, so that neighbouring ranks share a machine however Slurm distributes its tasks.
 Functions of a mapping: no process is started, and Slurm's own tools are not needed.
@@ -15,7 +15,7 @@ from ithaca.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task of a job step: the nodes of the step, their numbers of tasks, this task's node and its place there."""
+    """One task of a job step: the step's nodes, their numbers of tasks, this task's node and its number on the node."""
 
     hosts: tuple[str, ...]
     counts: tuple[int, ...]

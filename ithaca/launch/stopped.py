@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a command has no ranks: one line that says what remains, and the exit status of shells.
+"""Ctrl-C and SIGTERM while a command has no ranks: one line on what remains on disk, and the exit status of shells.
 
     during an import                the clean-ups of `cleaned_if_stopped` run, and the process ends at once: an import
                                     may swallow a KeyboardInterrupt, or leave a module that is half there
@@ -47,21 +47,21 @@ _state = _State()
 
 
 @contextmanager
-def hearing(*, last: bool) -> Iterator[None]:
+def command_signals(*, last: bool) -> Iterator[None]:
     """Handle signals for the time of a command. `last`: True if the process ends with the command; they stay handled."""
     home = os.getpid()
     _state.verb = next((word for word in sys.argv[1:2] if word in _VERBS), "")
     _state.inside = _state.done = _state.asked = False
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def receive(number: int, frame: FrameType | None) -> None:
         if os.getpid() != home:
             # A forked process, which its parent ends.
             os._exit(128 + number)
-        _hear(number, frame)
+        _receive(number, frame)
 
     # A signal that is ignored already, as in a shell's background, stays ignored.
-    heard = [number for number in _heard() if signal.getsignal(number) != signal.SIG_IGN]
-    with handling(dict.fromkeys(heard, hear), restore=not last):
+    handled = [number for number in _signals() if signal.getsignal(number) != signal.SIG_IGN]
+    with handling(dict.fromkeys(handled, receive), restore=not last):
         try:
             yield
         finally:
@@ -84,12 +84,12 @@ def handling(handlers: Mapping[signal.Signals, Any], *, restore: bool = True) ->
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _heard() -> tuple[signal.Signals, ...]:
+def _signals() -> tuple[signal.Signals, ...]:
     """Return the signals to handle: for `train` also SIGUSR1, which schedulers send before they end a job."""
     return (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if _state.verb == "train" else ()))
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
+def _receive(number: int, frame: FrameType | None) -> None:
     if _state.done:
         os._exit(status_of(number))
     if number == signal.SIGINT and _state.inside and not _state.asked and not _imports(frame):
@@ -103,7 +103,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 def _end(number: int, _frame: object) -> None:
     """Run the clean-ups, write one line and end the process, without unwinding the stack."""
-    for other in _heard():
+    for other in _signals():
         signal.signal(other, signal.SIG_IGN)
     for clean in reversed(_state.cleaners):
         with suppress(Exception):
@@ -140,7 +140,7 @@ def cleaned_if_stopped(clean: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def told_when_stopped(verb: str) -> Iterator[None]:
+def exit_when_stopped(verb: str) -> Iterator[None]:
     """Turn a KeyboardInterrupt inside into one line and the status of an interrupted command."""
     _state.inside = True
     try:

@@ -1,1 +1,1 @@
-"""Losses over shards: the causal loss with its one division, a user's own, and loss by position."""
+"""Losses over shards: the causal loss with its one division, a user's own loss, and the loss by position."""

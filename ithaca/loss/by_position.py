@@ -1,8 +1,10 @@
-"""Loss by position: how well a token is predicted, by how much of its document stands before it.
+"""`LossByPosition`: the mean loss of tokens by their position in the document, in doubling buckets.
 
-A model that does not use its context has the same loss in every bucket; one that fails beyond a length shows a rise
-there. Buckets double: tokens 0-1,023, 1,024-2,047, 2,048-4,095 and so on. Sums and counts are this rank's until
-they are taken, when all ranks' are added and counting starts anew.
+    bucket      0-1,023    1,024-2,047    2,048-4,095    4,096-8,191    ...
+    loss        2.9        2.6            2.5            3.4            the model fails beyond 4,096 tokens
+
+A model that does not use its context has the same loss in every bucket. Sums and counts are this rank's until `take`,
+which adds those of all ranks and starts anew.
 """
 
 from __future__ import annotations
@@ -31,24 +33,25 @@ class LossByPosition:
         self._table = torch.zeros(2, len(edges) + 1, dtype=torch.float64, device=device)
 
     def add(self, shard: Shard, losses_BL: Tensor) -> None:
-        """Count one shard's token losses in."""
-        # What is not learned is added as nothing: taking it out would make the host wait for the device.
+        """Add one shard's token losses."""
+        # Tokens that are not learned are added with weight 0: selecting the others would make the host wait for the device.
         learned = (shard.targets.flatten() != IGNORE_INDEX).double()
         bucket = torch.bucketize(shard.inputs["position_ids"].flatten(), self._edges, right=True)
         self._table[0].index_add_(0, bucket, losses_BL.flatten().double() * learned)
         self._table[1].index_add_(0, bucket, learned)
 
     def take(self, mesh: Mesh) -> Tensor:
-        """Sums and counts over all ranks since the last time, on the device: `[2, buckets]`."""
+        """Return sums and counts `[2, buckets]` over all ranks since the last call, on the device; start anew."""
         total = self._table.clone()
         self._table.zero_()
         dist.all_reduce(total, group=mesh.world_group)
         return total
 
     def means_of(self, table: list[list[float]]) -> dict[str, float]:
-        """The mean loss of every bucket that has tokens; named by the last position in it."""
+        """Return the mean loss of every bucket with tokens, named by the bucket's upper bound."""
         names = [f"<{edge}" for edge in self.edges] + [f">={self.edges[-1]}"]
         return {name: s / n for name, s, n in zip(names, *table, strict=True) if n}
 
     def means(self, mesh: Mesh) -> dict[str, float]:
+        """Return the mean losses over all ranks, and start anew."""
         return self.means_of(self.take(mesh).tolist())

@@ -1,12 +1,19 @@
-"""`causal_loss`: a whole batch in, the global token mean out.
+"""`causal_loss`: the mean loss of a whole batch's targets over all ranks.
 
-Every rank sums the loss of its own targets; the one division, by the number of targets over micro-batches, ranks
-and shards, is here. The value shown is reduced outside autograd, so it is the same on all ranks, while each rank's
-gradient is its own part: FSDP2 sums the parts (`weights="shard"` and `"replicate"`); where the caller's own wrapper
-averages over ranks (`weights="none"` under DDP, FSDP or DeepSpeed) the parts are scaled by the world size first.
+    whole batch [B, S], equal on the ranks of a sequence group
+        │ shard      each rank takes L = S / shards tokens; labels are shifted before, so no target is lost at an edge
+        │ agree      one small collective: same batch in a group, same options; returns the targets of all ranks
+        │ forward    model(**inputs): attention exchanges heads, all else works on L tokens
+        │ sum        `loss_of`: the loss summed over this rank's targets
+        │ divide     `shown_sum` adds the sums of all ranks; one division by all targets of the step
+    loss, a number equal on all ranks; its gradient on a rank is that of the rank's own sum
 
-`agree_on` and `micro_loss` are its two halves, for a loop that knows all micro-batches of a step beforehand: one
-agreement for all of them, then one loss for each.
+The sum over ranks is outside autograd. The gradients of the ranks' own sums are added up by FSDP2
+(`weights="shard"` and `"replicate"`); where a wrapper averages gradients instead (`weights="none"` under DDP, FSDP or
+DeepSpeed), each rank's gradient is multiplied by the number of ranks.
+
+For gradient accumulation, `agree_on` does the first two lines for all micro-batches of a step with one collective, and
+`micro_loss` the last three for each.
 """
 
 from __future__ import annotations
@@ -18,13 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ithaca.arguments import check_kind, named_arguments, shown
-from ithaca.errors import BatchError, PeerError, UnsupportedError
+from ithaca.errors import BatchError, PeerError
 from ithaca.loss.by_position import LossByPosition
-from ithaca.memory.replay import WHOLE_BACKWARD
+from ithaca.loss.loss_tensor import as_loss
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
 from ithaca.models.refusals.compiled import refuse_compiled
@@ -49,19 +54,18 @@ def causal_loss(
     z_loss: float = 0.0,
     by_position: LossByPosition | None = None,
 ) -> Tensor:
-    """The mean loss of a whole batch's targets over all ranks; call `.backward()` on it.
+    """Return the mean loss of a whole batch's targets over all ranks; call `.backward()` on the result.
 
-    Every rank of a sequence group passes the same whole batch, ranks of different `mesh.dp_rank` different ones.
-    `count`, from `count_tokens`, is the number of targets over several micro-batches: their losses then add up to
-    the mean over all. Without labels every token after a document's first is learned. `label_smoothing`: the share of
+    Every rank of a sequence group passes the same whole batch, and ranks of different `mesh.dp_rank` different batches.
+    Without labels every token after a document's first is learned. `count`: number of targets over several
+    micro-batches, from `count_tokens`; their losses then add up to the mean over all. `label_smoothing`: the share of
     each target that is spread over the vocabulary. `z_loss`: the weight of the squared log of the softmax's divisor.
-    `by_position` gathers this rank's token losses by how far into its document a token is.
+    `by_position`: adds this rank's token losses up by position in the document.
     """
-    _check_options(count, label_smoothing, z_loss)
+    _check_options(batch, count, label_smoothing, z_loss)
     if by_position is not None:
         check_kind("by_position", by_position, LossByPosition, "pass None, or a LossByPosition(length, device)")
-    _refuse_items(batch, count)
-    binding = _ready(model, mesh)
+    binding = _check_model(model, mesh)
     vocabulary = binding.model.config.get_text_config().vocab_size
     cut = CutBatch.of(batch, partial(shard_batch, mesh=mesh, vocab_size=vocabulary))
     options = {"count": count, "label_smoothing": label_smoothing, "z_loss": z_loss}
@@ -78,7 +82,7 @@ def causal_loss(
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """This rank's shard of a micro-batch, and the number of targets on all ranks."""
+    """This rank's shard of a micro-batch, and the number of the micro-batch's targets on all ranks."""
 
     shard: Shard
     targets: int
@@ -91,12 +95,12 @@ def agree_on(
     mesh: Mesh,
     options: Mapping[str, float] | None = None,
 ) -> list[MicroBatch]:
-    """Cut the micro-batches of a step and compare them with all ranks at once; all ranks raise if one cannot.
+    """Shard the micro-batches of a step and compare them with all ranks at once; if one rank cannot, all raise.
 
-    `number`: of micro-batches on every rank, for a rank that cannot read its own has no other way to know it. Shards
-    stay on the host until `micro_loss` takes one.
+    `number`: micro-batches on every rank, which a rank that cannot read its batches does not know otherwise. Shards stay
+    on the host until `micro_loss` moves them to the device one by one.
     """
-    binding = _ready(model, mesh)
+    binding = _check_model(model, mesh)
     vocabulary = binding.model.config.get_text_config().vocab_size
     cut = partial(cut_batch, shards=mesh.shards, rank=mesh.sequence_rank, device=_HOST, vocab_size=vocabulary)
     cuts: list[CutBatch] = []
@@ -117,7 +121,7 @@ def micro_loss(
     asked: TokenLoss = CROSS_ENTROPY,
     by_position: LossByPosition | None = None,
 ) -> Tensor:
-    """Return the loss of a micro-batch that all ranks have agreed on, divided by `count` targets."""
+    """Return the loss of a micro-batch that all ranks have agreed on, divided by `count`, the targets of the step."""
     binding, shard = binding_of(model), micro.shard.on(mesh.device)
     if mesh.rank == 0:
         binding.warn_of_labels(shard.unlearned)
@@ -127,10 +131,10 @@ def micro_loss(
     routers = shard.inputs.get("output_router_logits")
     part = loss_of(binding, shard, output, asked=asked, routers=routers, weight=micro.targets)
     scale = mesh.world if averages_gradients(model) else 1
-    return _accounted(shown_sum(part, mesh.world_group, binding, scale) / max(count, 1), binding)
+    return as_loss(shown_sum(part, mesh.world_group, binding, scale) / max(count, 1), binding)
 
 
-def _ready(model: nn.Module, mesh: Mesh) -> Binding:
+def _check_model(model: nn.Module, mesh: Mesh) -> Binding:
     """Return the model's binding; refuse a model that was changed since `parallelize`, and another mesh."""
     binding = binding_of(model)
     refuse_compiled(model)
@@ -139,18 +143,15 @@ def _ready(model: nn.Module, mesh: Mesh) -> Binding:
     return binding
 
 
-def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
-    """Refuse what is no number, or none that a loss has; nan fails every comparison."""
+def _check_options(batch: object, count: object, label_smoothing: object, z_loss: object) -> None:
+    """Refuse options that are no number or out of range; NaN fails every comparison."""
     if count is not None and (not finite_or_nan(count) >= 0 or finite_or_nan(count) % 1):
         raise BatchError(f"count={shown(count)}: pass what ithaca.count_tokens(batches, mesh) gives")
     if not (0 <= finite_or_nan(label_smoothing) < 1 and finite_or_nan(z_loss) >= 0):
         raise BatchError(
             f"label_smoothing={shown(label_smoothing)}, z_loss={shown(z_loss)}: use 0 <= label_smoothing < 1 and z_loss >= 0"
         )
-
-
-def _refuse_items(batch: object, count: object) -> None:
-    """Refuse a number that plain transformers would divide by, where nothing else says what to divide by."""
+    # Plain transformers would divide by this number of the batch.
     if count is None and isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
         raise BatchError(
             "the batch has num_items_in_batch, which causal_loss does not divide by: leave it out, and over several "
@@ -158,94 +159,9 @@ def _refuse_items(batch: object, count: object) -> None:
         )
 
 
-class Loss(Tensor):
-    """The loss, with a `backward` that refuses what would silently be wrong and names what held memory that ran out.
-
-    A class, because torch has no other place for three things. With `inputs=`, weights of a layer that is run again are
-    no nodes of the graph, so that no code of ours would run. A function set on the tensor itself would be lost with a
-    temporary, `causal_loss(...).backward()`. And a term of sharded weights must be whole before it is added. All else
-    that is computed from a loss is a plain tensor.
-    """
-
-    binding: Binding
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Terms made of sharded weights, such as an L2 norm, are added as the whole numbers that they stand for."""
-        flat, tree = tree_flatten((args, kwargs or {}))
-        if func is torch.autograd.grad:
-            _refuse_shards(flat)
-        terms = any(isinstance(value, DTensor) for value in flat)
-        args, kwargs = tree_unflatten([_whole(value) for value in flat], tree) if terms else (args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            given = func(*args, **kwargs)
-        if terms and isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
-            # More terms may follow.
-            given = _accounted(given, next(value for value in flat if isinstance(value, cls)).binding)
-        return given
-
-    def __format__(self, how: str) -> str:
-        """torch formats plain tensors alone: `f"{loss:.4f}"`."""
-        return self.detach().as_subclass(Tensor).__format__(how)
-
-    def tolist(self) -> Any:
-        """torch makes numbers of plain tensors alone."""
-        return self.detach().as_subclass(Tensor).tolist()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is pickled is a plain tensor: `torch.save({"step": step, "loss": loss}, file)`."""
-        plain = self.detach().as_subclass(Tensor).requires_grad_(self.requires_grad)
-        return plain.__reduce_ex__(protocol)
-
-    def backward(
-        self,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        # Weights of a layer that is run again are no inputs of its node: autograd would find no way to them, and say nothing.
-        if inputs is not None and self.binding.memory is not None and self.binding.replays:
-            raise UnsupportedError(WHOLE_BACKWARD)
-        _refuse_shards(tree_flatten(inputs)[0])
-        if create_graph:
-            raise UnsupportedError(
-                "backward(create_graph=True): exchanges, tiles and layers that are run again have no second derivatives; "
-                "use a model without parallelize for them"
-            )
-        with self.binding.handle.accounting():
-            torch.autograd.backward([self], [gradient], retain_graph, inputs=inputs)
-
-
-def _refuse_shards(inputs: list[Any]) -> None:
-    """A shard is not what its layer computes with: autograd finds no way from a loss to it."""
-    if any(isinstance(value, nn.Parameter) and isinstance(value, DTensor) for value in inputs):
-        raise UnsupportedError(
-            "torch.autograd.grad and backward(inputs=...) find no gradients of sharded weights: call loss.backward() and "
-            "read weight.grad, with requires_grad_(False) on what shall have none"
-        )
-
-
-def _whole(value: Any) -> Any:
-    """The sum over ranks of a sharded term; all ranks take part. What is on the host is joined on the device."""
-    if not isinstance(value, DTensor):
-        return value
-    there: Any = value.to(value.device_mesh.device_type)
-    return there.full_tensor()
-
-
-def _accounted(loss: Tensor, binding: Binding) -> Tensor:
-    # A rehearsal's fake tensors are of a class of their own.
-    if not loss.requires_grad or type(loss) is not Tensor:
-        return loss
-    found = loss.as_subclass(Loss)
-    found.binding = binding
-    return found
-
-
 @named_arguments
 def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
-    """How many targets the micro-batches of all ranks have together; all ranks raise if one cannot count its own."""
+    """Return the number of targets in the micro-batches of all ranks; if one rank cannot count, all ranks raise."""
     check_mesh(mesh)
     own, error = 0, None
     try:
@@ -254,7 +170,7 @@ def count_tokens(batches: Iterable[Mapping[str, Any]], mesh: Mesh) -> int:
         own = sum(count_targets(batch) for batch in batches)
     except Exception as caught:
         error = caught
-    # A sequence group has one batch: its first rank counts it.
+    # The ranks of a sequence group have the same batch: the first rank counts.
     table = gather_rows(mesh, [own if mesh.sequence_rank == 0 else 0, int(error is not None)])
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""`reduce_mean`: a loss of the user's own over what one rank has of a sequence.
+"""`reduce_mean`: the mean of a user's own loss over all ranks, from each rank's sum and count.
 
 A rank has the logits (and, in a hook, the hidden states) of its own tokens. Any loss that is a sum over tokens divided
 by their number is exact in three lines:
@@ -7,8 +7,8 @@ by their number is exact in three lines:
     values = my_loss(model(**shard.inputs).logits, shard.targets)                     # [B, L], one number a token
     loss = ithaca.reduce_mean(model, (values * shard.real).sum(), shard.real.sum(), mesh)
 
-The value is the mean over all ranks, the same on each; the gradient is exact under the reduction of gradients that
-`parallelize` chose, so the result may be added to `causal_loss` or go back alone.
+The value is equal on all ranks. The gradient is exact under the gradient reduction that `parallelize` chose, so the
+result may be added to `causal_loss` or call `backward` alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ithaca.arguments import named_arguments, shown
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
-from ithaca.models.bound import Binding, binding_of, check_same_mesh
+from ithaca.models.bound import binding_of, check_same_mesh
 from ithaca.models.reduction_marks import with_local_gradient
 from ithaca.quantities import finite_or_nan
 
@@ -29,32 +29,29 @@ from ithaca.quantities import finite_or_nan
 def reduce_mean(
     model: nn.Module, total: Tensor, count: Tensor | float, mesh: Mesh, *, total_count: float | None = None
 ) -> Tensor:
-    """The mean over all ranks of values of which this rank has summed `count` into `total`.
+    """Return the mean over all ranks of values, of which this rank has summed `count` into `total`.
 
-    Every rank calls it, one with nothing to sum too: its `total` is a sum over no values, its `count` 0. Over several
-    micro-batches whose means shall add up, `count` is this rank's number in all of them; or `total_count` is that of all
-    ranks together, as `ithaca.count_tokens` gives it (`total_count=1` makes the mean a sum). Without gradients it is a
-    mean to look at: a metric over logits.
+    Every rank calls this function; a rank without values passes a sum over no values and `count` 0. Over several
+    micro-batches whose means are to add up, pass the count of all of them as `count`, or the count of all ranks, from
+    `ithaca.count_tokens`, as `total_count` (`total_count=1` makes the mean a sum). Without gradients the mean is a
+    metric.
     """
     binding = binding_of(model)
     check_same_mesh(binding.mesh, mesh)
-    error = _wrong(total, count, total_count)
-    value, number = _added(total, count, mesh, error)
+    error = _find_error(total, count, total_count)
+    value, number = _all_reduce(total, count, mesh, error)
     if total_count is not None:
         number = torch.full_like(number, float(total_count))
-    # Nothing was counted on any rank: the sum over nothing, not 0/0.
+    # With a count of 0 on all ranks the result is 0, not 0/0.
     divisor = torch.where(number > 0, number, torch.ones_like(number))
-    shown = (value / divisor).to(torch.promote_types(total.dtype, torch.float32))
-    return with_local_gradient(total, shown, _scale(binding) / divisor)
+    mean = (value / divisor).to(torch.promote_types(total.dtype, torch.float32))
+    # A wrapper such as DDP, and FSDP2 over whole sequences, average gradients over ranks: the factor undoes that.
+    scale = mesh.world if binding.averages or not binding.sharded else 1
+    return with_local_gradient(total, mean, scale / divisor)
 
 
-def _scale(binding: Binding) -> int:
-    """What makes up for a wrapper, or FSDP2 over whole sequences, that averages gradients over ranks."""
-    return binding.mesh.world if binding.averages or not binding.sharded else 1
-
-
-def _wrong(total: object, count: object, total_count: object) -> Exception | None:
-    """What is no sum and no number, held until all ranks know of it."""
+def _find_error(total: object, count: object, total_count: object) -> Exception | None:
+    """Return the error of a bad total or count, which is raised only after all ranks know of it."""
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
         found = f"{list(total.shape)} of {total.dtype}" if isinstance(total, Tensor) else shown(total)
         return BatchError(
@@ -71,8 +68,8 @@ def _wrong(total: object, count: object, total_count: object) -> Exception | Non
     return None
 
 
-def _added(total: Tensor, count: Tensor | float, mesh: Mesh, error: Exception | None) -> tuple[Tensor, Tensor]:
-    """Total and count over all ranks, in fp64; all ranks raise if one passed something else than numbers."""
+def _all_reduce(total: Tensor, count: Tensor | float, mesh: Mesh, error: Exception | None) -> tuple[Tensor, Tensor]:
+    """Return total and count over all ranks, in fp64; all ranks raise if one passed no number."""
     mine = torch.zeros(4, dtype=torch.float64, device=mesh.device)
     if error is None:
         mine[0], mine[1] = total.detach().double().reshape(()), float(count)

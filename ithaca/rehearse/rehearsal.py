@@ -35,7 +35,7 @@ from ithaca.rehearse.memory_trace import Kinds
 from ithaca.rehearse.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from ithaca.rehearse.prediction import Predicted, RehearsalRequest, predict
 from ithaca.state.weights.placement import leaves_device
-from ithaca.training.degrees import choose_sp
+from ithaca.training.degrees import StageDegrees
 from ithaca.training.schedule import apply_stages
 from ithaca.training.session import precision_of
 
@@ -115,7 +115,9 @@ def rehearse(request: RehearsalRequest, progress: Callable[[str], None] = lambda
     with alone(request.world, request.rank), compiled_once():
         number = request.stage % len(request.run.stages)
         config = apply_stages(request.config, request.run.stages[: number + 1], random=True)
-        sp = choose_sp(request.run, number, request.world, config.get_text_config(), request.typed)
+        heads = int(config.get_text_config().num_attention_heads)
+        degrees = StageDegrees(request.run.mesh, request.run.stages, request.world, heads, request.typed)
+        sp = degrees.sp(number)
         mesh = init_mesh(sp=sp, device=None if gpu else "cpu")
         job = job_of_rank(request, number, config, mesh)
         sizes, predicted = predict(request, job, mesh)

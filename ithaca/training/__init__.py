@@ -1,1 +1,1 @@
-"""What happens in a training step."""
+"""`ithaca train` on a rank: stages, the training loop, the watchdog, and the files of a run."""

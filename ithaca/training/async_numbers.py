@@ -1,7 +1,6 @@
-"""A step's numbers on their way from the device to the host, which need not wait for them.
+"""`AsyncNumbers`: a step's numbers, copied from the device to pinned host memory without blocking the host.
 
-The host hands the next step over first and hears of this one meanwhile: what it does for a step, reading rows, writing
-metrics, counting, is then done while the device works.
+The host launches the next step before `read()`, so that reading rows and writing metrics overlap with the device's work.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from torch import Tensor
 from ithaca.attention.clock import moment, seconds_between
 
 
-class Told:
-    """Numbers of a step, by name, and when the device was through with it."""
+class AsyncNumbers:
+    """Named numbers of a step, and the moment at which the device finished the step."""
 
     def __init__(self, device: torch.device, **numbers: Tensor) -> None:
         self._shapes = {name: number.shape for name, number in numbers.items()}
         flat = torch.cat([number.to(device, torch.float64).flatten() for number in numbers.values()])
-        # A copy that nobody waits for goes to pinned memory.
+        # torch copies to pinned memory where `non_blocking` is set.
         self._numbers = flat.to("cpu", non_blocking=True)
         self._end = mark(device)
 
     def read(self) -> dict[str, Any]:
-        """As numbers and lists of them; waits for the step, not for what was handed over after it."""
+        """Return the numbers as floats and lists; wait for this step, but not for steps launched later."""
         if not isinstance(self._end, float):
             self._end.synchronize()
         parts = self._numbers.split([shape.numel() for shape in self._shapes.values()])
@@ -33,11 +32,11 @@ class Told:
             name: part.view(shape).tolist() for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
 
-    def seconds_since(self, other: Told | Any) -> float:
-        """From another step's end, or a `mark`, to this one's; both must have been reached."""
-        return seconds_between(other._end if isinstance(other, Told) else other, self._end)
+    def seconds_since(self, start: AsyncNumbers | Any) -> float:
+        """Return the seconds from another step's end, or from a `mark`, to this step's end; both must have passed."""
+        return seconds_between(start._end if isinstance(start, AsyncNumbers) else start, self._end)
 
 
 def mark(device: torch.device) -> Any:
-    """This moment: on a GPU when its stream comes to it."""
+    """Record the present moment: on a GPU the moment at which its stream gets there."""
     return moment(device, awaited=True)

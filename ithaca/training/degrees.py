@@ -1,112 +1,112 @@
-"""The degree of each stage of a run, and the refusal of one that does not fit the ranks, the heads or the batch.
+"""`StageDegrees`: the sequence-parallel degree of each stage, and the refusal of a degree that fits nothing.
 
-`ithaca train` asks before it starts ranks, where it knows how many there will be, and the ranks ask again: they may
-have been started by another launcher, and they have read the model. A refusal names only settings that work.
+`ithaca train` checks the degrees before it starts ranks, and the ranks check again: another launcher may have started
+them, and they have read the model's heads. A refusal names only settings that work.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
-from ithaca.config.schema import RunSettings
+from ithaca.config.schema import MeshSettings, StageSettings
 from ithaca.errors import MeshError
 from ithaca.mesh import largest_divisor
 
-# How a number of ranks is typed; None where so many cannot be had.
+# Returns what the user types for a number of ranks; None if so many cannot be had.
 TypedRanks = Callable[[int], str | None]
 
 
 def another_launcher(ranks: int) -> str | None:
-    """Return what is said of a number of ranks that torchrun or srun decides."""
+    """Return the advice for a number of ranks that torchrun or srun decides."""
     return f"{ranks} ranks"
 
 
-def choose_sp(run: RunSettings, number: int, world: int, config: Any, typed: TypedRanks = another_launcher) -> int:
-    """The stage's own degree, the run's, or as many ranks as divide the world and have a head each."""
-    run.mesh.refuse_ring()
-    heads = int(config.num_attention_heads)
-    _check_stage(run, number, world, heads, typed)
-    asked = run.stages[number].sp or run.mesh.sp
-    return largest_divisor(world, heads) if asked == "auto" else asked
+@dataclass(frozen=True, slots=True)
+class StageDegrees:
+    """The degrees that a run asks for, over `world` ranks. `heads`: the model's attention heads; None if not known."""
+
+    mesh: MeshSettings
+    stages: Sequence[StageSettings]
+    world: int
+    heads: int | None
+    typed: TypedRanks = another_launcher
+
+    def check(self) -> None:
+        """Refuse a run whose stages or replicas do not fit the ranks."""
+        self.mesh.refuse_ring()
+        for number in range(len(self.stages)):
+            self._check_stage(number)
+        copies = self.mesh.replicas
+        if self.world % copies:
+            works = min(_divisors(self.world), key=lambda n: (abs(n - copies), n))
+            raise MeshError(f"mesh.replicas={copies} does not divide {self._ranks}: use mesh.replicas={works}")
+
+    def sp(self, number: int) -> int:
+        """Return the degree of stage `number`: the stage's own, the run's, or as many ranks as have a head each."""
+        self.mesh.refuse_ring()
+        self._check_stage(number)
+        return self._degree(self.stages[number], self.world)
+
+    def _degree(self, stage: StageSettings, world: int) -> int:
+        asked = stage.sp or self.mesh.sp
+        return largest_divisor(world, self.heads or world) if asked == "auto" else asked
+
+    def _check_stage(self, number: int) -> None:
+        stage, world, heads = self.stages[number], self.world, self.heads
+        name = f"stages.{number}.sp" if stage.sp else "mesh.sp"
+        if (stage.sp or self.mesh.sp) == "auto" and heads is None:
+            return
+        sp = self._degree(stage, world)
+        # A degree is advised only if it fits all stages that have the same setting.
+        batch = math.gcd(*(each.batch for each in self.stages if each.sp == stage.sp))
+        fitting = [each for each in _divisors(world) if each <= (heads or world) and batch % (world // each) == 0]
+        near = sorted(fitting, key=lambda degree: (abs(degree - sp), degree))
+        advised = [f"{name}={degree}" for degree in near[:1]]
+        if heads is not None and sp > heads:
+            problem = (
+                f"{name}={sp}, but the model has {_plural(heads, 'attention head')}, and every rank of a row needs one"
+            )
+        elif world % sp:
+            problem = f"{name}={sp} does not divide {self._ranks}"
+            worlds = sorted((sp * dp for dp in _divisors(batch)), key=lambda ranks: (abs(ranks - world), ranks))
+            advised += islice(filter(None, map(self.typed, worlds)), 1)
+        elif stage.batch % (world // sp):
+            groups = f"dp={world // sp} sequence groups"
+            problem = f"stage {number + 1} has batch {stage.batch} over {groups}, and a multiple is needed"
+            # Fewer, larger sequence groups if there are any; else fewer ranks.
+            larger = [f"{name}={degree}" for degree in fitting if degree > sp][:1]
+            fewer = islice(filter(None, map(self.typed, self._smaller_worlds())), 1)
+            advised = [_typed_batch(number, stage.batch, world // sp), *(larger or advised or fewer)]
+        else:
+            return
+        if not advised:
+            sp = largest_divisor(world, heads or world)
+            advised = [f"{name}={sp} with {_typed_batch(number, stage.batch, world // sp)}"]
+        raise MeshError(f"{problem}: use {', or '.join(advised)}")
+
+    def _smaller_worlds(self) -> Iterator[int]:
+        """Yield smaller numbers of ranks that fit all stages as they are, the largest first."""
+        for ranks in range(self.world - 1, 0, -1):
+            tried = [(stage, self._degree(stage, ranks)) for stage in self.stages]
+            if all(ranks % sp == 0 and stage.batch % (ranks // sp) == 0 for stage, sp in tried):
+                yield ranks
+
+    @property
+    def _ranks(self) -> str:
+        return f"the {_plural(self.world, 'rank')} of this run"
 
 
-def check_degrees(run: RunSettings, world: int, heads: int | None, typed: TypedRanks) -> None:
-    """Refuse a run whose stages do not fit `world` ranks. `heads`: the model's attention heads; None if not known."""
-    run.mesh.refuse_ring()
-    for number in range(len(run.stages)):
-        _check_stage(run, number, world, heads, typed)
-    copies = run.mesh.replicas
-    if world % copies:
-        works = min(_divisors(world), key=lambda n: (abs(n - copies), n))
-        raise MeshError(f"mesh.replicas={copies} does not divide {_ranks(world)}: use mesh.replicas={works}")
-
-
-def _check_stage(run: RunSettings, number: int, world: int, heads: int | None, typed: TypedRanks) -> None:
-    stage = run.stages[number]
-    asked, name = stage.sp or run.mesh.sp, f"stages.{number}.sp" if stage.sp else "mesh.sp"
-    if asked == "auto" and heads is None:
-        return
-    sp = largest_divisor(world, heads or world) if asked == "auto" else asked
-    # What is advised must go for all stages that the setting is of.
-    batches = [each.batch for each in run.stages if each.sp == stage.sp]
-    near = sorted(_degrees(batches, world, heads), key=lambda degree: (abs(degree - sp), degree))
-    advised = [f"{name}={degree}" for degree in near[:1]]
-    if heads is not None and sp > heads:
-        problem = f"{name}={sp}, but the model has {_many(heads, 'attention head')}, and every rank of a row needs one"
-    elif world % sp:
-        problem = f"{name}={sp} does not divide {_ranks(world)}"
-        advised += [words for words in map(typed, _worlds(batches, world, sp)) if words][:1]
-    elif stage.batch % (world // sp):
-        problem = f"stage {number + 1} has batch {stage.batch} over dp={world // sp} sequence groups, and a multiple is needed"
-        # Fewer, larger sequence groups, if any.
-        larger = [f"{name}={degree}" for degree in sorted(near) if degree > sp][:1]
-        fewer = (words for words in map(typed, _fewer(run, world, heads)) if words)
-        advised = [_batch(number, stage.batch, world // sp), *(larger or advised or islice(fewer, 1))]
-    else:
-        return
-    if not advised:
-        sp = largest_divisor(world, heads or world)
-        advised = [f"{name}={sp} with {_batch(number, stage.batch, world // sp)}"]
-    raise MeshError(f"{problem}: use {', or '.join(advised)}")
-
-
-def _batch(number: int, batch: int, dp: int) -> str:
+def _typed_batch(number: int, batch: int, dp: int) -> str:
+    """Return the setting of the next larger batch that `dp` sequence groups divide."""
     return f"stages.{number}.batch={-(-batch // dp) * dp}"
-
-
-def _degrees(batches: Iterable[int], world: int, heads: int | None) -> list[int]:
-    """The degrees at which stages of these batches go."""
-    common = math.gcd(*batches)
-    return [sp for sp in _divisors(world) if sp <= (heads or world) and common % (world // sp) == 0]
-
-
-def _worlds(batches: Iterable[int], world: int, sp: int) -> Iterable[int]:
-    """Numbers of ranks on which stages of these batches go at degree `sp`, the nearest to `world` first."""
-    works = [sp * dp for dp in _divisors(math.gcd(*batches))]
-    return sorted(works, key=lambda ranks: (abs(ranks - world), ranks))
-
-
-def _fewer(run: RunSettings, world: int, heads: int | None) -> Iterable[int]:
-    """Smaller numbers of ranks on which all stages go as they are, the largest first."""
-    for ranks in range(world - 1, 0, -1):
-        degrees = [stage.sp or run.mesh.sp for stage in run.stages]
-        tried = [largest_divisor(ranks, heads or ranks) if sp == "auto" else sp for sp in degrees]
-        if all(
-            ranks % sp == 0 and stage.batch % (ranks // sp) == 0 for sp, stage in zip(tried, run.stages, strict=True)
-        ):
-            yield ranks
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _ranks(world: int) -> str:
-    return f"the {_many(world, 'rank')} of this run"
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

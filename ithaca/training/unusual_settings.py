@@ -1,7 +1,7 @@
-"""Settings of a run that are far from what pretrained weights are trained on with: a rate, a change of RoPE.
+"""Warnings of a learning rate or a RoPE change that is unusual for training pretrained weights further.
 
-Nothing here is refused, since somebody may mean it; each is a sentence with what was given, what is usual and what to
-write instead. Weights that start from random numbers know no rate and no positions, so nothing is unusual for them.
+Each warning has the given value, the usual one, and the setting to write instead. Nothing is refused, since a user may
+intend the setting, and nothing is unusual for weights that start from random numbers.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ from ithaca.training.schedule import LARGEST_JUMP, Positions, positions_of
 # Long-context training of pretrained models goes from 1e-6 to 1e-4, and adapters take ten times that.
 HIGHEST_RATE, HIGHEST_ADAPTER_RATE = 2e-4, 2e-3
 USUAL_RATE, USUAL_ADAPTER_RATE = "1.0e-5", "1.0e-4"
-# Published models raised theta to a hundred times of what ntk scaling takes for their length, and none further.
+# Published models raised theta to at most a hundred times the theta of ntk scaling for their length.
 LARGEST_THETA = 100
 
 
 def advise_settings(text: Any, stages: Sequence[StageSettings], *, adapters: bool) -> list[str]:
-    """A sentence for each setting of `stages` that is unusual for a pretrained model with the text config `text`."""
-    positions, said = positions_of(text), []
+    """Return a warning for each setting of `stages` that is unusual for a pretrained model with text config `text`."""
+    positions, warnings = positions_of(text), []
     for number, stage in enumerate(stages, 1):
-        if rate := _rate(stage.lr, adapters=adapters):
-            said.append(f"stage {number} has {rate}")
-        # A stretch may be made once for all lengths to come.
+        if rate := _unusual_rate(stage.lr, adapters=adapters):
+            warnings.append(f"stage {number} has {rate}")
+        # One RoPE change may serve all later stages.
         longest = max(later.length for later in stages[number - 1 :])
-        if stage.rope is not None and positions is not None and (change := _rope(stage.rope, positions, longest)):
-            said.append(f"stage {number} has {change}")
-    return said
+        if (
+            stage.rope is not None
+            and positions is not None
+            and (change := _unusual_rope(stage.rope, positions, longest))
+        ):
+            warnings.append(f"stage {number} has {change}")
+    return warnings
 
 
-def _rate(rate: float, *, adapters: bool) -> str | None:
+def _unusual_rate(rate: float, *, adapters: bool) -> str | None:
     highest, usual = (HIGHEST_ADAPTER_RATE, USUAL_ADAPTER_RATE) if adapters else (HIGHEST_RATE, USUAL_RATE)
     if rate <= highest:
         return None
@@ -40,7 +44,7 @@ def _rate(rate: float, *, adapters: bool) -> str | None:
     return f"lr {rate:g}, far above what {what} (at most {highest:g}): lr: {usual} is usual"
 
 
-def _rope(rope: RopeSettings, own: Positions, longest: int) -> str | None:
+def _unusual_rope(rope: RopeSettings, own: Positions, longest: int) -> str | None:
     if rope.theta is not None and rope.theta < own.theta:
         return (
             f"a rope theta of {rope.theta:,g}, below the model's own {own.theta:,g}: positions then look unlike those "

@@ -160,7 +160,7 @@ def config_of_run(run: RunSettings, embedded: Path) -> tuple[PreTrainedConfig, P
     """Return the last stage's config and the folder the run starts from; the embedded model is written to `embedded`."""
     name = run.model.name
     folder = build_embedded(embedded) if name == "embedded" else find_folder(name, run.model.revision)
-    return stage_config(run, str(folder), len(run.stages) - 1), folder
+    return stage_config(run.model, run.stages, str(folder)), folder
 
 
 def rows_of_run(run: RunSettings, folder: Path, config: PreTrainedConfig, length: int) -> list[dict[str, Tensor]]:

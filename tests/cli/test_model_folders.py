@@ -54,7 +54,7 @@ def verbs(typed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         # `train` asks this on every rank, before the documents are prepared.
         try:
             run = load_run(None, [f"model.name={folder}", "stages=[{length: 64, steps: 1}]"])
-            stage_config(run, str(folder), 0)
+            stage_config(run.model, run.stages[:1], str(folder))
             ends["train"] = (0, "")
         except IthacaError as error:
             ends["train"] = (2, f"ithaca: {error}\n")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ithaca.errors import ConfigError, DataError, PeerError
-from ithaca.launch.failures import judge
+from ithaca.launch.failures import find_cause
 from ithaca.launch.launcher import count_processes, launch
-from ithaca.launch.nodes import Nodes, find_place, meet
+from ithaca.launch.nodes import Nodes, find_nodes, meet
 from ithaca.launch.slurm import expand_counts, expand_hosts, read_task
 from ithaca.launch.worker import Report, resolve
 
@@ -76,17 +76,17 @@ def test_batch_script_is_no_slurm_task() -> None:
 def test_one_slurm_task_a_node_starts_its_ranks() -> None:
     task = read_task({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"})
     assert task is not None
-    place = find_place(task, None, None, None, ())
+    place = find_nodes(task, None, None, None, ())
     assert (place.count, place.rank, place.endpoint) == (4, 2, f"gpu08:{task.port}")
 
 
 def test_hosts_without_slurm_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["ithaca", "train", "--hosts", "a,b"])
     own = socket.gethostname()
-    place = find_place(None, None, None, None, ["elsewhere", own])
+    place = find_nodes(None, None, None, None, ["elsewhere", own])
     assert (place.count, place.rank, place.endpoint) == (2, 1, "elsewhere:29400")
     with pytest.raises(ConfigError, match=r"is none of --hosts a,b: on each of them type\n  ithaca train --hosts a,b"):
-        find_place(None, None, None, None, ["a", "b"])
+        find_nodes(None, None, None, None, ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_hosts_without_slurm_are_numbered(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_wrong_node_options_are_refused(settings: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_place(None, *settings, ())
+        find_nodes(None, *settings, ())
 
 
 def test_missing_node_is_named() -> None:
@@ -143,29 +143,29 @@ def report(rank: int, error: Exception, when: float) -> Report:
 def test_earliest_own_error_is_the_cause() -> None:
     gone = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
     reports = [report(0, gone, 1.0), report(1, ValueError("second"), 3.0), report(2, KeyError("first"), 2.0)]
-    verdict = judge(reports, {0: 1, 1: 1, 2: 1}, frozenset())
-    assert verdict.status == 1
-    assert verdict.text.startswith("rank 2 failed: KeyError: 'first'; ranks 0-1 ended because of it")
+    cause = find_cause(reports, {0: 1, 1: 1, 2: 1}, frozenset())
+    assert cause.status == 1
+    assert cause.text.startswith("rank 2 failed: KeyError: 'first'; ranks 0-1 ended because of it")
 
 
 def test_user_mistake_is_one_line() -> None:
     alike = [report(rank, DataError("no documents"), rank) for rank in range(2)]
-    assert judge(alike, {0: 2, 1: 2}, frozenset()).text == "no documents"
+    assert find_cause(alike, {0: 2, 1: 2}, frozenset()).text == "no documents"
     one = [report(0, PeerError("another rank says why"), 1.0), report(1, DataError("row 7 has no text"), 2.0)]
-    verdict = judge(one, {0: 2, 1: 2}, frozenset())
-    assert (verdict.text, verdict.status) == ("rank 1: row 7 has no text", 2)
+    cause = find_cause(one, {0: 2, 1: 2}, frozenset())
+    assert (cause.text, cause.status) == ("rank 1: row 7 has no text", 2)
 
 
 def test_dead_rank_comes_before_errors_it_caused() -> None:
     gone = report(0, RuntimeError("Connection reset by peer"), 1.0)
-    verdict = judge([gone], {0: 1, 1: -11, 2: -9}, frozenset({2}))
-    assert verdict.status == 128 + 11
-    assert verdict.text.startswith("rank 1 was ended by SIGSEGV")
-    assert judge([gone], {0: 1, 1: 70}, frozenset()).status == 70
-    assert judge([gone], {0: 1, 1: 70}, frozenset()).text == ""
-    assert judge([], {0: 71, 1: 71}, frozenset()).status == 71
-    assert judge([], {0: 3, 1: 71}, frozenset()).text.startswith("rank 0 ended with status 3")
-    assert judge([gone], {0: 1}, frozenset()).text.startswith("rank 0 failed: RuntimeError")
+    cause = find_cause([gone], {0: 1, 1: -11, 2: -9}, frozenset({2}))
+    assert cause.status == 128 + 11
+    assert cause.text.startswith("rank 1 was ended by SIGSEGV")
+    assert find_cause([gone], {0: 1, 1: 70}, frozenset()).status == 70
+    assert find_cause([gone], {0: 1, 1: 70}, frozenset()).text == ""
+    assert find_cause([], {0: 71, 1: 71}, frozenset()).status == 71
+    assert find_cause([], {0: 3, 1: 71}, frozenset()).text.startswith("rank 0 ended with status 3")
+    assert find_cause([gone], {0: 1}, frozenset()).text.startswith("rank 0 failed: RuntimeError")
 
 
 def test_failure_reports_outlive_the_folder(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the integration tests run, on one process or on a rank: the same script, with or without the one argument."""
+"""Scripts of the integration tests, run on one process or on a rank, with or without the one argument."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _hold(got: dict[str, Any], expected: dict[str, Any]) -> None:
     [((1, 2), 1), ((1, 2), 2), *(pytest.param(*case, marks=SLOW) for case in (((2, 2), 2), ((1, 4), 1)))],
     ids=str,
 )
-def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+def test_ten_clipped_steps_equal_one_process(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
     dp, sp = degrees
     options = {"steps": 10 * accumulate, "accumulate": accumulate, "rows": 80}
     expected = alone(loop, batch=2 * dp, **options)
@@ -60,14 +60,14 @@ def _constant(folder: str, sp: int | None, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_groups_of_two(tmp_path: Path) -> None:
+def test_two_groups_of_two_equal_one_process(tmp_path: Path) -> None:
     """The token mean over both groups' rows: what one process has that gets them in one batch."""
     expected = alone(_constant, batch=4, rows=40)
     for got in run_ranks(4, _constant, str(tmp_path), 2, rows=40):
         _hold(got, expected)
 
 
-def test_unseeded_shuffling_gives_a_group_the_same_rows(tmp_path: Path) -> None:
+def test_unseeded_shuffle_gives_a_group_the_same_rows(tmp_path: Path) -> None:
     """FIELD case 14: every process has another random state, and one order all the same."""
     results = run_ranks(2, loop, str(tmp_path), 2, shuffle=True, steps=3)
     assert results[0]["seen"] == results[1]["seen"]
@@ -78,7 +78,7 @@ def _stopped(folder: str, sp: int) -> Any:
     return whole, loop(folder, sp, save_at=4, resume=True)
 
 
-def test_state_saved_and_loaded_in_the_middle(tmp_path: Path) -> None:
+def test_loaded_state_continues_bit_for_bit(tmp_path: Path) -> None:
     expected = alone(loop)
     for whole, again in run_ranks(2, _stopped, str(tmp_path), 2):
         _hold(whole, expected)
@@ -111,7 +111,7 @@ def _gathers() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_sequence_group_is_one_process() -> None:
+def test_sequence_group_counts_as_one_process() -> None:
     for rank, told in enumerate(run_ranks(4, _gathers)):
         assert told == {
             "processes": 2, "process": rank // 2, "main": rank == 0, "last": rank == 3, "gather": [0, 10, 1, 11],
@@ -158,7 +158,7 @@ def _evaluated_length() -> int:
     return max(seen)
 
 
-def test_evaluation_is_sharded() -> None:
+def test_evaluation_equals_one_process() -> None:
     """FIELD case 7: what trains at a length is evaluated at it."""
     assert run_ranks(2, _evaluated_length) == [20, 20]
 
@@ -176,7 +176,7 @@ def _gradient_scale() -> float:
     return float(accelerator.clip_grad_norm_(model.parameters(), 1e9) / expected)
 
 
-def test_gradients_are_not_scaled_by_the_degree() -> None:
+def test_gradients_equal_at_every_degree() -> None:
     """FIELD case 5."""
     assert run_ranks(2, _gradient_scale) == pytest.approx([1.0, 1.0], abs=NORM_RATIO)
 
@@ -193,5 +193,5 @@ def _untouched() -> Any:
     return type(plain) is Accelerator, plain.num_processes, "forward" in other.__dict__, mesh.sp
 
 
-def test_nothing_else_is_touched() -> None:
+def test_other_accelerators_are_untouched() -> None:
     assert run_ranks(2, _untouched) == [(True, 2, False, 2)] * 2

@@ -27,11 +27,11 @@ from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import BF16_LOSS, LOGITS
 
 
-def test_public_name() -> None:
+def test_config_is_a_public_name() -> None:
     assert ithaca.UlyssesConfig is UlyssesConfig
 
 
-def test_the_libraries_above_see_one_process_a_group() -> None:
+def test_sizes_seen_by_accelerate_are_one() -> None:
     config = UlyssesConfig(sp_size=4, ring_size=2)
     sizes = [getattr(config, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")]
     assert sizes == [1] * 5
@@ -40,7 +40,7 @@ def test_the_libraries_above_see_one_process_a_group() -> None:
     assert repr(config) == "UlyssesConfig(sp_size=4, ring_size=2)"
 
 
-def test_the_snippet_hugging_face_publishes() -> None:
+def test_config_from_deepspeed_recipe_is_read() -> None:
     published = ParallelismConfig(
         sp_backend="deepspeed",
         sp_size=4,
@@ -67,7 +67,7 @@ def test_other_parallelism_is_refused(name: str) -> None:
         ("flex_attention", "flex"), ("kernels-community/flash-attn2", "flash"), ("cudnn", "cudnn"),
     ],
 )  # fmt: skip
-def test_names_of_attention(name: str, kernel: str) -> None:
+def test_attention_name_gives_kernel(name: str, kernel: str) -> None:
     assert kernel_for(name) == kernel
     assert UlyssesConfig(2, sp_handler={"sp_attn_implementation": name}).settings.kernel == kernel
     assert UlyssesConfig(2, kernel="cpu", sp_handler={"sp_attn_implementation": name}).settings.kernel == "cpu"
@@ -85,14 +85,14 @@ def test_unknown_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["memory_budget", "host_budget"])
-def test_budgets_are_read_at_once(name: str) -> None:
+def test_bad_budget_is_refused_at_once(name: str) -> None:
     config = UlyssesConfig(sp_size=2, **{name: "40GB"})  # type: ignore[arg-type]
     assert repr(config) == f"UlyssesConfig(sp_size=2, {name}='40GB')"
     with pytest.raises(UnsupportedError, match=f"{name}='much': pass bytes above 0, such as 40e9 or '40GB'"):
         UlyssesConfig(sp_size=2, **{name: "much"})  # type: ignore[arg-type]
 
 
-def test_choices_of_memory_are_read_at_once(tmp_path: Path) -> None:
+def test_bad_memory_is_refused_at_once(tmp_path: Path) -> None:
     config = UlyssesConfig(sp_size=2, memory=MappingProxyType({"offload": False}))
     assert repr(config) == "UlyssesConfig(sp_size=2, memory={'offload': False})"
     arguments = TrainingArguments(str(tmp_path), parallelism_config=config)
@@ -103,7 +103,7 @@ def test_choices_of_memory_are_read_at_once(tmp_path: Path) -> None:
         UlyssesConfig(sp_size=2, memory="most")  # type: ignore[arg-type]
 
 
-def test_arguments_can_be_written_and_pickled(tmp_path: Path) -> None:
+def test_training_arguments_round_trip_json_and_pickle(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), parallelism_config=UlyssesConfig(sp_size=2, kernel="cpu"))
     assert json.loads(arguments.to_json_string())["parallelism_config"]["kernel"] == "cpu"
     record = arguments.to_dict()["parallelism_config"]
@@ -117,7 +117,7 @@ def test_arguments_can_be_written_and_pickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
-def test_an_unknown_release_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_release_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
     monkeypatch.setattr(library_versions, "version", lambda asked: "99.1.0" if asked == name else real(asked))
     with pytest.raises(
@@ -127,12 +127,12 @@ def test_an_unknown_release_is_named(name: str, monkeypatch: pytest.MonkeyPatch)
     assert UlyssesConfig(sp_size=2, allow_untested=True).settings.allow_untested
 
 
-def test_installed_releases_are_the_tested_ones() -> None:
+def test_installed_releases_are_tested() -> None:
     for name, known in library_versions.TESTED.items():
         assert ".".join(metadata.version(name).split(".")[:2]) in known
 
 
-def test_one_process_says_what_to_type() -> None:
+def test_one_process_with_degree_two_says_what_to_type() -> None:
     reset()
     with pytest.raises(ithaca.MeshError, match=r"sp=2 .* 1 process: start 2 processes \(torchrun --nproc-per-node 2"):
         Accelerator(cpu=True, parallelism_config=UlyssesConfig(sp_size=2))
@@ -219,7 +219,7 @@ def _neftune() -> None:
         (_neftune, "UnsupportedError", "neftune_noise_alpha"),
     ],
 )
-def test_refusals(script: Any, error: str, match: str) -> None:
+def test_unsupported_setting_is_refused(script: Any, error: str, match: str) -> None:
     expect_refusal(2, script, error=error, match=match)
 
 
@@ -251,7 +251,7 @@ def _logits_alone() -> Any:
     return whole, generated
 
 
-def test_a_call_without_labels_gives_whole_logits_and_generate_works() -> None:
+def test_call_without_labels_gives_whole_logits() -> None:
     ids = small_batch(2, 13)["input_ids"]
     alone = small_model("llama", dtype=torch.float32)
     with torch.no_grad():

@@ -59,7 +59,7 @@ def _farthest(got: list[Any], expected: list[Any]) -> float:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(("kind", "attention"), [KINDS[0], *(pytest.param(*k, marks=SLOW) for k in KINDS[1:])])
-def test_logits_at_padding_and_their_gradients_are_those_of_transformers(kind: str, attention: str, side: str) -> None:
+def test_logits_at_padding_equal_transformers(kind: str, attention: str, side: str) -> None:
     expected = steps(None, kind, attention, side)
     for got in run_ranks(2, steps, 2, kind, attention, side):
         assert _farthest(got, expected) < FP64
@@ -75,13 +75,13 @@ def _without_padding(*args: Any) -> list[Any]:
         WholeBatches._padding = original  # type: ignore[method-assign]
 
 
-def test_padding_that_attends_to_nothing_would_be_seen() -> None:
+def test_unattended_padding_changes_logits() -> None:
     expected = steps(None, "llama", "sdpa", "right")
     assert _farthest(run_ranks(2, _without_padding, 2, "llama", "sdpa", "right")[0], expected) > FAULT
 
 
 def _calls(sp: int) -> list[int]:
-    """How often the decoder runs: for a loss alone, for logits read, and for the two calls after a reading."""
+    """Count the decoder's runs for a loss alone, for logits that are read, and for the two calls after that."""
     reset()
     model: Any = Accelerator(cpu=True, parallelism_config=config(sp)).prepare(small_model("llama"))
     ran: list[int] = []
@@ -96,7 +96,7 @@ def _calls(sp: int) -> list[int]:
     return seen
 
 
-def test_logits_cost_nothing_until_they_are_read() -> None:
+def test_unread_logits_run_no_decoder() -> None:
     """Read for the first time they take a pass of their own, then none."""
     assert run_ranks(2, _calls, 2) == [[1, 2, 1, 1, 1]] * 2
 
@@ -115,7 +115,7 @@ def _dropped(sp: int) -> tuple[float, bool]:
     return float((again - output.loss).abs().detach()), undisturbed
 
 
-def test_logits_read_later_have_the_dropout_of_their_loss() -> None:
+def test_late_logits_have_dropout_of_their_loss() -> None:
     for difference, undisturbed in run_ranks(2, _dropped, 2):
         assert difference < FAULT
         assert undisturbed

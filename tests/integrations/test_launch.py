@@ -42,7 +42,7 @@ def _losses(output: str) -> list[float]:
     ],
     ids=["torchrun trainer", "torchrun sft", "torchrun accelerator", "accelerate accelerator", "accelerate trainer"],
 )
-def test_examples(launcher: list[str], example: str, tmp_path: Path) -> None:
+def test_example_runs(launcher: list[str], example: str, tmp_path: Path) -> None:
     done = _run([*launcher, str(ROOT / f"examples/{example}.py")], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = _losses(done.stdout)
@@ -63,7 +63,7 @@ def _rewritten(folder: Path, example: str, old: str, new: str) -> str:
 
 
 @pytest.mark.slow
-def test_one_process_says_what_to_type(tmp_path: Path) -> None:
+def test_one_process_with_degree_two_says_what_to_type(tmp_path: Path) -> None:
     done = _run([str(ROOT / "examples/accelerator.py")], tmp_path)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
@@ -74,7 +74,7 @@ def test_one_process_says_what_to_type(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["trainer", "accelerator"])
-def test_one_process_with_a_degree_of_one(example: str, tmp_path: Path) -> None:
+def test_one_process_with_degree_one_runs(example: str, tmp_path: Path) -> None:
     alone = _run([_rewritten(tmp_path, example, "sp_size=2", "sp_size=1")], tmp_path)
     assert alone.returncode == 0, alone.stderr[-3000:]
     assert len(_losses(alone.stdout)) == 10
@@ -93,8 +93,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_notebook_launch(tmp_path: Path) -> None:
-    """What a notebook cell does on a machine without GPUs: a function, started in forked processes."""
+def test_notebook_launch_runs(tmp_path: Path) -> None:
+    """Start a function in forked processes, as a notebook cell does on a machine without GPUs."""
     body = (
         (ROOT / "examples/accelerator.py").read_text().replace("__file__", repr(str(ROOT / "examples/accelerator.py")))
     )

@@ -32,7 +32,7 @@ def _hold(results: list[Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=SLOW) for k in KINDS])
-def test_every_kind_of_batch(kind: str, tmp_path: Path) -> None:
+def test_sft_batch_kinds_equal_one_process(kind: str, tmp_path: Path) -> None:
     _hold(run_ranks(2, fine_tune, str(tmp_path), 2, kind=kind), alone(fine_tune, kind=kind))
 
 
@@ -40,7 +40,7 @@ def test_every_kind_of_batch(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "degrees"), dealt(["plain", "packed", "padding_free", "assistant_only"], [(2, 2), (1, 4)]), ids=str
 )
-def test_more_ranks_and_accumulation(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
+def test_sft_with_accumulation_equals_one_process(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
     """Rows enough for no last batch in which some have to be repeated for the second group. SFTTrainer evaluates batch
     by batch, so its evaluation is one process's with the same batch size."""
     dp, sp = degrees
@@ -52,7 +52,7 @@ def test_more_ranks_and_accumulation(kind: str, degrees: tuple[int, int], tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["packed", pytest.param("plain", marks=SLOW)])
-def test_lora(kind: str, tmp_path: Path) -> None:
+def test_sft_with_lora_equals_one_process(kind: str, tmp_path: Path) -> None:
     """FIELD case 15: adapters train, and are saved as peft saves them."""
     expected = alone(fine_tune, kind=kind, lora=True)
     _hold(run_ranks(2, fine_tune, str(tmp_path), 2, kind=kind, lora=True), expected)
@@ -69,13 +69,13 @@ def test_lora(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream(tmp_path: Path) -> None:
+def test_sft_with_stream_equals_one_process(tmp_path: Path) -> None:
     expected = alone(fine_tune, kind="plain", stream=True)
     _hold(run_ranks(2, fine_tune, str(tmp_path), 2, kind="plain", stream=True), expected)
 
 
 @pytest.mark.slow
-def test_dft_loss(tmp_path: Path) -> None:
+def test_sft_with_dft_loss_equals_one_process(tmp_path: Path) -> None:
     expected = alone(fine_tune, kind="plain", loss_type="dft")
     _hold(run_ranks(2, fine_tune, str(tmp_path), 2, kind="plain", loss_type="dft"), expected)
 
@@ -88,7 +88,7 @@ def _resumed(folder: str, sp: int, lora: bool) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
-def test_resumed_in_the_middle_of_an_epoch(lora: bool, tmp_path: Path) -> None:
+def test_resume_inside_epoch_equals_uninterrupted(lora: bool, tmp_path: Path) -> None:
     expected = alone(fine_tune, kind="plain", lora=lora)
     for got in run_ranks(2, _resumed, str(tmp_path), 2, lora):
         hold(got, expected)
@@ -111,5 +111,5 @@ def _from_training_arguments(folder: str, sp: int) -> Any:
 
 
 @pytest.mark.slow
-def test_training_arguments_keep_the_config(tmp_path: Path) -> None:
+def test_sft_from_training_arguments_keeps_config(tmp_path: Path) -> None:
     assert run_ranks(2, _from_training_arguments, str(tmp_path), 2) == [(1, 1), (1, 1)]

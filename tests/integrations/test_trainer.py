@@ -49,7 +49,7 @@ def _alone(dp: int, **options: Any) -> dict[str, Any]:
     [(DEGREES[0], 1), (DEGREES[0], 2), *(pytest.param(*case, marks=SLOW) for case in dealt(DEGREES[1:], [2, 1]))],
     ids=str,
 )
-def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+def test_ten_clipped_steps_equal_one_process(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
     expected = _alone(degrees[0], gradient_accumulation_steps=accumulate)
     assert min(expected["norms"]) > 0.5, "clipping must bite for this to mean anything"
     results = _world(tmp_path, degrees, gradient_accumulation_steps=accumulate)
@@ -60,7 +60,7 @@ def test_ten_clipped_steps(degrees: tuple[int, int], accumulate: int, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_groups_of_two(tmp_path: Path) -> None:
+def test_two_groups_of_two_equal_one_process(tmp_path: Path) -> None:
     """dp=2 x sp=2 with unequal tokens on the two groups, accumulated: one division by the global count."""
     expected = _alone(2, gradient_accumulation_steps=2)
     for got in _world(tmp_path, (2, 2), gradient_accumulation_steps=2):
@@ -82,14 +82,14 @@ def _with_shard_means(folder: str, sp: int) -> Any:
         model_hooks.WholeBatches._loss = original  # type: ignore[method-assign]
 
 
-def test_a_mean_of_shard_means_would_be_seen(tmp_path: Path) -> None:
+def test_mean_of_shard_means_changes_losses(tmp_path: Path) -> None:
     expected = _alone(1, max_steps=3)
     got = _world(tmp_path, (1, 2), _with_shard_means)[0]
     assert farthest(got["losses"], expected["losses"]) > 100 * LOSS
     assert abs(got["eval_loss"] - expected["eval_loss"]) > 100 * EVAL_LOSS
 
 
-def test_epochs_run_the_asked_number_of_steps(tmp_path: Path) -> None:
+def test_epochs_run_requested_number_of_steps(tmp_path: Path) -> None:
     """9 rows in batches of 2, 3 epochs: 15 steps, the last of an epoch with one row. Tokens are counted once."""
     options = {"max_steps": -1, "num_train_epochs": 3, "rows": 9, "include_num_input_tokens_seen": "non_padding"}
     expected = alone(train, **options)
@@ -101,7 +101,7 @@ def test_epochs_run_the_asked_number_of_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_epochs_over_two_groups(tmp_path: Path) -> None:
+def test_epochs_over_two_groups_equal_one_process(tmp_path: Path) -> None:
     options = {**EPOCHS, "include_num_input_tokens_seen": "non_padding"}
     expected = _alone(2, **options)
     for got in _world(tmp_path, (2, 2), **options):
@@ -115,7 +115,7 @@ def _doubled(folder: str, sp: int | None, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_drifts_over_two_groups_is_rounding(tmp_path: Path) -> None:
+def test_drift_over_two_groups_is_rounding(tmp_path: Path) -> None:
     """In fp64 two groups step and evaluate as one process does: in fp32 only the order of their sums differs."""
     exact = alone(_doubled, per_device_train_batch_size=4, per_device_eval_batch_size=4)
     for got in _world(tmp_path, (2, 2), _doubled):
@@ -131,7 +131,7 @@ def _resumed(folder: str, sp: int, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "accumulate"), [((1, 2), 1), ((2, 2), 2)], ids=["sp2", "dp2 sp2 accumulated"])
-def test_resumed_in_the_middle_of_an_epoch(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
+def test_resume_inside_epoch_equals_uninterrupted(degrees: tuple[int, int], accumulate: int, tmp_path: Path) -> None:
     expected = _alone(degrees[0], gradient_accumulation_steps=accumulate, rows=96)
     results = _world(tmp_path, degrees, _resumed, gradient_accumulation_steps=accumulate, rows=96)
     for _, again in results:
@@ -144,7 +144,7 @@ def _continued(folder: str, sp: int, checkpoint: str) -> Any:
 
 
 @pytest.mark.slow
-def test_resumed_on_other_degrees(tmp_path: Path) -> None:
+def test_resume_at_other_degrees_equals_uninterrupted(tmp_path: Path) -> None:
     """Two ranks wrote the checkpoint, four go on."""
     expected = _alone(1)
     _world(tmp_path / "two", (1, 2), save_strategy="steps", save_steps=4)
@@ -152,7 +152,7 @@ def test_resumed_on_other_degrees(tmp_path: Path) -> None:
         hold(got, expected)
 
 
-def test_saved_model_is_the_standard_one(tmp_path: Path) -> None:
+def test_saved_model_loads_in_plain_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     saved = _world(tmp_path, (1, 2), max_steps=2)[0]["weights"]
@@ -166,7 +166,7 @@ def test_saved_model_is_the_standard_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.1])
-def test_label_smoothing(smoothing: float, tmp_path: Path) -> None:
+def test_label_smoothing_equals_one_process(smoothing: float, tmp_path: Path) -> None:
     expected = _alone(1, label_smoothing_factor=smoothing)
     plain = _alone(1)
     assert farthest(expected["losses"], plain["losses"]) > 100 * LOSS
@@ -185,7 +185,7 @@ def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) 
 
 
 @pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=SLOW)], ids=str)
-def test_a_loss_of_the_users_own(degrees: tuple[int, int], tmp_path: Path) -> None:
+def test_own_loss_function_equals_one_process(degrees: tuple[int, int], tmp_path: Path) -> None:
     expected = _alone(degrees[0], compute_loss_func=squared)
     for got in _world(tmp_path, degrees, compute_loss_func=squared):
         hold(got, expected)
@@ -199,7 +199,7 @@ def _predict(folder: str, sp: int | None, batch: int = 2, **ulysses: Any) -> tup
 
 
 @pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 2), marks=SLOW)], ids=str)
-def test_predict_gives_whole_logits_where_asked(degrees: tuple[int, int], tmp_path: Path) -> None:
+def test_predict_with_whole_logits_equals_one_process(degrees: tuple[int, int], tmp_path: Path) -> None:
     """Trainer's loss is the mean over batches, and a batch is that of all data-parallel processes."""
     logits, labels, loss = alone(_predict, batch=2 * degrees[0])
     for got_logits, got_labels, got_loss in _world(tmp_path, degrees, _predict, whole_logits=True):
@@ -209,7 +209,7 @@ def test_predict_gives_whole_logits_where_asked(degrees: tuple[int, int], tmp_pa
         assert abs(got_loss - loss) < EVAL_LOSS
 
 
-def test_predict_makes_whole_logits_when_they_are_not_asked_for(tmp_path: Path) -> None:
+def test_predict_without_whole_logits_equals_one_process(tmp_path: Path) -> None:
     """At padding too."""
     logits, labels, loss = alone(_predict)
     for got_logits, got_labels, got_loss in _world(tmp_path, (1, 2), _predict):
@@ -218,20 +218,20 @@ def test_predict_makes_whole_logits_when_they_are_not_asked_for(tmp_path: Path) 
         assert abs(got_loss - loss) < EVAL_LOSS
 
 
-def test_iterable_datasets_give_a_group_the_same_rows(tmp_path: Path) -> None:
+def test_iterable_dataset_gives_a_group_the_same_rows(tmp_path: Path) -> None:
     expected = alone(train, stream=True)
     for got in _world(tmp_path, (1, 2), stream=True):
         hold(got, expected)
 
 
 @pytest.mark.slow
-def test_iterable_datasets_over_two_groups(tmp_path: Path) -> None:
+def test_iterable_dataset_over_two_groups_equals_one_process(tmp_path: Path) -> None:
     expected = _alone(2, stream=True, rows=48)
     for got in _world(tmp_path, (2, 2), stream=True, rows=48):
         hold(got, expected)
 
 
-def test_gradient_checkpointing_becomes_the_memory_plan(tmp_path: Path) -> None:
+def test_gradient_checkpointing_becomes_memory_plan(tmp_path: Path) -> None:
     expected = _alone(1)
     for got in _world(tmp_path, (1, 2), gradient_checkpointing=True):
         hold(got, expected)
@@ -240,7 +240,9 @@ def test_gradient_checkpointing_becomes_the_memory_plan(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": False}, {"use_reentrant": True}, {"every_n_layers": 2}], ids=str)
 @pytest.mark.parametrize("memory", ["auto", None])
-def test_gradient_checkpointing_kwargs(memory: str | None, kwargs: dict[str, Any], tmp_path: Path) -> None:
+def test_gradient_checkpointing_kwargs_equal_one_process(
+    memory: str | None, kwargs: dict[str, Any], tmp_path: Path
+) -> None:
     """With a memory plan they say nothing any more; without one they are transformers' again."""
     expected = _alone(1)
     asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
@@ -249,7 +251,7 @@ def test_gradient_checkpointing_kwargs(memory: str | None, kwargs: dict[str, Any
 
 
 @pytest.mark.slow
-def test_labels_that_are_nobodys_target_are_not_counted(tmp_path: Path) -> None:
+def test_labels_without_target_are_not_counted(tmp_path: Path) -> None:
     """Left padding: Trainer counts labels before the model can say which of them it learns."""
     expected = _alone(1, collate=collate_left_masked)
     counted = _alone(1, collate=collate_left)
@@ -265,7 +267,7 @@ def _best(folder: str, sp: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+def test_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     expected = alone(_best)
     assert expected["eval_loss"] > _alone(1)["eval_loss"] + 100 * EVAL_LOSS
     for got in _world(tmp_path, (1, 2), _best):
@@ -275,7 +277,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, "auto"])
 @pytest.mark.parametrize("placing", ["shard", "replicate"])
-def test_settings_of_the_config(memory: str | None, placing: str, tmp_path: Path) -> None:
+def test_config_settings_equal_one_process(memory: str | None, placing: str, tmp_path: Path) -> None:
     expected = _alone(1)
     settings = {"memory": memory, "weights": placing, "kernel": "cpu"}
     for got in _world(tmp_path, (1, 2), ulysses=settings):
@@ -285,7 +287,7 @@ def test_settings_of_the_config(memory: str | None, placing: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("kind", ["mistral", "dynamic rope", "uneven heads", "gpt_oss", "mixtral"])
-def test_what_others_get_wrong(kind: str, sp: int, tmp_path: Path) -> None:
+def test_shift_and_documents_equal_one_process(kind: str, sp: int, tmp_path: Path) -> None:
     """FIELD cases 3 (a window), 8 (RoPE by length), 10 (heads), 17 (sinks), 21 (the router's loss), at lengths that the
     degree does not divide (1) and shards without a label (4)."""
     expected = alone(_exactly, kind=kind)
@@ -303,7 +305,7 @@ def _state_space(folder: str, sp: int) -> None:
     train(folder, sp, kind="mamba")
 
 
-def test_layers_that_would_not_be_exact_are_refused(tmp_path: Path) -> None:
+def test_inexact_layers_are_refused(tmp_path: Path) -> None:
     """FIELD case 9."""
     expect_refusal(2, _state_space, str(tmp_path), 2, error="UnsupportedError", match="architecture 'mamba' is refused")
 
@@ -312,7 +314,7 @@ def _sgd(folder: str, sp: int | None) -> dict[str, Any]:
     return train(folder, sp, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}))
 
 
-def test_an_optimizer_class_of_the_users_own(tmp_path: Path) -> None:
+def test_own_optimizer_class_equals_one_process(tmp_path: Path) -> None:
     expected = alone(_sgd)
     assert farthest(expected["losses"], _alone(1)["losses"]) > 100 * LOSS
     for got in _world(tmp_path, (1, 2), _sgd):
@@ -330,6 +332,6 @@ def _optimizers(folder: str, sp: int) -> None:
     Trainer(model, arguments(folder, sp, {}), optimizers=(optimizer, schedule))
 
 
-def test_optimizers_made_before_are_refused(tmp_path: Path) -> None:
-    """By Trainer itself, for all weights that FSDP holds."""
+def test_optimizer_made_before_is_refused(tmp_path: Path) -> None:
+    """Trainer itself refuses such an optimizer, for all weights that FSDP holds."""
     expect_refusal(2, _optimizers, str(tmp_path), 2, error="RuntimeError", match="Passing `optimizers` is not allowed")

@@ -1,4 +1,4 @@
-"""The agent's own ending of ranks: after a failure, at the end of the grace, and at a second Ctrl-C."""
+"""The agent's killing of ranks: after a failure, at the end of the grace, and at a second Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ithaca.launch.nodes import Meeting, Nodes, meet
 
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Connection]]:
-    """An agent over two processes that ignore SIGTERM; rank 1 fails when it is told to."""
+    """Start two processes that ignore SIGTERM, under an agent; rank 1 fails at a message."""
     monkeypatch.setattr(module, "LINGER", 0.2)
     spawn = multiprocessing.get_context("spawn")
-    told, say = spawn.Pipe(duplex=False)
+    receiver, sender = spawn.Pipe(duplex=False)
     begun = spawn.Semaphore(0)
-    ranks = {0: spawn.Process(target=_wait, args=(begun,)), 1: spawn.Process(target=_fail, args=(begun, told))}
+    ranks = {0: spawn.Process(target=_wait, args=(begun,)), 1: spawn.Process(target=_fail, args=(begun, receiver))}
     for process in ranks.values():
         process.start()
     for _ in ranks:
         assert begun.acquire(timeout=60)
-    yield Agent(grace=0.2, ranks=dict(ranks)), say
+    yield Agent(grace=0.2, ranks=dict(ranks)), sender
     for process in ranks.values():
         process.kill()
         process.join()
@@ -42,10 +42,10 @@ def _wait(begun: threading.Semaphore) -> None:
     time.sleep(60)
 
 
-def _fail(begun: threading.Semaphore, told: Connection) -> None:
+def _fail(begun: threading.Semaphore, receiver: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     begun.release()
-    told.recv()
+    receiver.recv()
     os._exit(3)
 
 
@@ -67,8 +67,8 @@ def test_grace_over_ranks_are_killed_and_saving_was_announced_once(
     crew: tuple[Agent, Connection], capfd: pytest.CaptureFixture[str]
 ) -> None:
     agent, _ = crew
-    agent.hear(signal.SIGTERM)
-    agent.hear(signal.SIGTERM)
+    agent.receive(signal.SIGTERM)
+    agent.receive(signal.SIGTERM)
     agent.watch(lambda: False)
     assert agent.killed == {0, 1}
     assert capfd.readouterr().err.count("saved within 0.2 s") == 1
@@ -78,7 +78,7 @@ def test_second_interrupt_ranks_are_killed_before_the_grace_is_over(crew: tuple[
     agent, _ = crew
     agent.grace = 1000.0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-        agent.hear(number)
+        agent.receive(number)
     agent.watch(lambda: False)
     assert agent.killed == {0, 1}
 
@@ -86,7 +86,7 @@ def test_second_interrupt_ranks_are_killed_before_the_grace_is_over(crew: tuple[
 def test_signal_while_idle_ends_the_wait() -> None:
     agent = Agent(grace=1.0, idle=True)
     with pytest.raises(Stopped):
-        agent.hear(signal.SIGINT)
+        agent.receive(signal.SIGINT)
 
 
 def test_environment_of_a_rank_joins_the_store_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:

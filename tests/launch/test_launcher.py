@@ -81,7 +81,7 @@ def alive(pid: int) -> bool:
 
 
 @SLOW
-def test_ranks_start_with_their_share_of_the_cores(tmp_path: Path) -> None:
+def test_ranks_start_with_their_share_of_cores(tmp_path: Path) -> None:
     with launcher("total", tmp_path) as process:
         assert ended(process) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -89,7 +89,7 @@ def test_ranks_start_with_their_share_of_the_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_cause_is_told_once(tmp_path: Path) -> None:
+def test_failed_rank_prints_first_cause_once(tmp_path: Path) -> None:
     with launcher("fault", tmp_path) as process:
         status, told = ended(process)
     assert status == 1
@@ -104,7 +104,7 @@ def test_the_first_cause_is_told_once(tmp_path: Path) -> None:
     [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=SLOW), pytest.param(signal.SIGINT, marks=SLOW)],
     ids=str,
 )
-def test_a_signal_to_the_launcher_lets_the_ranks_save(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_to_launcher_lets_ranks_save(number: signal.Signals, tmp_path: Path) -> None:
     with launcher("saves", tmp_path) as process:
         pids = [int(text) for text in wait_for(tmp_path, "started-*", 2)]
         process.send_signal(number)
@@ -118,19 +118,19 @@ def test_a_signal_to_the_launcher_lets_the_ranks_save(number: signal.Signals, tm
 
 
 @SLOW
-def test_what_all_ranks_refuse_is_one_line_and_status_2(tmp_path: Path) -> None:
+def test_refusal_of_all_ranks_is_one_line_and_status_2(tmp_path: Path) -> None:
     with launcher("refuse", tmp_path) as process:
         assert ended(process) == (2, "ithaca: no documents in 'nowhere': name a folder with files\n")
 
 
 @SLOW
-def test_a_peer_that_only_heard_is_not_the_cause(tmp_path: Path) -> None:
+def test_peer_error_is_not_the_first_cause(tmp_path: Path) -> None:
     with launcher("peer", tmp_path) as process:
         assert ended(process) == (2, "ithaca: rank 1: row 7 has no text\n")
 
 
 @SLOW
-def test_a_killed_rank_ends_the_run_within_seconds(tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run(tmp_path: Path) -> None:
     with launcher("shot", tmp_path) as process:
         status, told = ended(process)
     assert status == 128 + signal.SIGKILL
@@ -139,7 +139,7 @@ def test_a_killed_rank_ends_the_run_within_seconds(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+def test_suspended_rank_is_named(tmp_path: Path) -> None:
     with launcher("hang", tmp_path) as process:
         status, told = ended(process)
     assert status == HANG
@@ -149,7 +149,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_orphans(tmp_path: Path) -> None:
     with launcher("deaf", tmp_path) as process:
         pids = [int(pid) for text in wait_for(tmp_path, "started-*", 2) for pid in text.split()]
         assert len(pids) == 4
@@ -159,7 +159,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_killed_launcher_shows_nothing_and_the_next_one_clears_up(tmp_path: Path) -> None:
+def test_killed_launcher_prints_nothing_and_next_launch_clears_up(tmp_path: Path) -> None:
     """Whatever its ranks are at: no stack of C++, no warning of Python's own processes, no folder for long."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -180,7 +180,7 @@ def test_a_killed_launcher_shows_nothing_and_the_next_one_clears_up(tmp_path: Pa
 
 
 @SLOW
-def test_ranks_that_do_not_save_in_time_are_ended(tmp_path: Path) -> None:
+def test_ranks_beyond_grace_are_killed(tmp_path: Path) -> None:
     with launcher("deaf", tmp_path, "grace=1") as process:
         pids = [int(pid) for text in wait_for(tmp_path, "started-*", 2) for pid in text.split()]
         process.terminate()
@@ -192,7 +192,7 @@ def test_ranks_that_do_not_save_in_time_are_ended(tmp_path: Path) -> None:
 
 @SLOW
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_of_ranks_that_save_nothing_no_saving_is_told(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_to_ranks_without_saving_announces_no_saving(number: signal.Signals, tmp_path: Path) -> None:
     with launcher("deaf", tmp_path, "grace=1", "saves=no") as process:
         pids = [int(pid) for text in wait_for(tmp_path, "started-*", 2) for pid in text.split()]
         process.send_signal(number)
@@ -201,7 +201,7 @@ def test_of_ranks_that_save_nothing_no_saving_is_told(number: signal.Signals, tm
 
 
 @SLOW
-def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with launcher("deaf", tmp_path, "grace=600") as process:
         pids = [int(pid) for text in wait_for(tmp_path, "started-*", 2) for pid in text.split()]
         process.send_signal(signal.SIGINT)
@@ -234,7 +234,7 @@ def two_nodes(name: str, folder: Path, processes: int = 1) -> Iterator[list[subp
 
 
 @SLOW
-def test_two_nodes_are_one_world(tmp_path: Path) -> None:
+def test_two_nodes_form_one_world(tmp_path: Path) -> None:
     with two_nodes("total", tmp_path, processes=2) as nodes:
         assert [ended(node) for node in nodes] == [(0, ""), (0, "")]
     sums = [(tmp_path / f"sum-{rank}").read_text().split() for rank in range(4)]
@@ -242,7 +242,7 @@ def test_two_nodes_are_one_world(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
+def test_signal_to_one_node_stops_both(tmp_path: Path) -> None:
     with two_nodes("saves", tmp_path) as nodes:
         wait_for(tmp_path, "started-*", 2)
         nodes[1].terminate()
@@ -251,7 +251,7 @@ def test_a_signal_to_one_node_stops_both(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_failure_on_one_node_ends_the_other(tmp_path: Path) -> None:
+def test_failure_on_one_node_ends_the_other(tmp_path: Path) -> None:
     with two_nodes("fault", tmp_path) as nodes:
         results = [ended(node) for node in nodes]
     causes = [told for status, told in results if "KeyError: 'the first cause'" in told]
@@ -261,7 +261,7 @@ def test_a_failure_on_one_node_ends_the_other(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_under_torchrun_this_process_is_a_rank(tmp_path: Path) -> None:
+def test_launch_under_torchrun_runs_entry_here(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.cli.entries", "total", str(tmp_path)],
@@ -278,7 +278,7 @@ def test_under_torchrun_this_process_is_a_rank(tmp_path: Path) -> None:
 
 @SLOW
 @pytest.mark.parametrize("name", ["total", "refuse"])
-def test_under_slurm_this_process_is_a_rank(name: str, tmp_path: Path) -> None:
+def test_launch_under_slurm_runs_entry_here(name: str, tmp_path: Path) -> None:
     job = {
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0",
         "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "OMP_NUM_THREADS": "1",

@@ -30,7 +30,7 @@ def start(where: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_killed_commands_folder_goes_at_the_next_and_a_living_ones_stays(
+def test_folder_of_killed_command_is_removed_and_of_living_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from ithaca.cli.help_text import EPILOGS
-from ithaca.launch.stopped import told_when_stopped
+from ithaca.launch.stopped import exit_when_stopped
 
 ROOT = Path(__file__).resolve().parents[2]
 # The verb stands for any: what it does here is to say that it has begun, and to wait.
@@ -20,7 +20,7 @@ PLANTED = """
 import sys, types, time
 sys.argv = ["ithaca", VERB]
 import ithaca.cli
-from ithaca.launch.stopped import cleaned_if_stopped, hearing, told_when_stopped
+from ithaca.launch.stopped import cleaned_if_stopped, command_signals, exit_when_stopped
 
 def begun(): print("begun", flush=True)
 
@@ -38,14 +38,14 @@ class Slow(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         except BaseException:
             print("swallowed", flush=True)
 sys.meta_path.insert(0, Slow())
-with hearing(last=True), told_when_stopped(sys.argv[1]), cleaned_if_stopped(lambda: print("cleaned", flush=True)):
+with command_signals(last=True), exit_when_stopped(sys.argv[1]), cleaned_if_stopped(lambda: print("cleaned", flush=True)):
     import slow
     time.sleep(60)
 """
-BEFORE = "with hearing(last=True):\n    begun()\n    time.sleep(60)"
+BEFORE = "with command_signals(last=True):\n    begun()\n    time.sleep(60)"
 WORKING = """
 try:
-    with hearing(last=True), told_when_stopped(sys.argv[1]):
+    with command_signals(last=True), exit_when_stopped(sys.argv[1]):
         try:
             begun()
             time.sleep(60)
@@ -54,10 +54,10 @@ try:
 except BaseException as stop:
     sys.exit(stop.exit_code)
 """
-DONE = "with hearing(last=True):\n    pass\nbegun()\ntime.sleep(60)"
+DONE = "with command_signals(last=True):\n    pass\nbegun()\ntime.sleep(60)"
 FORKED = """
 import os
-with hearing(last=True):
+with command_signals(last=True):
     if os.fork() == 0:
         os.kill(os.getpid(), 15)
     begun()
@@ -89,7 +89,9 @@ def stopped(verb: str, body: str, number: int = signal.SIGINT) -> tuple[int, str
         ("train", BEFORE, signal.SIGUSR1, 75, "", "no step was under way"),
     ],
 )
-def test_a_signal_ends_a_verb_in_one_line(verb: str, body: str, number: int, status: int, out: str, said: str) -> None:
+def test_signal_in_a_verb_ends_it_with_one_line(
+    verb: str, body: str, number: int, status: int, out: str, said: str
+) -> None:
     found = stopped(verb, body, number)
     assert found[:2] == (status, out)
     assert found[2].startswith(f"ithaca: {verb} was stopped before its end: ")
@@ -97,29 +99,29 @@ def test_a_signal_ends_a_verb_in_one_line(verb: str, body: str, number: int, sta
     assert found[2].count("\n") == 1
 
 
-def test_a_signal_after_the_verbs_end_says_nothing() -> None:
+def test_signal_after_a_verb_prints_nothing() -> None:
     assert stopped("plan", DONE) == (130, "", "")
 
 
-def test_a_forked_process_that_is_ended_says_nothing() -> None:
+def test_ended_forked_process_prints_nothing() -> None:
     status, out, err = stopped("plan", FORKED)
     assert (status, out, err.count("\n")) == (130, "", 1)
 
 
-def test_what_a_shell_has_ignored_stays_ignored() -> None:
-    body = "import signal\nsignal.signal(2, signal.SIG_IGN)\nwith hearing(last=True):\n    begun()\n    time.sleep(1)"
+def test_signal_ignored_by_shell_stays_ignored() -> None:
+    body = "import signal\nsignal.signal(2, signal.SIG_IGN)\nwith command_signals(last=True):\n    begun()\n    time.sleep(1)"
     assert stopped("plan", body) == (0, "", "")
 
 
-def test_a_verb_gives_the_status_and_says_so_in_its_help(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as stop, told_when_stopped("plan"):
+def test_interrupted_verb_exits_130_as_its_help_says(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as stop, exit_when_stopped("plan"):
         raise KeyboardInterrupt
     assert stop.value.exit_code == 130
     assert capfd.readouterr().err.startswith("ithaca: plan was stopped before its end")
     assert all("130 after Ctrl-C" in text for text in EPILOGS.values())
 
 
-def test_the_command_line_hears_before_it_imports_what_takes_time() -> None:
+def test_command_line_handles_signals_before_slow_imports() -> None:
     code = "import sys; import ithaca.cli; print({'typer', 'pydantic', 'torch', 'rich', 'yaml'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

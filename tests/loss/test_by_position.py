@@ -53,7 +53,7 @@ def expected() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("sp", [1, 2, 4])
-def test_buckets_hold_the_means_of_one_process(sp: int) -> None:
+def test_buckets_equal_one_process(sp: int) -> None:
     wanted: Any = expected()
     assert sorted(wanted) == ["<16", "<32", "<8"]
     for means, loss, without in run_ranks(sp, gathered, sp):
@@ -62,7 +62,7 @@ def test_buckets_hold_the_means_of_one_process(sp: int) -> None:
         assert loss == without
 
 
-def test_a_position_off_by_one_is_seen() -> None:
+def test_position_off_by_one_changes_buckets() -> None:
     wanted = expected()
     means = run_ranks(2, gathered, 2, 1)[0][0]
     assert abs(means["<8"] - wanted["<8"]) > 100 * FAULT

@@ -42,7 +42,7 @@ def _step(tiled: bool, smoothing: float, z: float) -> float:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("smoothing", "z"), [(0.1, 0.0), (0.0, 0.01), (0.2, 0.001)])
 @pytest.mark.parametrize("tiled", [False, True])
-def test_options_of_the_loss(tiled: bool, smoothing: float, z: float) -> None:
+def test_loss_options_equal_one_process(tiled: bool, smoothing: float, z: float) -> None:
     assert max(run_ranks(2, _step, tiled, smoothing, z)) < FP64
 
 
@@ -75,13 +75,13 @@ def _said() -> list[str]:
     return messages
 
 
-def test_what_is_no_number_for_a_loss_is_refused() -> None:
+def test_bad_loss_options_are_refused() -> None:
     [messages] = run_ranks(1, _said)
     for message, (_, start) in zip(messages, WRONG, strict=True):
         assert message.startswith(start)
 
 
-def test_the_options_are_not_nothing() -> None:
+def test_loss_options_change_the_loss() -> None:
     """Each of them moves the loss, so that ignoring one would be seen above."""
     logits, targets = torch.randn(5, 7, dtype=torch.float64), torch.arange(5)
     plain = F.cross_entropy(logits, targets)
@@ -108,7 +108,7 @@ def _changed_in_place(change: str) -> float:
 
 
 @pytest.mark.parametrize("change", ["divided", "in one line", "added to"])
-def test_a_loss_changed_in_place_goes_back_as_it_is_now(change: str) -> None:
+def test_loss_changed_in_place_has_changed_gradient(change: str) -> None:
     assert max(run_ranks(1, _changed_in_place, change)) < FP64
 
 
@@ -123,7 +123,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def _padding_learned() -> list[str]:
-    """What is logged where labels are a copy of the ids, twice; then where padding is -100."""
+    """Return the warnings for labels that copy the ids, twice; then for labels with -100 at padding."""
     mesh = init_mesh(sp=2)
     model = parallelize(small_model("llama"), mesh)
     ids, mask = small_batch(2, 12)["input_ids"], torch.ones(2, 12, dtype=torch.long)
@@ -143,7 +143,7 @@ def _padding_learned() -> list[str]:
     return said
 
 
-def test_labels_on_padding_are_warned_of_once() -> None:
+def test_labels_on_padding_warn_once() -> None:
     first, second = run_ranks(2, _padding_learned)
     assert len(first) == 1
     assert first[0].startswith("4 labels of this batch stand on padding")

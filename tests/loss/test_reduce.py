@@ -93,7 +93,7 @@ def _over_logits(weights: str, memory: Any, add: str) -> float:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["shard", "replicate", "none"])
-def test_a_mean_over_logits_is_that_of_one_process(weights: str) -> None:
+def test_mean_over_logits_equals_one_process(weights: str) -> None:
     for memory, add in (("auto", "count"), (None, "total_count"), (SAVE, "count")):
         assert max(run_ranks(4, _over_logits, weights, memory, add)) < FP64, (memory, add)
 
@@ -131,7 +131,7 @@ def _beside_causal_loss(weights: str, kind: str, place: str, memory: Any) -> flo
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["shard", "none"])
-def test_an_auxiliary_loss_from_a_hook_is_that_of_one_process(weights: str) -> None:
+def test_auxiliary_loss_from_hook_equals_one_process(weights: str) -> None:
     for kind, place, memory in (
         ("llama", "model.norm", "auto"),
         ("llama", "model.layers.0", SAVE),
@@ -174,12 +174,12 @@ def _unreduced(case: str, weights: str = "shard", memory: Any = "auto") -> float
 @pytest.mark.few(5)
 @pytest.mark.parametrize("weights", ["shard", "none"])
 @pytest.mark.parametrize("case", ["logits", "sum", "reduced to look at", "two passes", "hook", "output of a layer"])
-def test_a_backward_past_the_reduction_is_refused_on_all_ranks(case: str, weights: str) -> None:
+def test_backward_past_reduction_is_refused_on_all_ranks(case: str, weights: str) -> None:
     expect_refusal(2, _unreduced, case, weights, error="UnsupportedError", match=REFUSED)
 
 
 @pytest.mark.parametrize("case", ["hidden states", "input of a hook"])
-def test_inner_tensors_past_the_reduction_are_refused_on_all_ranks(case: str) -> None:
+def test_inner_tensors_past_reduction_are_refused_on_all_ranks(case: str) -> None:
     expect_refusal(2, _unreduced, case, "shard", None, error="UnsupportedError", match=REFUSED)
 
 
@@ -192,7 +192,7 @@ def _one_shard(weights: str) -> float:
     return float(loss.detach())
 
 
-def test_whole_rows_go_back_alone_where_gradients_are_averaged() -> None:
+def test_backward_of_whole_rows_with_averaged_gradients_is_allowed() -> None:
     assert run_ranks(2, _one_shard, "none")
     assert run_ranks(1, _one_shard, "shard")
     expect_refusal(2, _one_shard, "shard", error="UnsupportedError", match=REFUSED)
@@ -213,7 +213,7 @@ def _wrong_arguments(case: str) -> float:
     return float(reduce_mean(model, total, count, mesh).detach())
 
 
-def test_what_is_no_sum_is_refused_on_all_ranks() -> None:
+def test_bad_sum_is_refused_on_all_ranks() -> None:
     match = "total is .*pass one floating-point number|another rank passed something else than numbers"
     with pytest.raises(Exception, match=match):
         run_ranks(2, _wrong_arguments, "not a sum")
@@ -236,7 +236,7 @@ def _measured() -> tuple[float, float, float]:
     return float(got), float(hits.double().sum() / (targets != -100).sum()), float(nothing)
 
 
-def test_a_metric_over_logits_is_that_of_one_process() -> None:
+def test_metric_over_logits_equals_one_process() -> None:
     for got, expected, nothing in run_ranks(2, _measured):
         assert got == pytest.approx(expected, abs=FP64)
         assert nothing == 0.0
@@ -294,7 +294,7 @@ def _in_the_keywords(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("what", ["reads", "bends", "in place", "keywords", "keywords in place"])
-def test_hooks_do_what_they_did(what: str) -> None:
+def test_hooks_on_outputs_keep_working(what: str) -> None:
     found = run_ranks(2, _hooked, what)
     assert all(each["error"] < FP64 and each["kinds"] and each["gone"] for each in found)
     assert len(found[0]["said"]) == 1

@@ -22,7 +22,7 @@ FOR_EVER = 120.0
 
 @dataclass
 class Crew:
-    """`world` watches, each with a thread that trains; `ended` is what they ended with, by rank."""
+    """`world` watchdogs, each with a thread that trains; `ended`: the exit codes, by rank."""
 
     world: int
     hang: float = 60.0
@@ -50,13 +50,13 @@ class Crew:
         self.together.wait(PATIENCE)
 
     def until_ended(self) -> None:
-        """What a rank does that hangs: nothing, until another's watch has ended it."""
+        """Hang: do nothing until another rank's watchdog has ended this rank."""
         deadline = time.monotonic() + PATIENCE
         while not self.ended and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def sail(self, body: Callable[[Watch], Any]) -> dict[int, Any]:
-        """Run `body(watch)` on every rank: what it gave, ("preempted", count), or the error's name."""
+        """Run `body(watch)` on every rank; return its results, ("preempted", count), or the errors' names."""
         threads = [threading.Thread(target=self._one, args=(watch, body), daemon=True) for watch in self.watches]
         for thread in threads:
             thread.start()

@@ -1,6 +1,6 @@
-"""Whole runs of `train` on the pool's ranks: a tiny Llama that reads bytes, a few documents, stops where asked.
+"""Whole runs of `train` on the pool's ranks: a tiny Llama over bytes, a few documents, and stops at a given step.
 
-`run_train(world, run, stop=...)` gives what rank 0 saw: the outcome, the lines of metrics.jsonl and what it said.
+`run_train(world, run, stop=...)` returns the result on rank 0, the lines of metrics.jsonl and the printed lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ithaca.config.schema import RunSettings, read_run
 from ithaca.models.files.embedded import embedded_tokenizer
 from ithaca.training import loop
 from ithaca.training.run.display import Display
-from ithaca.training.run.progress import Place
 from ithaca.training.trainer import train
 from ithaca.training.watch.watch import Watch
 from tests.ranks import run_ranks
@@ -80,33 +79,33 @@ def run_train(world: int, run: RunSettings, **options: Any) -> dict[str, Any]:
 
 
 def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, Any]:
-    """`stop`: ask for an end when so many steps are done, at the first boundary whose label starts with `at`."""
+    """Train; `stop`: ask for a stop after so many steps, at the first boundary whose label starts with `at`."""
     run = RunSettings.model_validate_json(text)
-    advance, boundary, armed = loop.StageLoop._advance, Watch.at, [False]
+    advance, boundary, armed = loop.StageLoop.advance, Watch.at, [False]
     say, said = Display.say, []
 
-    def arming(self: loop.StageLoop, place: Place) -> Place:
-        armed[0] = armed[0] or place.total == stop
-        return advance(self, place)
+    def arming(self: loop.StageLoop) -> None:
+        armed[0] = armed[0] or self.progress.total == stop
+        advance(self)
 
     def asking(self: Watch, label: str) -> None:
         if armed[0] and label.startswith(at) and not self.asked:
             self.ask()
-            # The ask travels by the store: wait for it, as a long layer would.
+            # The request travels through the store: wait for it, as a long layer would.
             while not self.asked:
                 time.sleep(0.01)
         boundary(self, label)
 
-    def saying(self: Display, told: str) -> None:
-        said.append(told)
-        say(self, told)
+    def saying(self: Display, line: str) -> None:
+        said.append(line)
+        say(self, line)
 
     try:
-        loop.StageLoop._advance, Watch.at, Display.say = arming, asking, saying  # type: ignore[method-assign]
-        outcome = train(run)
+        loop.StageLoop.advance, Watch.at, Display.say = arming, asking, saying  # type: ignore[method-assign]
+        result = train(run)
     finally:
-        loop.StageLoop._advance, Watch.at, Display.say = advance, boundary, say  # type: ignore[method-assign]
-    found = {"finished": outcome.finished, "place": outcome.place, "metrics": metrics(run), "sum": export_sum(run)}
+        loop.StageLoop.advance, Watch.at, Display.say = advance, boundary, say  # type: ignore[method-assign]
+    found = {"finished": result.finished, "progress": result.progress, "metrics": metrics(run), "sum": export_sum(run)}
     return {**found, "said": said}
 
 
@@ -119,6 +118,6 @@ def losses(result: dict[str, Any]) -> list[float]:
 
 
 def export_sum(run: RunSettings) -> str | None:
-    """One number for all bytes of the exported weights."""
+    """Return a checksum of the exported weights; None without an export."""
     files = sorted((Path(run.output) / "export").glob("*.safetensors"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None

@@ -34,7 +34,7 @@ ATTENTION = "[k_proj,o_proj,q_proj,v_proj]"
     ],
 )
 @pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
-def test_targets_that_would_be_passed_by_are_refused(kind: str, targets: Any, named: str, instead: str) -> None:
+def test_target_without_adapter_kind_is_refused(kind: str, targets: Any, named: str, instead: str) -> None:
     config: Any = small_model(kind, dtype=torch.float32).config
     with pytest.raises(UnsupportedError, match=named) as raised:
         check_adapters(config, LoraSettings(targets=targets))
@@ -53,7 +53,7 @@ def test_targets_that_would_be_passed_by_are_refused(kind: str, targets: Any, na
         (["wqkv"], "'wqkv': there are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
     ],
 )
-def test_a_target_that_is_not_there_is_refused_beside_one_that_is(targets: list[str], said: str) -> None:
+def test_missing_target_is_refused_beside_present_target(targets: list[str], said: str) -> None:
     config: Any = small_model("llama", dtype=torch.float32).config
     with pytest.raises(ConfigError) as raised:
         check_adapters(config, LoraSettings(targets=targets))
@@ -65,7 +65,7 @@ def test_a_target_that_is_not_there_is_refused_beside_one_that_is(targets: list[
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "deepseek_v3"])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
-def test_every_adapter_of_an_empty_model_has_values(kind: str) -> None:
+def test_adapters_of_empty_model_have_values(kind: str) -> None:
     config: Any = small_model(kind, dtype=torch.float32).config
     targets: Any = ["q_a_proj", "q_b_proj", "o_proj"] if kind == "deepseek_v3" else "all-linear"
     adapted = add_adapters(empty_model(config, dtype=torch.float32), LoraSettings(rank=2, targets=targets), seed=0)
@@ -79,14 +79,14 @@ def test_every_adapter_of_an_empty_model_has_values(kind: str) -> None:
         assert not layer.lora_B["default"].weight.any()
 
 
-def test_a_run_with_such_a_target_ends_before_its_first_step(tmp_path: Path) -> None:
+def test_run_with_refused_target_ends_before_first_step(tmp_path: Path) -> None:
     run = small_run(tmp_path, "head", lora={"rank": 2, "targets": ["q_proj", "lm_head"]})
     with pytest.raises(RankError, match=r"lm_head is the head.*use lora\.targets=\[q_proj\]"):
         run_train(1, run)
     assert not list((tmp_path / "head" / "checkpoints").glob("step-*"))
 
 
-def test_an_adapter_on_a_folder_named_from_elsewhere_is_exported_without_a_warning(tmp_path: Path) -> None:
+def test_adapter_on_relative_folder_exports_without_warning(tmp_path: Path) -> None:
     """A run started with model.name=model: its adapter says "model", the export finds the whole path."""
     stages = [{"length": 64, "steps": 1, "batch": 2}]
     assert run_train(1, small_run(tmp_path, "run", lora={"rank": 2}, stages=stages))["finished"]
@@ -103,7 +103,7 @@ def test_an_adapter_on_a_folder_named_from_elsewhere_is_exported_without_a_warni
     assert settings["base_model_name_or_path"] == str((tmp_path / "model").resolve())
 
 
-def test_adapters_over_other_weights_are_neither_trained_on_nor_exported(tmp_path: Path) -> None:
+def test_adapter_over_changed_weights_is_refused(tmp_path: Path) -> None:
     """Somebody has put another model of the same sizes into the folder since."""
     stages = [{"length": 64, "steps": 1, "batch": 2}]
     assert run_train(1, small_run(tmp_path, "run", lora={"rank": 2}, stages=stages))["finished"]

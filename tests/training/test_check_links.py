@@ -1,4 +1,4 @@
-"""The check of all collectives: right on healthy links, and it names what is wrong on others."""
+"""The self-test of collectives: silent on healthy links, and on broken links it names operation and group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _check(degrees: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("degrees", [(1, 1), (1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-def test_links_healthy_pass(degrees: tuple[int, int]) -> None:
+def test_healthy_links_pass(degrees: tuple[int, int]) -> None:
     run_ranks(degrees[0] * degrees[1], _check, degrees)
 
 
@@ -53,15 +53,15 @@ def _broken(name: str, how: str) -> None:
         ("all_reduce", r"all_reduce \(sum\)"),
     ],
 )
-def test_a_wrong_answer_is_named(name: str, operation: str) -> None:
+def test_changed_result_names_operation_and_group(name: str, operation: str) -> None:
     expect_refusal(2, _broken, name, "shifted", error="LinkError", match=f"{operation} of float32 in the sp group of 2")
 
 
-def test_a_wrong_answer_in_one_kind_of_number_only() -> None:
+def test_changed_result_of_one_dtype_names_dtype() -> None:
     expect_refusal(2, _broken, "broadcast", "lost", error="LinkError", match="broadcast of int64 in the sp group")
 
 
-def test_links_silent_rank_names_operation() -> None:
+def test_hanging_collective_is_named_within_its_time() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, _broken, "all_to_all_single", "silent")
     for raised in caught.value.exceptions.values():

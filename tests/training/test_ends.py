@@ -1,4 +1,4 @@
-"""The end of a run: where its model is; and runs that would end with one that was never trained."""
+"""The end of a run: its model, its last lines, and the refusal of a model that was never trained."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ithaca.cli.train import describe_end
 from ithaca.config.schema import RopeSettings, RunSettings, dump_run, load_run, read_run
 from ithaca.errors import ConfigError, UntrainedError
 from ithaca.models.files.pretrained import read_config
-from ithaca.training.run.progress import Place
+from ithaca.training.run.progress import RunProgress
 from ithaca.training.run.run_folder import RunFolder
 from ithaca.training.schedule import advise_between
-from ithaca.training.trainer import Outcome, train
+from ithaca.training.trainer import RunResult, train
 from ithaca.training.unusual_settings import advise_settings
 from tests.ranks import RankError, expect_refusal, run_ranks
 from tests.training.runs import export_sum, metrics, run_train, small_run, tiny_model
@@ -35,23 +35,25 @@ def test_adapters_on_random_weights_are_refused() -> None:
         read_run({"lora": {"rank": 4}, "model": {"weights": "random"}})
 
 
-def test_llama3_frequencies_in_the_wrong_order_are_refused() -> None:
+def test_llama3_frequencies_in_wrong_order_are_refused() -> None:
     for low, high in ((4, 1), (2, 2), (0, 4)):
         with pytest.raises(ValueError, match="below high_freq_factor"):
             RopeSettings(kind="llama3", factor=8, low_freq_factor=low, high_freq_factor=high)
 
 
 def finished(folder: Path, run: RunSettings) -> str:
-    """What is said at the end of a run, which need not have been taken."""
+    """Return the last lines of a run, without running it."""
     (folder / "checkpoints" / "step-1").mkdir(parents=True)
     (folder / "stages" / "1-64").mkdir(parents=True)
     (folder / "run.yaml").write_text(dump_run(run))
     (folder / "metrics.jsonl").write_text(json.dumps({"kind": "step", "at": 0.0, "step": 1, "loss": 2.0}) + "\n")
-    return describe_end(Outcome(folder, Place(1, 0), True), 1.0)
+    return describe_end(RunResult(folder, RunProgress(1, 0), True), 1.0)
 
 
 @pytest.mark.parametrize("card", [None, "NVIDIA H200"])
-def test_what_to_type_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str | None) -> None:
+def test_commands_proposed_after_embedded_run_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str | None
+) -> None:
     """After the embedded run: commands whose rate, steps and positions are not its own."""
     monkeypatch.chdir(tmp_path)
     if card is not None:
@@ -80,21 +82,21 @@ def test_what_to_type_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.launch.processes == ("auto" if card is None else 4)
 
 
-def test_nothing_is_proposed_after_a_run_of_ones_own(tmp_path: Path) -> None:
+def test_own_run_ends_without_proposed_commands(tmp_path: Path) -> None:
     said = finished(tmp_path / "run", small_run(tmp_path, "run-2"))
     assert "next:" not in said
     assert "MODEL_FOLDER" not in said
 
 
-def test_a_done_run_whose_journal_is_gone_ends_well(tmp_path: Path) -> None:
+def test_missing_metrics_file_ends_run_well(tmp_path: Path) -> None:
     finished(tmp_path / "run", RunSettings())
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    told = describe_end(Outcome(tmp_path / "run", Place(1, 0), True), 1.0)
+    told = describe_end(RunResult(tmp_path / "run", RunProgress(1, 0), True), 1.0)
     assert f"the losses of its steps are not in {tmp_path / 'run' / 'metrics.jsonl'}; this start" in told
     assert not [line for line in told.splitlines() if line.startswith(("  metrics ", "  loss "))]
 
 
-def test_a_folder_in_the_way_of_export_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_export_folder_is_left_alone(tmp_path: Path) -> None:
     mine = tmp_path / "run" / "export" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -104,12 +106,12 @@ def test_a_folder_in_the_way_of_export_is_left_alone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     assert folder.model(1) == folder.stage(0, 64)
     assert f"{folder.stage(0, 64)}  (loads in plain transformers)" in describe_end(
-        Outcome(folder.root, Place(1, 0), True), 1.0
+        RunResult(folder.root, RunProgress(1, 0), True), 1.0
     )
     AutoModelForCausalLM.from_pretrained(folder.model(1))
     mine.unlink()
     mine.parent.rmdir()
-    folder.name_last(0, 64)
+    folder.link_export(0, 64)
     assert folder.model(1) == folder.export
 
 
@@ -126,8 +128,8 @@ def with_losses_times(text: str, factor: float) -> dict[str, Any]:
         loop.micro_loss = real
 
 
-def test_a_run_whose_every_step_was_skipped_ends_with_an_error_and_no_model(tmp_path: Path) -> None:
-    """Started again too; and a run that has ended ends well once more."""
+def test_run_of_bad_steps_alone_ends_without_model(tmp_path: Path) -> None:
+    """Start both a run of bad steps and a good run twice."""
     stages = [{"length": 64, "steps": 4, "batch": 1}]
     run = small_run(tmp_path, "run", stages=stages, checkpoints={"save_every": 3})
     for _ in range(2):
@@ -147,8 +149,8 @@ def test_a_run_whose_every_step_was_skipped_ends_with_an_error_and_no_model(tmp_
         assert run_train(1, good)["finished"]
 
 
-def test_a_bad_step_that_was_taken_in_backward_ends_the_run_at_once(tmp_path: Path) -> None:
-    """Its weights are NaN, so that no later step, checkpoint or model is worth anything."""
+def test_bad_step_in_backward_ends_run_at_once(tmp_path: Path) -> None:
+    """End the run, since its weights are NaN from then on."""
     more: Any = {"optimizer": {"in_backward": True, "clip": 0}, "checkpoints": {"save_every": 1}}
     run = small_run(tmp_path, "run", stages=[{"length": 64, "steps": 4, "batch": 1}], **more)
     expect_refusal(
@@ -162,8 +164,8 @@ def test_a_bad_step_that_was_taken_in_backward_ends_the_run_at_once(tmp_path: Pa
     assert not list((Path(run.output) / "checkpoints").glob("step-*"))
 
 
-def test_one_good_step_after_many_skipped_ones_is_a_run(tmp_path: Path) -> None:
-    """The good one may be taken before a stop or after it."""
+def test_one_good_step_after_bad_steps_finishes_run(tmp_path: Path) -> None:
+    """Take the good step before a stop, and after a stop."""
     for stop in (None, 3):
         run = small_run(
             tmp_path, f"run {stop}", stages=[{"length": 64, "steps": 6, "batch": 1}], limits={"bad_steps": 9}
@@ -173,11 +175,11 @@ def test_one_good_step_after_many_skipped_ones_is_a_run(tmp_path: Path) -> None:
             assert not stopped["finished"]
         got = run_ranks(1, good_from, run.model_dump_json(), 5, None)[0]
         assert got["finished"]
-        assert (got["place"].bad, got["place"].total) == (5, 6)
+        assert (got["progress"].bad, got["progress"].total) == (5, 6)
 
 
 def good_from(text: str, first: int, stop: int | None) -> dict[str, Any]:
-    """Steps before `first` (from 0) have a loss that is not finite."""
+    """Train with a loss of NaN in the steps before `first` (from 0)."""
     from ithaca.training import loop
     from tests.training.runs import _train
 
@@ -187,20 +189,20 @@ def good_from(text: str, first: int, stop: int | None) -> dict[str, Any]:
         norm = learn(self, batches, targets, loss.fill_(float("nan")) if step[0] < first else loss)
         return norm
 
-    def noting(self: Any, place: Any, spans: Any) -> Any:
-        step[0] = place.step
-        return real(self, place, spans)
+    def noting(self: Any, progress: Any, spans: Any) -> Any:
+        step[0] = progress.step
+        return real(self, progress, spans)
 
-    real = loop.StageLoop._step
+    real = loop.StageLoop.launch
     try:
-        loop.StageLoop._learn, loop.StageLoop._step = taking, noting  # type: ignore[method-assign]
+        loop.StageLoop._learn, loop.StageLoop.launch = taking, noting  # type: ignore[method-assign]
         return _train(text, stop=stop)
     finally:
-        loop.StageLoop._learn, loop.StageLoop._step = learn, real  # type: ignore[method-assign]
+        loop.StageLoop._learn, loop.StageLoop.launch = learn, real  # type: ignore[method-assign]
 
 
-def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
-    """Constant rate: bit for bit as if it had been as long from the start; its model is the new one."""
+def test_finished_run_with_more_steps_goes_on(tmp_path: Path) -> None:
+    """Compare, at a constant rate, with a run that was as long from the start."""
     stage = {"length": 64, "batch": 2, "lr": 3e-3, "schedule": "constant", "warmup": 2}
     short = small_run(tmp_path, "run", stages=[{**stage, "steps": 5}])
     assert run_train(1, short)["finished"]
@@ -216,13 +218,13 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"stages\.0 has taken 9 steps and 5 are asked for"):
         run_train(1, short)
     more = small_run(tmp_path, "run", stages=[{**stage, "steps": 9}, {**stage, "steps": 3}])
-    assert run_train(1, more)["place"].total == 12
+    assert run_train(1, more)["progress"].total == 12
     with pytest.raises(RankError, match=r"stages\.0 took 9 steps before stages\.1 began, and 11 are asked"):
         run_train(1, small_run(tmp_path, "run", stages=[{**stage, "steps": 11}, {**stage, "steps": 3}]))
 
 
-def test_anothers_model_where_a_stages_would_go_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """A run whose checkpoints were deleted would else end with the model that was there."""
+def test_model_of_another_run_is_refused_before_first_step(tmp_path: Path) -> None:
+    """Delete the checkpoints, after which another run would end with the old model."""
     stages = [{"length": 64, "steps": 2, "batch": 2}]
     run = small_run(tmp_path, "run", stages=stages)
     assert run_train(1, run)["finished"]
@@ -237,7 +239,7 @@ def test_anothers_model_where_a_stages_would_go_is_refused_before_the_first_step
     assert export_sum(run) != before
 
 
-def test_a_run_with_no_whole_checkpoint_stops_and_begins_anew_where_asked(tmp_path: Path) -> None:
+def test_no_whole_checkpoint_is_refused_and_restarts_on_request(tmp_path: Path) -> None:
     stages = [{"length": 64, "steps": 4, "batch": 2}]
     run = small_run(tmp_path, "run", stages=stages, checkpoints={"save_every": 2})
     first = run_train(1, run)
@@ -260,11 +262,11 @@ def begun_anew(text: str) -> str | None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_stop_that_cannot_be_saved_is_a_stop_and_says_so(tmp_path: Path, kept: bool) -> None:
+def test_stop_on_full_disk_names_last_checkpoint(tmp_path: Path, kept: bool) -> None:
     run = small_run(tmp_path, "run", checkpoints={"save_every": 5 if kept else 50, "background": False})
     got = run_ranks(2, stopped_with_a_full_disk, run.model_dump_json())[0]
     assert not got["finished"]
-    assert got["place"].total == 7
+    assert got["progress"].total == 7
     where = "step-00000005, the last whole checkpoint" if kept else "step 1, as no checkpoint is whole"
     assert re.fullmatch(
         rf"stopped after 7 steps, not saved \(.*No space left.*\): the same .* from {where}", got["said"][-1]
@@ -307,8 +309,8 @@ def stopped_with_a_full_disk(text: str) -> dict[str, Any]:
         ("name", r"stopped after 12 steps: .*No space left.*; the same command goes on from step-00000012, .*"),
     ],
 )
-def test_a_stop_as_a_stages_end_cannot_be_written_is_a_stop(tmp_path: Path, what: str, said: str) -> None:
-    """Asked of one rank a moment before the write fails: the status of a stop, and the same command ends the run."""
+def test_stop_while_stage_end_is_unwritten_is_a_stop(tmp_path: Path, what: str, said: str) -> None:
+    """Ask one rank to stop a moment before the write fails; the same command then finishes the run."""
     run = small_run(tmp_path, "run")
     with pytest.raises(RankError, match="No space left on device"):
         run_ranks(2, with_no_room_at_the_end, run.model_dump_json(), what, False)
@@ -323,13 +325,13 @@ def test_a_stop_as_a_stages_end_cannot_be_written_is_a_stop(tmp_path: Path, what
 
 
 def with_no_room_at_the_end(text: str, what: str, stops: bool) -> dict[str, Any]:
-    """`stops`: the second rank is asked to stop as the stage ends."""
+    """Train until a write at the stage's end fails. `stops`: the second rank is asked to stop as the stage ends."""
     from ithaca.state.checkpoint import checkpoints
-    from ithaca.training import trainer
+    from ithaca.training import saving
     from tests.training.runs import _train
 
-    written, exported, named = checkpoints.write_tensors, trainer.export_checkpoint, RunFolder.name_last
-    ended = trainer._Trainer._end_stage
+    written, exported, named = checkpoints.write_tensors, saving.export_checkpoint, RunFolder.link_export
+    ended = saving.RunSaver.end_stage
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -337,20 +339,20 @@ def with_no_room_at_the_end(text: str, what: str, stops: bool) -> dict[str, Any]
     def write(folder: Path, tensors: Any, group: Any) -> Any:
         return full() if "00000012" in folder.name else written(folder, tensors, group)
 
-    def ending(self: Any, session: Any, place: Place) -> Place:
-        if stops and self.mesh.rank == 1:
-            self.watch.ask()
-        return ended(self, session, place)
+    def ending(self: Any, session: Any, progress: RunProgress) -> RunProgress:
+        if stops and self.context.mesh.rank == 1:
+            self.context.watch.ask()
+        return ended(self, session, progress)
 
     try:
-        trainer._Trainer._end_stage = ending  # type: ignore[method-assign]
+        saving.RunSaver.end_stage = ending  # type: ignore[method-assign]
         if what == "checkpoint":
             checkpoints.write_tensors = write
         elif what == "model":
-            trainer.export_checkpoint = full  # type: ignore[assignment]
+            saving.export_checkpoint = full  # type: ignore[assignment]
         else:
-            RunFolder.name_last = full  # type: ignore[method-assign]
+            RunFolder.link_export = full  # type: ignore[method-assign]
         return _train(text)
     finally:
-        checkpoints.write_tensors, trainer.export_checkpoint = written, exported
-        RunFolder.name_last, trainer._Trainer._end_stage = named, ended  # type: ignore[method-assign]
+        checkpoints.write_tensors, saving.export_checkpoint = written, exported
+        RunFolder.link_export, saving.RunSaver.end_stage = named, ended  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A run killed with -9 again and again, while it writes checkpoints too, ends bit for bit as one left in peace."""
+"""A run killed with SIGKILL eight times, while it writes checkpoints too, ends bit for bit as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, KILLS = 120, 8
 
 
 def start(file: Path) -> subprocess.Popen[bytes]:
-    """The run, what it says in a file beside it."""
+    """Start the run, with its output in a file beside it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "ithaca", "train", str(file)]
     with file.with_suffix(".txt").open("wb") as said:
@@ -34,7 +34,7 @@ def finish(file: Path) -> None:
 
 
 def written(place: Path, name: str) -> tuple[Path, Path]:
-    """A run's file and its output folder."""
+    """Write a run's file; return the file and the output folder."""
     stages = [{"length": 64, "steps": STEPS, "batch": 2, "lr": 3e-3}]
     run = small_run(place, name, stages=stages, checkpoints={"save_every": 4}, launch={"processes": 2, "device": "cpu"})
     file = place / f"{name}.yaml"
@@ -48,7 +48,7 @@ def steps_done(output: Path) -> int:
 
 
 def partial(output: Path) -> bool:
-    """Whether a checkpoint is being written, or was when its run ended."""
+    """True if a checkpoint is being written, or was when its run ended."""
     folder = output / "checkpoints"
     return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
 
@@ -56,7 +56,7 @@ def partial(output: Path) -> bool:
 def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Random, writing: bool) -> bool | None:
     """Kill the launcher or a rank: while a checkpoint is being written, or at a moment of a training run's own.
 
-    Gives whether one was being written just then; None where the run ended first.
+    Return True if one was being written just then; None if the run ended first.
     """
     before = steps_done(output)
     while steps_done(output) == before:
@@ -84,7 +84,7 @@ def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Rando
 
 
 @pytest.mark.slow
-def test_run_killed_at_eight_moments_ends_as_one_left_in_peace(tmp_path: Path) -> None:
+def test_run_killed_at_eight_moments_ends_bit_for_bit(tmp_path: Path) -> None:
     peaceful, there = written(tmp_path, "peaceful")
     finish(peaceful)
     killed, output = written(tmp_path, "killed")

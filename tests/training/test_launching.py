@@ -1,4 +1,4 @@
-"""On a GPU: a step of the trainer is handed over, every kind of step, without once waiting for the device."""
+"""On a GPU: the trainer launches every kind of step without waiting for the device."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ WARM = 4
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 # torch's compiler warns of its own doings as it compiles; waiting for the device raises whatever the filter.
 @pytest.mark.filterwarnings("default")
-def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
+def test_launched_step_does_not_wait_for_device(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model", hidden_size=256)
     documents(tmp_path / "texts")
-    # Every other step also tells its time by part and its loss by position.
+    # Every other step also records its time by part and its loss by position.
     run = small_run(tmp_path, "run", launch={"device": "cuda"}, metrics={"apart_every": 2})
-    step, counted = loop.StageLoop._step, []
+    step, counted = loop.StageLoop.launch, []
 
-    def watched(self: loop.StageLoop, place: Any, spans: Any) -> Any:
-        if place.total < WARM:
-            return step(self, place, spans)
+    def watched(self: loop.StageLoop, progress: Any, spans: Any) -> Any:
+        if progress.total < WARM:
+            return step(self, progress, spans)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            counted.append(place.total)
-            return step(self, place, spans)
+            counted.append(progress.total)
+            return step(self, progress, spans)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     try:
-        with patch.object(loop.StageLoop, "_step", watched):
+        with patch.object(loop.StageLoop, "launch", watched):
             assert train(run).finished
     finally:
         dist.destroy_process_group()

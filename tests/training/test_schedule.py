@@ -24,7 +24,7 @@ TWO = [
 ]
 
 
-def test_the_first_stage_warms_up_from_zero_and_falls_by_a_cosine() -> None:
+def test_rate_of_first_stage_warms_up_from_zero_and_falls_by_cosine() -> None:
     rates = [rate_at(TWO, 0, step) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[6] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 4 / 8)) / 2)
@@ -32,18 +32,18 @@ def test_the_first_stage_warms_up_from_zero_and_falls_by_a_cosine() -> None:
     assert rate_at(TWO, 0, 10) == pytest.approx(0.1)
 
 
-def test_the_next_stage_rises_from_where_the_last_one_ended() -> None:
+def test_rate_of_next_stage_starts_at_last_rate() -> None:
     rates = [rate_at(TWO, 1, step) for step in range(6)]
     assert rates[:2] == [pytest.approx(0.1 + 0.4 / 2), pytest.approx(0.5)]
     assert rates[2:] == [pytest.approx(0.5 * (1 - at / 4)) for at in range(4)]
 
 
-def test_no_warmup_and_a_constant_rate() -> None:
+def test_rate_without_warmup_is_constant() -> None:
     stages = [StageSettings(length=8, steps=3, lr=2.0, warmup=0, schedule="constant")]
     assert [rate_at(stages, 0, step) for step in range(3)] == [2.0] * 3
 
 
-def test_a_jump_above_fourfold_proposes_the_lengths_between() -> None:
+def test_jump_above_fourfold_proposes_lengths_between() -> None:
     stages = [StageSettings(length=131_072, steps=1), StageSettings(length=524_288, steps=1)]
     (warning,) = advise_between(8192, stages)
     assert "from 8,192 to 131,072" in warning
@@ -54,7 +54,7 @@ def test_a_jump_above_fourfold_proposes_the_lengths_between() -> None:
 
 @pytest.mark.parametrize("before", [1, 128, 512, 1000, 5000, 8191, 8192, 131_072])
 @pytest.mark.parametrize("times", [4.01, 8, 14, 16, 17, 64, 100, 1024])
-def test_who_follows_the_proposal_is_not_warned_again(before: int, times: float) -> None:
+def test_proposed_lengths_raise_no_warning(before: int, times: float) -> None:
     length = math.ceil(before * times)
     (warning,) = advise_between(before, [StageSettings(length=length, steps=1)])
     between = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", warning.split("stages of")[1])]
@@ -69,7 +69,7 @@ def llama(**more: Any) -> LlamaConfig:
 
 
 def frequencies(config: Any) -> torch.Tensor:
-    """What transformers itself makes of a config."""
+    """Return the rotary frequencies that transformers computes for a config."""
     kind = config.rope_parameters["rope_type"]
     if kind == "default":
         size = config.hidden_size // config.num_attention_heads
@@ -78,7 +78,7 @@ def frequencies(config: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
-def test_scalings_slow_the_lowest_frequency_by_the_factor(kind: str) -> None:
+def test_scaling_slows_lowest_frequency_by_factor(kind: str) -> None:
     stage = StageSettings(length=32_768, steps=1, rope=RopeSettings(kind=kind, factor=4))  # type: ignore[arg-type]
     plain, scaled = llama(), apply_stages(llama(), [stage], random=False)
     assert scaled.max_position_embeddings == 32_768
@@ -87,7 +87,7 @@ def test_scalings_slow_the_lowest_frequency_by_the_factor(kind: str) -> None:
         assert frequencies(plain)[0] / frequencies(scaled)[0] == pytest.approx(1, rel=1e-4)
 
 
-def test_theta_replaces_the_base_and_the_given_config_is_untouched() -> None:
+def test_theta_replaces_base_and_leaves_given_config() -> None:
     given = llama()
     changed = apply_stages(
         given, [StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="theta", theta=5e5))], random=False
@@ -97,25 +97,25 @@ def test_theta_replaces_the_base_and_the_given_config_is_untouched() -> None:
     assert given.max_position_embeddings == 8192
 
 
-def test_a_change_holds_for_later_stages() -> None:
+def test_rope_change_holds_for_later_stages() -> None:
     config = apply_stages(llama(), [*TWO, StageSettings(length=32_768, steps=1)], random=False)
     assert config.rope_parameters["rope_type"] == "yarn"
     assert config.rope_parameters["original_max_position_embeddings"] == 8192
 
 
-def test_windows_keep_their_positions() -> None:
+def test_sliding_windows_keep_their_rope() -> None:
     config = apply_stages(Gemma3TextConfig(max_position_embeddings=8192), TWO, random=False)
     assert config.rope_parameters["full_attention"]["rope_type"] == "yarn"
     assert config.rope_parameters["sliding_attention"]["rope_type"] == "default"
 
 
-def test_a_stage_beyond_the_positions_is_refused_with_what_to_add() -> None:
+def test_stage_beyond_positions_is_refused_with_rope_to_add() -> None:
     with pytest.raises(ConfigError, match=r"stage 1 has 65,536 tokens.*8,192.*kind: yarn, factor: 8"):
         apply_stages(llama(), [StageSettings(length=65_536, steps=1)], random=False)
     assert apply_stages(llama(), [StageSettings(length=65_536, steps=1)], random=True).max_position_embeddings == 65_536
 
 
-def test_a_factor_that_is_too_small_is_refused_with_the_right_one() -> None:
+def test_too_small_factor_is_refused_with_right_factor() -> None:
     with pytest.raises(ConfigError, match=r"factor 2 over 8,192 positions reaches 16,384.*factor: 8"):
         apply_stages(
             llama(), [StageSettings(length=65_536, steps=1, rope=RopeSettings(kind="yarn", factor=2))], random=False
@@ -124,7 +124,7 @@ def test_a_factor_that_is_too_small_is_refused_with_the_right_one() -> None:
 
 @pytest.mark.parametrize("length", [9001, 100_000, 1_048_577])
 @pytest.mark.parametrize("known", [1000, 3000, 8192])
-def test_the_proposed_factor_is_the_ratio_that_transformers_looks_for(length: int, known: int) -> None:
+def test_proposed_factor_is_ratio_of_transformers(length: int, known: int) -> None:
     config = llama()
     config.max_position_embeddings = known
     with pytest.raises(ConfigError) as raised:
@@ -164,7 +164,7 @@ ORIGINAL = {"original_max_position_embeddings": 1024}
     ids=["llama3", "yarn", "linear", "linear, of some layers"],
 )
 @pytest.mark.parametrize("kind", ["yarn", "linear", "ntk"])
-def test_a_scaling_replaces_the_models_own_and_is_over_what_that_was_over(config: Any, kind: Any) -> None:
+def test_scaling_replaces_own_scaling_over_original_length(config: Any, kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"positions end at 8,192.*kind: yarn, factor: 16\}.*shorten it to 8,192"):
         apply_stages(config, [StageSettings(length=16_384, steps=1)], random=False)
     for factor in (2, 8):
@@ -188,7 +188,7 @@ def test_a_scaling_replaces_the_models_own_and_is_over_what_that_was_over(config
 BETAS = {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}
 
 
-def test_how_a_model_does_yarn_stays_with_another_factor() -> None:
+def test_yarn_parameters_stay_with_another_factor() -> None:
     config = stretched(rope_type="yarn", **ORIGINAL, **BETAS)
     to_16 = StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="yarn", factor=16))
     changed = apply_stages(config, [to_16], random=False)
@@ -209,7 +209,7 @@ def test_how_a_model_does_yarn_stays_with_another_factor() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"mscale": 1.0, "mscale_all_dim": 0.7}])
-def test_an_attention_factor_of_its_own_stays_and_one_that_the_factor_gives_follows_it(more: dict[str, float]) -> None:
+def test_attention_factor_stays_unless_it_follows_from_factor(more: dict[str, float]) -> None:
     stage = StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="yarn", factor=16))
     own = stretched(rope_type="yarn", attention_factor=1.0, **ORIGINAL, **more)
     assert apply_stages(own, [stage], random=False).rope_parameters["attention_factor"] == 1.0
@@ -222,7 +222,7 @@ def test_an_attention_factor_of_its_own_stays_and_one_that_the_factor_gives_foll
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "ntk", "llama3"])
-def test_what_is_no_part_of_a_scaling_stays(kind: Any) -> None:
+def test_parameters_outside_scaling_stay(kind: Any) -> None:
     stage = StageSettings(length=524_288, steps=1, rope=RopeSettings(kind=kind, factor=32))
     rope = apply_stages(Ministral3Config(), [stage], random=False).rope_parameters
     # Ministral scales its queries by how far beyond the original length they stand.
@@ -231,7 +231,7 @@ def test_what_is_no_part_of_a_scaling_stays(kind: Any) -> None:
     assert ("mscale" in rope) == (kind == "yarn")
 
 
-def test_an_original_length_that_is_given_is_over_the_models_own_and_stays() -> None:
+def test_given_original_length_replaces_own_and_stays() -> None:
     config = stretched(**LLAMA3, **ORIGINAL)
     stages = [
         StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="yarn", factor=4, original=4096)),
@@ -241,7 +241,7 @@ def test_an_original_length_that_is_given_is_over_the_models_own_and_stays() -> 
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
-def test_a_kind_that_the_config_could_not_be_read_again_with_is_refused(kind: Any) -> None:
+def test_kind_that_config_cannot_read_is_refused(kind: Any) -> None:
     phi = Phi3Config(max_position_embeddings=4096, original_max_position_embeddings=4096, pad_token_id=0)
     for taken in (RopeSettings(kind="ntk", factor=4), RopeSettings(kind="theta", theta=5e5)):
         apply_stages(phi, [StageSettings(length=16_384, steps=1, rope=taken)], random=False)
@@ -249,7 +249,7 @@ def test_a_kind_that_the_config_could_not_be_read_again_with_is_refused(kind: An
         apply_stages(phi, [StageSettings(length=16_384, steps=1, rope=RopeSettings(kind=kind, factor=4))], random=False)
 
 
-def test_positions_end_where_the_last_scaling_does() -> None:
+def test_positions_end_with_last_scaling() -> None:
     config, short = stretched(**LLAMA3, **ORIGINAL), RopeSettings(kind="yarn", factor=2)
     first = StageSettings(length=2048, steps=1, rope=short)
     assert apply_stages(config, [first], random=False).max_position_embeddings == 2048
@@ -263,7 +263,7 @@ def test_positions_end_where_the_last_scaling_does() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ntk", "linear", "yarn"])
-def test_a_second_scaling_is_over_the_theta_before_the_first(kind: Any) -> None:
+def test_second_scaling_uses_theta_before_first(kind: Any) -> None:
     first, second = RopeSettings(kind="ntk", factor=2), RopeSettings(kind=kind, factor=4)
     stages = [StageSettings(length=16_384, steps=1, rope=first), StageSettings(length=32_768, steps=1, rope=second)]
     both, alone = (apply_stages(llama(head_dim=8), each, random=False) for each in (stages, stages[1:]))
@@ -276,7 +276,7 @@ def test_a_second_scaling_is_over_the_theta_before_the_first(kind: Any) -> None:
     assert theta == pytest.approx(5e5 * (4 ** (8 / 6) if kind == "ntk" else 1))
 
 
-def test_a_model_without_rotary_positions_is_refused() -> None:
+def test_model_without_rope_is_refused() -> None:
     change = RopeSettings(kind="theta", theta=1e6)
     with pytest.raises(ConfigError, match="gpt2 has no rotary positions: leave it out"):
         apply_stages(GPT2Config(), [StageSettings(length=512, steps=1, rope=change)], random=False)

@@ -1,4 +1,4 @@
-"""A stage that does not fit is told before the first step of the first one, in the words of `ithaca train`."""
+"""A later stage that does not fit is refused before the first step, with settings to type after `ithaca train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.runs import run_train, small_run
     [(16_384, None, 2, "launch.processes=4 mesh.sp=4"), (12_288, 1, 1, "stages.1.sp=2")],
     ids=["the run's degree", "its own"],
 )
-def test_a_later_stage_that_does_not_fit_ends_the_run_before_its_first_step(
+def test_later_stage_that_does_not_fit_is_refused_before_first_step(
     tmp_path: Path, length: int, own: int | None, sp: int, typed: str
 ) -> None:
     stages: list[dict[str, Any]] = [

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.training.runs import small_run
 
 
-def test_a_resumed_journal_forgets_what_will_be_done_again(tmp_path: Path) -> None:
+def test_resumed_journal_removes_later_steps(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     journal = Journal(file, MetricsSettings(), writes=True, run={})
     for step in (1, 2, 3):
@@ -35,7 +35,7 @@ def test_a_resumed_journal_forgets_what_will_be_done_again(tmp_path: Path) -> No
     assert len(file.read_text().splitlines()) == 2
 
 
-def test_what_is_no_number_is_written_as_json(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_written_as_null(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     journal = Journal(file, MetricsSettings(), writes=True, run={})
     journal.write("step", 1, loss=float("nan"), memory_gib={"peak": float("inf")}, loss_by_position=[1.0, float("nan")])
@@ -48,7 +48,7 @@ def test_what_is_no_number_is_written_as_json(tmp_path: Path) -> None:
     assert (line["loss"], line["memory_gib"]["peak"], line["loss_by_position"]) == (None, None, [1.0, None])
 
 
-def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate import tracking
 
     class LoggedOut:
@@ -65,7 +65,7 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
         Journal(tmp_path / "metrics.jsonl", MetricsSettings(trackers=["wandb"]), writes=True, run={})
 
 
-def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_disk_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, free, opened = tmp_path / "metrics.jsonl", threading.Event(), os.open
     monkeypatch.setattr(json_lines.os, "open", lambda *given, **named: free.wait() and opened(*given, **named))
     journal = Journal(file, MetricsSettings(), writes=True, run={})
@@ -77,7 +77,7 @@ def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
+def test_full_disk_warns_each_time_and_keeps_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
@@ -101,7 +101,7 @@ def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_tracker_that_is_not_there_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_names_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "trackio", None)
     with pytest.raises(ConfigError, match="pip install trackio"):
         Journal(tmp_path / "m.jsonl", MetricsSettings(trackers=["trackio"]), writes=True, run={})
@@ -133,7 +133,7 @@ def _tracked(text: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_offline_wandb_run_is_read_back(tmp_path: Path) -> None:
+def test_offline_wandb_run_has_all_losses(tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
     run = small_run(tmp_path, "tracked", metrics={"trackers": ["wandb", "tensorboard"], "project": "voyage"})

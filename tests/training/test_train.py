@@ -1,4 +1,4 @@
-"""`train`: the same losses at every degree, and a run that was stopped ends as one that was not."""
+"""`train`: equal losses at every degree, and stopped runs that end bit for bit as runs without a stop."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.training.runs import documents, losses, run_train, small_run, tiny_mo
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
-def alone(place: Path) -> dict[str, Any]:
-    """Twenty steps in one process: what everything else is held against."""
-    return run_train(1, twenty(place, "alone"))
+def alone(folder: Path) -> dict[str, Any]:
+    """Return the reference run: twenty steps in one process."""
+    return run_train(1, twenty(folder, "alone"))
 
 
-def twenty(place: Path, output: str, **more: Any) -> RunSettings:
+def twenty(folder: Path, output: str, **more: Any) -> RunSettings:
     stages = [{"length": 64, "steps": 20, "batch": 4, "lr": 3e-3, "warmup": 2}]
-    return small_run(place, output, **{"stages": stages, **more})
+    return small_run(folder, output, **{"stages": stages, **more})
 
 
 def farthest(a: list[float], b: list[float]) -> float:
@@ -51,17 +51,17 @@ DEGREES = [
 
 
 @pytest.mark.parametrize(("world", "sp"), DEGREES)
-def test_all_degrees_train_to_the_same_losses(place: Path, alone: dict[str, Any], world: int, sp: int) -> None:
-    got = run_train(world, twenty(place, f"w{world}s{sp}", mesh={"sp": sp}))
+def test_degrees_train_to_the_same_losses(folder: Path, alone: dict[str, Any], world: int, sp: int) -> None:
+    got = run_train(world, twenty(folder, f"w{world}s{sp}", mesh={"sp": sp}))
     assert got["finished"]
     assert losses(alone)[-1] < losses(alone)[0] - 0.3
     assert farthest(losses(got), losses(alone)) < FP32_LOSS_AFTER_20_STEPS
 
 
 @pytest.mark.slow
-def test_rows_taken_twice_would_be_seen(place: Path, alone: dict[str, Any]) -> None:
-    """The comparison above catches a sequence group that reads another's rows."""
-    (got, *_) = run_ranks(2, _same_rows, twenty(place, "planted", mesh={"sp": 1}).model_dump_json())
+def test_rows_taken_twice_change_losses(folder: Path, alone: dict[str, Any]) -> None:
+    """Plant a fault: a sequence group reads the rows of another group."""
+    (got, *_) = run_ranks(2, _same_rows, twenty(folder, "planted", mesh={"sp": 1}).model_dump_json())
     assert farthest(got, losses(alone)) > 100 * FP32_LOSS_AFTER_20_STEPS
 
 
@@ -85,24 +85,24 @@ SOMEWHERE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", SOMEWHERE)
-def test_a_stop_inside_a_step_loses_nothing(place: Path, at: str) -> None:
-    whole = run_train(2, small_run(place, "whole"))
+def test_stop_inside_step_resumes_bit_for_bit(folder: Path, at: str) -> None:
+    whole = run_train(2, small_run(folder, "whole"))
     name = "stopped " + at
-    first = run_train(2, small_run(place, name), stop=7, at=at)
+    first = run_train(2, small_run(folder, name), stop=7, at=at)
     assert not first["finished"]
-    assert first["place"].total in (7, 8)
-    second = run_train(2, small_run(place, name))
+    assert first["progress"].total in (7, 8)
+    second = run_train(2, small_run(folder, name))
     assert second["finished"]
     assert losses(second) == losses(whole)
     assert second["sum"] == whole["sum"] is not None
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_at_other_degrees(place: Path) -> None:
-    whole = run_train(2, small_run(place, "whole2", mesh={"sp": 2}))
-    run_train(2, small_run(place, "moved", mesh={"sp": 2}), stop=3)
-    run_train(4, small_run(place, "moved", mesh={"sp": 4}), stop=8)
-    last = run_train(1, small_run(place, "moved"))
+def test_resume_at_other_degrees_gives_same_losses(folder: Path) -> None:
+    whole = run_train(2, small_run(folder, "whole2", mesh={"sp": 2}))
+    run_train(2, small_run(folder, "moved", mesh={"sp": 2}), stop=3)
+    run_train(4, small_run(folder, "moved", mesh={"sp": 4}), stop=8)
+    last = run_train(1, small_run(folder, "moved"))
     assert last["finished"]
     assert [line["step"] for line in last["metrics"] if line["kind"] == "step"] == list(range(1, 13))
     assert farthest(losses(last), losses(whole)) < FP32_LOSS_AFTER_20_STEPS
@@ -114,12 +114,12 @@ STAGES = [
 ]
 
 
-def test_two_stages_with_a_yarn_change(place: Path) -> None:
+def test_two_stages_with_yarn_change_positions_and_rates(folder: Path) -> None:
     more = {"stages": [stage.model_dump() for stage in STAGES], "mesh": {"sp": 2}}
-    whole = run_train(2, small_run(place, "stages", **more))
+    whole = run_train(2, small_run(folder, "stages", **more))
     rates = [line["rate"] for line in whole["metrics"] if line["kind"] == "step"]
     assert rates == [rate_at(STAGES, number, step) for number in (0, 1) for step in range(4)]
-    root = place / "stages"
+    root = folder / "stages"
     first, second = (json.loads((root / "stages" / name / "config.json").read_text()) for name in ("1-64", "2-128"))
     assert first["rope_parameters"]["rope_type"] == "default"
     assert second["rope_parameters"] | {"rope_theta": 0} == {
@@ -129,41 +129,41 @@ def test_two_stages_with_a_yarn_change(place: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stage_is_given_back_before_the_next_is_built(place: Path, world: int) -> None:
+def test_finished_stage_is_freed_before_next_is_built(folder: Path, world: int) -> None:
     more = {"stages": [stage.model_dump() for stage in STAGES], "mesh": {"sp": world}}
-    found = run_ranks(world, _alive_at_builds, small_run(place, f"given back {world}", **more).model_dump_json())
+    found = run_ranks(world, _alive_at_builds, small_run(folder, f"given back {world}", **more).model_dump_json())
     assert found == [[0, 0]] * world
 
 
 def _alive_at_builds(text: str) -> list[int]:
-    """How many parameters and moments of earlier stages there are when a stage is built."""
+    """Return the number of live parameters and moments of earlier stages at the building of each stage."""
     from ithaca.training import trainer
 
     earlier: list[Callable[[], Any]] = []
     found: list[int] = []
-    build, stage = trainer.build_session, trainer.StageLoop.go
+    build, stage = trainer.build_session, trainer.StageLoop.run_from
 
     def counting(*given: Any) -> Any:
         found.append(sum(one() is not None for one in earlier))
         return build(*given)
 
-    def noting(self: Any, place: Any) -> Any:
+    def noting(self: Any, folder: Any) -> Any:
         try:
-            return stage(self, place)
+            return stage(self, folder)
         finally:
             states = self.session.optimizer.state.values()
             tensors = [*self.session.model.parameters(), *(each["exp_avg"] for each in states)]
             earlier.extend(weakref.ref(each) for each in tensors)
 
-    with patch.object(trainer, "build_session", counting), patch.object(trainer.StageLoop, "go", noting):
+    with patch.object(trainer, "build_session", counting), patch.object(trainer.StageLoop, "run_from", noting):
         trainer.train(RunSettings.model_validate_json(text))
     assert earlier
     return found
 
 
-def test_memory_of_a_run_reaches_its_plans(place: Path) -> None:
+def test_memory_settings_reach_the_plan(folder: Path) -> None:
     memory = {"budget": "3GB", "host_budget": "5GB", "layers": "recompute", "mlp_tile": 64}
-    run = small_run(place, "budgets", memory=memory)
+    run = small_run(folder, "budgets", memory=memory)
     assert run_ranks(1, _memory_of, run.model_dump_json()) == [(3 * 10**9, 5 * 10**9, {"recompute"}, 64)]
 
 
@@ -171,13 +171,13 @@ def _memory_of(text: str) -> tuple[int, int | None, set[str], int]:
     from ithaca.models.planner.plan_in_force import planner_of
     from ithaca.training import trainer
 
-    stage, planners = trainer.StageLoop.go, []
+    stage, planners = trainer.StageLoop.run_from, []
 
-    def noting(self: Any, place: Any) -> Any:
+    def noting(self: Any, folder: Any) -> Any:
         planners.append(planner_of(self.session.model))
-        return stage(self, place)
+        return stage(self, folder)
 
-    with patch.object(trainer.StageLoop, "go", noting):
+    with patch.object(trainer.StageLoop, "run_from", noting):
         trainer.train(RunSettings.model_validate_json(text))
     [planner] = planners
     assert planner is not None
@@ -186,18 +186,18 @@ def _memory_of(text: str) -> tuple[int, int | None, set[str], int]:
 
 
 @pytest.mark.slow
-def test_a_stop_near_the_end_of_a_stage_loses_nothing(place: Path) -> None:
+def test_stop_near_stage_end_resumes_bit_for_bit(folder: Path) -> None:
     more = {"stages": [stage.model_dump() for stage in STAGES], "mesh": {"sp": 2}}
-    whole = run_train(2, small_run(place, "stages", **more))
+    whole = run_train(2, small_run(folder, "stages", **more))
     for stop in (3, 4, 5):
         name = f"stages stopped at {stop}"
-        run_train(2, small_run(place, name, **more), stop=stop)
-        assert run_train(2, small_run(place, name, **more))["sum"] == whole["sum"], stop
+        run_train(2, small_run(folder, name, **more), stop=stop)
+        assert run_train(2, small_run(folder, name, **more))["sum"] == whole["sum"], stop
 
 
 @pytest.mark.slow
-def test_the_export_is_the_trained_model(place: Path) -> None:
-    run = small_run(place, "exported")
+def test_export_gives_logits_of_trained_model(folder: Path) -> None:
+    run = small_run(folder, "exported")
     got = run_train(2, run)
     model = AutoModelForCausalLM.from_pretrained(Path(run.output) / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(Path(run.output) / "export")
@@ -210,7 +210,7 @@ def test_the_export_is_the_trained_model(place: Path) -> None:
 
 
 def _logits_of_checkpoint(text: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model itself, resumed from its last checkpoint, says of `ids`, unsharded; and what its export says.
+    """Return the logits of `ids` by the model resumed from its last checkpoint, unsharded, and by its export.
 
     Both on as many threads and with no tiles, which would sum products in another order.
     """
@@ -219,19 +219,20 @@ def _logits_of_checkpoint(text: str, ids: torch.Tensor) -> tuple[torch.Tensor, t
     from ithaca.training.run.display import Display
     from ithaca.training.run.run_folder import RunFolder
     from ithaca.training.session import build_session
-    from ithaca.training.trainer import _Trainer
+    from ithaca.training.start import RunContext, find_model, prepare_documents
     from ithaca.training.watch.watch import Watch
 
     run = RunSettings.model_validate_json(text)
     run = run.model_copy(update={"memory": run.memory.model_copy(update={"plan": "none"})})
     mesh = init_mesh(sp=2)
     with Watch.of(mesh) as watch:
-        trainer = _Trainer(run, RunFolder(Path(run.output)), mesh, watch, Display(shows=False, stages=1))
-        trainer.source = trainer._source()
-        session = build_session(run, 0, trainer.source, trainer._prepare(), None, mesh)
-        path = trainer.checkpoints.latest()
+        context = RunContext.of(run, RunFolder(Path(run.output)), mesh, watch, Display(shows=False, stages=1))
+        source = find_model(context)
+        prepared, _ = prepare_documents(context, source)
+        session = build_session(run, 0, source, prepared, None, mesh)
+        path = context.checkpoints.latest()
         assert path is not None
-        trainer.checkpoints.load(path, session.tensors)
+        context.checkpoints.load(path, session.tensors)
         session.model.eval()
         with torch.no_grad(), ithaca.unsharded(session.model):
             trained = session.model(input_ids=ids).logits
@@ -241,10 +242,10 @@ def _logits_of_checkpoint(text: str, ids: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.slow
-def test_validation_is_the_same_at_every_degree_and_held_back(place: Path) -> None:
+def test_validation_at_every_degree_gives_same_losses(folder: Path) -> None:
     more = {"validation": {"share": 0.2, "every": 6, "rows": 3}}
     results = [
-        run_train(world, small_run(place, f"valid{world}{sp}", **more, mesh={"sp": sp}))
+        run_train(world, small_run(folder, f"valid{world}{sp}", **more, mesh={"sp": sp}))
         for world, sp in [(1, 1), (2, 1), (2, 2)]
     ]
     found = [[line["loss"] for line in got["metrics"] if line["kind"] == "validation"] for got in results]
@@ -268,30 +269,30 @@ def _with_bad_steps(text: str, steps: list[int], kind: str, **options: Any) -> d
     from ithaca.training import loop
     from tests.training.runs import _train
 
-    kept, real = loop.StageLoop._step, loop.micro_loss
+    kept, real = loop.StageLoop.launch, loop.micro_loss
 
-    def step(self: Any, place: Any, spans: Any) -> Any:
-        loop.micro_loss = _bad(kind) if place.total in steps else real  # type: ignore[assignment]
-        return kept(self, place, spans)
+    def step(self: Any, folder: Any, spans: Any) -> Any:
+        loop.micro_loss = _bad(kind) if folder.total in steps else real  # type: ignore[assignment]
+        return kept(self, folder, spans)
 
     try:
-        loop.StageLoop._step = step  # type: ignore[method-assign]
+        loop.StageLoop.launch = step  # type: ignore[method-assign]
         return _train(text, **options)
     finally:
-        loop.StageLoop._step, loop.micro_loss = kept, real  # type: ignore[method-assign]
+        loop.StageLoop.launch, loop.micro_loss = kept, real  # type: ignore[method-assign]
 
 
-def test_rare_metrics_still_tell_a_stage_s_first_and_last_step(place: Path) -> None:
-    got = run_train(1, small_run(place, "rare", metrics={"every": 1000, "apart_every": 1000}))
+def test_rare_metrics_keep_first_and_last_step(folder: Path) -> None:
+    got = run_train(1, small_run(folder, "rare", metrics={"every": 1000, "apart_every": 1000}))
     assert [line["step"] for line in got["metrics"] if line["kind"] == "step"] == [1, 12]
 
 
 @pytest.mark.parametrize("kind", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
-def test_a_step_that_is_not_finite_is_not_taken(place: Path, kind: str) -> None:
-    run = small_run(place, f"bad {kind}")
+def test_nonfinite_step_is_not_taken(folder: Path, kind: str) -> None:
+    run = small_run(folder, f"bad {kind}")
     got = run_ranks(2, _with_bad_steps, run.model_dump_json(), [4, 5], kind)[0]
     assert got["finished"]
-    assert got["place"].bad == 2
+    assert got["progress"].bad == 2
     notes = [line for line in got["metrics"] if line["kind"] == "event" and line["event"] == "bad step"]
     assert [note["step"] for note in notes] == [5, 6]
     assert ".txt" in notes[0]["rows"]
@@ -299,7 +300,7 @@ def test_a_step_that_is_not_finite_is_not_taken(place: Path, kind: str) -> None:
 
 
 def _stopped_with_bad_steps(text: str, short: float) -> list[dict[str, Any]]:
-    """Stopped after eight of twelve steps and gone on with; `short`: what counts as a step to be settled late."""
+    """Stop after eight of twelve steps and resume; `short`: `SHORT_S`, below which a step is settled after the next."""
     from ithaca.training import loop
     from tests.training.runs import _train
 
@@ -308,14 +309,14 @@ def _stopped_with_bad_steps(text: str, short: float) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_steps_settled_late_are_told_and_counted_alike(place: Path) -> None:
+def test_deferred_settling_gives_same_records(folder: Path) -> None:
     found = []
     for short in (0.0, 60.0):
-        run = small_run(place, f"settled {short}", metrics={"apart_every": 1})
+        run = small_run(folder, f"settled {short}", metrics={"apart_every": 1})
         stopped, whole = run_ranks(2, _stopped_with_bad_steps, run.model_dump_json(), short)[0]
         assert not stopped["finished"]
-        assert (stopped["place"].total, stopped["place"].bad) == (8, 2)
-        assert whole["place"].bad == 2
+        assert (stopped["progress"].total, stopped["progress"].bad) == (8, 2)
+        assert whole["progress"].bad == 2
         steps = [line for line in whole["metrics"] if line["kind"] == "step"]
         assert [line["step"] for line in steps] == list(range(1, 13))
         assert all(line["seconds"] > 0 and line["loss_by_position"] for line in steps)
@@ -324,72 +325,72 @@ def test_steps_settled_late_are_told_and_counted_alike(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_too_many_of_them_in_a_row_end_the_run(place: Path) -> None:
-    run = small_run(place, "too bad", limits={"bad_steps": 3, "hang": 120})
+def test_bad_steps_in_a_row_end_the_run(folder: Path) -> None:
+    run = small_run(folder, "too bad", limits={"bad_steps": 3, "hang": 120})
     with pytest.raises(RankError, match=r"3 in a row: the last checkpoint is kept; lower stages\.0\.lr"):
         run_ranks(2, _with_bad_steps, run.model_dump_json(), [6, 7, 8, 9], "nan")
     assert [path.name for path in (Path(run.output) / "checkpoints").iterdir()] == ["step-00000005"]
 
 
-def test_another_model_another_seed_and_a_folder_in_use_are_refused(place: Path) -> None:
-    run_train(1, small_run(place, "taken"), stop=6)
+def test_folder_of_another_run_or_in_use_is_refused(folder: Path) -> None:
+    run_train(1, small_run(folder, "taken"), stop=6)
     with pytest.raises(RankError, match="seed was 0, is 5: put it back, or set output="):
-        run_train(1, small_run(place, "taken", seed=5))
-    other = tiny_model(place / "other", hidden_size=64)
+        run_train(1, small_run(folder, "taken", seed=5))
+    other = tiny_model(folder / "other", hidden_size=64)
     with pytest.raises(RankError, match=r"model\.name was .*model, is .*other: put it"):
-        run_train(1, small_run(place, "taken", model={"name": str(other)}))
+        run_train(1, small_run(folder, "taken", model={"name": str(other)}))
     from ithaca.training.run.run_folder import RunFolder
 
-    with RunFolder(place / "taken").lock(), pytest.raises(RankError, match="is in use by another run"):
-        run_train(2, small_run(place, "taken"))
+    with RunFolder(folder / "taken").lock(), pytest.raises(RankError, match="is in use by another run"):
+        run_train(2, small_run(folder, "taken"))
 
 
 @pytest.mark.slow
-def test_weights_swapped_under_a_run_are_refused(place: Path) -> None:
-    model = tiny_model(place / "swapped model")
+def test_resume_with_other_weights_is_refused(folder: Path) -> None:
+    model = tiny_model(folder / "swapped model")
     more = {"model": {"name": str(model)}}
-    run_train(1, small_run(place, "swapped", **more), stop=6)
+    run_train(1, small_run(folder, "swapped", **more), stop=6)
     tiny_model(model, num_hidden_layers=3)
     with pytest.raises(RankError, match=r"is not the model that this run began with \(num_hidden_layers was 2, is 3\)"):
-        run_train(1, small_run(place, "swapped", **more))
+        run_train(1, small_run(folder, "swapped", **more))
 
 
-def test_documents_changed_under_a_run_are_refused(place: Path, tmp_path: Path) -> None:
-    small_run(place, "first")
+def test_resume_with_changed_documents_is_refused(folder: Path, tmp_path: Path) -> None:
+    small_run(folder, "first")
     texts = documents(tmp_path / "texts")
     more = {"data": {"sources": [str(texts)]}}
-    run_train(1, small_run(place, "changed", **more), stop=6)
+    run_train(1, small_run(folder, "changed", **more), stop=6)
     (texts / "999.txt").write_text("one more island")
     with pytest.raises(
         RankError, match=rf"the documents of {re.escape(str(texts))} \(41 now, 40 then\) are not those that"
     ):
-        run_train(1, small_run(place, "changed", **more))
+        run_train(1, small_run(folder, "changed", **more))
 
 
-def test_a_stage_beyond_the_positions_ends_before_anything_is_built(place: Path) -> None:
+def test_stage_beyond_positions_is_refused_with_factor(folder: Path) -> None:
     stages = [{"length": 256, "steps": 2, "batch": 2}]
     with pytest.raises(RankError, match=r"stage 1 has 256 tokens.*positions end at 64.*factor: 4"):
-        run_train(1, small_run(place, "too long", stages=stages))
+        run_train(1, small_run(folder, "too long", stages=stages))
 
 
-def test_a_batch_that_the_groups_do_not_divide_is_refused(place: Path) -> None:
+def test_batch_not_divided_by_groups_is_refused(folder: Path) -> None:
     stages = [{"length": 64, "steps": 2, "batch": 3}]
     with pytest.raises(RankError, match=r"batch 3 over dp=2 sequence groups.*use stages\.0\.batch=4, or mesh\.sp=2$"):
-        run_train(2, small_run(place, "uneven", stages=stages, mesh={"sp": 1}))
+        run_train(2, small_run(folder, "uneven", stages=stages, mesh={"sp": 1}))
 
 
 @pytest.mark.slow
-def test_streaming_goes_on_with_the_very_next_sample(place: Path) -> None:
-    data = {"sources": [str(place / "texts")], "streaming": True}
-    small_run(place, "first")
-    whole = run_train(2, small_run(place, "streamed", data=data))
-    run_train(2, small_run(place, "streamed twice", data=data), stop=7)
-    again = run_train(2, small_run(place, "streamed twice", data=data))
+def test_stream_resumes_with_next_sample(folder: Path) -> None:
+    data = {"sources": [str(folder / "texts")], "streaming": True}
+    small_run(folder, "first")
+    whole = run_train(2, small_run(folder, "streamed", data=data))
+    run_train(2, small_run(folder, "streamed twice", data=data), stop=7)
+    again = run_train(2, small_run(folder, "streamed twice", data=data))
     assert losses(again) == losses(whole)
     assert again["sum"] == whole["sum"]
 
 
-def test_a_stream_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_resume_with_cut_stream_is_refused(tmp_path: Path) -> None:
     texts = documents(tmp_path / "stream", 60)
     data = {"sources": [str(texts)], "streaming": True}
     run_train(1, small_run(tmp_path, "cut", data=data), stop=7)
@@ -400,27 +401,27 @@ def test_a_stream_that_was_cut_meanwhile_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_that_changed_between_two_stages_is_told_of(tmp_path: Path) -> None:
-    """The second stage begins a stream anew: there is nothing that was read, and the rows are others."""
+def test_stream_changed_between_stages_warns(tmp_path: Path) -> None:
+    """Change the files before the second stage, which begins the stream anew."""
     texts = documents(tmp_path / "stream", 60)
     stages = [{"length": 64, "steps": 2, "batch": 4}, {"length": 64, "steps": 2, "batch": 4}]
     settings = {"data": {"sources": [str(texts)], "streaming": True}, "stages": stages}
-    told = run_train(1, small_run(tmp_path, "run", **settings), stop=2)["said"]
-    assert not any("files of other sizes" in line for line in told)
+    said = run_train(1, small_run(tmp_path, "run", **settings), stop=2)["said"]
+    assert not any("files of other sizes" in line for line in said)
     (texts / "000.txt").write_text("less")
-    told = run_train(1, small_run(tmp_path, "run", **settings))["said"]
-    assert sum("has files of other sizes: the run goes on" in line for line in told) == 1
+    said = run_train(1, small_run(tmp_path, "run", **settings))["said"]
+    assert sum("has files of other sizes: the run goes on" in line for line in said) == 1
 
 
 @pytest.mark.slow
-def test_adapters_train_and_are_merged(place: Path) -> None:
+def test_adapters_resume_and_are_merged_in_export(folder: Path) -> None:
     more = {"lora": {"rank": 4}, "mesh": {"sp": 2}}
-    whole = run_train(2, small_run(place, "lora", **more))
-    run_train(2, small_run(place, "lora twice", **more), stop=7)
-    again = run_train(2, small_run(place, "lora twice", **more))
+    whole = run_train(2, small_run(folder, "lora", **more))
+    run_train(2, small_run(folder, "lora twice", **more), stop=7)
+    again = run_train(2, small_run(folder, "lora twice", **more))
     assert losses(again) == losses(whole)
     assert again["sum"] == whole["sum"]
-    assert (place / "lora" / "export" / "adapter" / "adapter_config.json").exists()
+    assert (folder / "lora" / "export" / "adapter" / "adapter_config.json").exists()
 
 
 KINDS = [
@@ -433,37 +434,37 @@ KINDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("more", "kept"), KINDS)
-def test_precisions_and_optimizers(
-    place: Path, request: pytest.FixtureRequest, more: dict[str, Any], kept: str
+def test_precision_and_optimizer_resume_bit_for_bit(
+    folder: Path, request: pytest.FixtureRequest, more: dict[str, Any], kept: str
 ) -> None:
     name = request.node.callspec.id
     stages = [{"length": 64, "steps": 12, "batch": 1 if name == "in backward" else 4, "lr": 3e-3, "warmup": 2}]
-    whole = run_train(2, small_run(place, name, **more, mesh={"sp": 2}, stages=stages))
+    whole = run_train(2, small_run(folder, name, **more, mesh={"sp": 2}, stages=stages))
     assert losses(whole)[-1] < losses(whole)[0] - 0.2
-    config = json.loads((place / name / "export" / "config.json").read_text())
+    config = json.loads((folder / name / "export" / "config.json").read_text())
     assert config["dtype"] == kept
-    run_train(2, small_run(place, name + " twice", **more, mesh={"sp": 2}, stages=stages), stop=7)
-    again = run_train(2, small_run(place, name + " twice", **more, mesh={"sp": 2}, stages=stages))
+    run_train(2, small_run(folder, name + " twice", **more, mesh={"sp": 2}, stages=stages), stop=7)
+    again = run_train(2, small_run(folder, name + " twice", **more, mesh={"sp": 2}, stages=stages))
     assert losses(again) == losses(whole)
     assert again["sum"] == whole["sum"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_that_are_no_documents_are_told_of(tmp_path: Path, streaming: bool) -> None:
+def test_bad_rows_warn_with_file_and_line(tmp_path: Path, streaming: bool) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "a ship on the sea"}\n' * 20 + "no json\n" + '{"text": ""}\n')
     stages = [{"length": 64, "steps": 1, "batch": 2}]
     data = {"sources": [str(file)], "bad_share": 0.5, "cache": str(tmp_path / "cache"), "streaming": streaming}
-    told = run_train(1, small_run(tmp_path, "run", data=data, stages=stages))["said"]
-    assert [line for line in told if "2 of 22 rows of" in line and "some.jsonl:21: not JSON" in line]
-    # Three documents fill a row, so there are seven; of a stream nobody knows.
+    said = run_train(1, small_run(tmp_path, "run", data=data, stages=stages))["said"]
+    assert [line for line in said if "2 of 22 rows of" in line and "some.jsonl:21: not JSON" in line]
+    # Three documents fill a row, so there are seven rows; the number of a stream's rows is not known.
     epochs = "" if streaming else ", 0.29 epochs"
-    assert f"stage 1 of 1: 64 tokens a row, 1 steps{epochs}" in told
+    assert f"stage 1 of 1: 64 tokens a row, 1 steps{epochs}" in said
 
 
 @pytest.mark.slow
-def test_losses_at_another_degree_differ_by_stochastic_rounding_alone(tmp_path: Path) -> None:
-    """In fp32 they are the same; weights rounded at random are rounded otherwise in other shards (docs/train.md)."""
+def test_degree_changes_losses_only_by_stochastic_rounding(tmp_path: Path) -> None:
+    """Losses are equal in fp32; stochastic rounding rounds the same weight otherwise in another shard (docs/train.md)."""
     apart = {}
     for name, more in (
         ("fp32", {"precision": "fp32"}),

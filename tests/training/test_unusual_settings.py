@@ -22,7 +22,7 @@ def said(*stages: dict[str, Any], adapters: bool = False, theta: float = 500_000
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 5e-5, 2e-4])
-def test_usual_rates_are_not_spoken_of(rate: float) -> None:
+def test_usual_rate_raises_no_warning(rate: float) -> None:
     assert said({"lr": rate}) == []
     assert said({"lr": 10 * rate}, adapters=True) == []
 
@@ -30,7 +30,7 @@ def test_usual_rates_are_not_spoken_of(rate: float) -> None:
 @pytest.mark.parametrize(
     ("rate", "adapters", "usual"), [(3e-3, False, "1.0e-5"), (1e-3, False, "1.0e-5"), (3e-2, True, "1.0e-4")]
 )
-def test_a_rate_far_above_is_named_with_the_usual_one(rate: float, adapters: bool, usual: str) -> None:
+def test_high_rate_is_named_with_usual_rate(rate: float, adapters: bool, usual: str) -> None:
     (line,) = said({}, {"lr": rate}, adapters=adapters)
     assert line.startswith(f"stage 2 has lr {rate:g}, far above")
     assert line.endswith(f"lr: {usual} is usual")
@@ -55,7 +55,7 @@ def test_a_rate_far_above_is_named_with_the_usual_one(rate: float, adapters: boo
         (2 * KNOWN, {"kind": "theta", "theta": 1e12}, "a rope theta of 1e+12, far more than 16,384 tokens need"),
     ],
 )
-def test_a_rope_change_without_need_is_named(length: int, rope: dict[str, Any], line: str) -> None:
+def test_needless_rope_change_is_named(length: int, rope: dict[str, Any], line: str) -> None:
     (found,) = said({"length": length, "rope": rope})
     assert found.startswith(f"stage 1 has {line}")
 
@@ -70,11 +70,11 @@ def test_a_rope_change_without_need_is_named(length: int, rope: dict[str, Any], 
         [{"length": KNOWN}],
     ],
 )
-def test_a_rope_change_that_is_needed_is_not_spoken_of(stages: list[dict[str, Any]]) -> None:
+def test_needed_rope_change_raises_no_warning(stages: list[dict[str, Any]]) -> None:
     assert said(*stages) == []
 
 
-def test_a_models_own_scaling_is_counted_from_before_it() -> None:
+def test_own_scaling_is_relative_to_original_length() -> None:
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500_000.0, "original_max_position_embeddings": KNOWN}
     own = {"rope_parameters": scaled, "max_position_embeddings": 4 * KNOWN}
     assert said({"length": 8 * KNOWN, "rope": {"kind": "yarn", "factor": 8}}, **own) == []
@@ -82,7 +82,7 @@ def test_a_models_own_scaling_is_counted_from_before_it() -> None:
     assert "positions reach 32,768 as they are: leave rope out" in line
 
 
-def test_the_embedded_runs_settings_reach_no_other_model(tmp_path: Path) -> None:
+def test_embedded_stages_are_not_defaults_of_other_models(tmp_path: Path) -> None:
     embedded = RunSettings()
     for words in (["model.name=mine"], ["model={name: mine}"], ["seed=3", "model.name=mine"]):
         own = load_run(None, words)
@@ -100,7 +100,7 @@ def test_the_embedded_runs_settings_reach_no_other_model(tmp_path: Path) -> None
     assert load_run(None, ["stages.0.length=64k"]).stages[1] == embedded.stages[1]
 
 
-def test_a_run_warns_before_its_first_step(tmp_path: Path) -> None:
+def test_unusual_settings_warn_before_first_step(tmp_path: Path) -> None:
     found = run_train(1, small_run(tmp_path, "run", stages=[{"length": 64, "steps": 1, "batch": 1, "lr": 3e-3}]))
     (line,) = [line for line in found["said"] if "lr 0.003" in line]
     assert line.startswith("warning: stage 1 has lr 0.003, far above what pretrained weights take")

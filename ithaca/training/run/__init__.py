@@ -1,1 +1,1 @@
-"""The files and the display of one run: its folder, metrics, progress and settings that changed."""
+"""The files and the display of one run: its folder, metrics, progress and changed settings."""

@@ -1,7 +1,7 @@
-"""Check of a run's folder before torch is loaded: a start is refused, or the run has ended and nothing is left to do.
+"""Check of a run's folder before torch is imported: refuse the start, or report that the run has ended already.
 
-Invariant: nothing is written and no checkpoint is judged here; where the folder cannot be read so quickly, or its newest
-checkpoint may not be whole, the ranks find out and say it.
+Invariant: nothing is written and no checkpoint's checksums are read. Where the folder cannot be judged so quickly, or
+its newest checkpoint may not be whole, the ranks check again.
 """
 
 from __future__ import annotations
@@ -12,41 +12,42 @@ from ithaca.config.schema import RunSettings
 from ithaca.errors import ConfigError, IthacaError
 from ithaca.models.files.export_folder import mark_of, read_mark
 from ithaca.state.checkpoint.manifest import listed, read_facts
-from ithaca.training.run.changed_settings import begun_stages, settle_place
-from ithaca.training.run.progress import Place, place_in
+from ithaca.training.run.changed_settings import resumed_progress
+from ithaca.training.run.progress import RunProgress, read_progress
 from ithaca.training.run.run_folder import RunFolder
 
 
-def look_ahead(run: RunSettings) -> str | None:
-    """Refuse a folder of another run; return the message for a run that has ended, None for any other."""
+def check_folder(run: RunSettings) -> str | None:
+    """Refuse a folder of another run; return the message for a run that has ended, None for any other run."""
     folder = RunFolder(Path(run.output))
     above = next(path for path in (folder.root, *folder.root.absolute().parents) if path.exists())
     if not above.is_dir():
         raise ConfigError(f"output={run.output}: {above} is a file: set output=... to a new folder")
-    found = [(path, place) for path in listed(folder.checkpoints) if (place := _place_of(path)) is not None]
-    # The newest may turn out to be damaged: what is refused here is refused from each.
-    first = min((place for _, place in found), key=begun_stages, default=None)
-    folder.refuse_another(run, first)
-    if not found or found[0][0] != listed(folder.checkpoints)[0]:
+    checkpoints = listed(folder.checkpoints)
+    found = [(path, progress) for path in checkpoints if (progress := _progress_of(path)) is not None]
+    # The newest checkpoint may turn out to be damaged, so only settings that every checkpoint refuses are refused here.
+    earliest = min((progress for _, progress in found), key=lambda each: each.begun_stages, default=None)
+    folder.refuse_another(run, earliest)
+    if not found or found[0][0] != checkpoints[0]:
         return None
-    path, place = found[0]
+    path, progress = found[0]
     try:
-        settled = settle_place(place, run, read_facts(path).get("counts"))
+        resumed = resumed_progress(progress, run, read_facts(path).get("counts"))
     except ConfigError:
         return None
-    ended = settled == place and place.stage == len(run.stages)
-    return _ended(run, folder, place) if ended and _written(run, folder, path) else None
+    ended = resumed == progress and progress.stage == len(run.stages)
+    return _describe_end(run, folder, progress) if ended and _has_model(run, folder, path) else None
 
 
-def _place_of(path: Path) -> Place | None:
+def _progress_of(path: Path) -> RunProgress | None:
     try:
-        return place_in(read_facts(path), path)
+        return read_progress(read_facts(path), path)
     except IthacaError:
         return None
 
 
-def _written(run: RunSettings, folder: RunFolder, checkpoint: Path) -> bool:
-    """True if the last stage's model is there, of this checkpoint."""
+def _has_model(run: RunSettings, folder: RunFolder, checkpoint: Path) -> bool:
+    """True if the last stage's model was exported from `checkpoint`."""
     model = folder.stage(len(run.stages) - 1, run.stages[-1].length)
     try:
         return folder.export.exists() and mark_of(checkpoint).same_model(read_mark(model))
@@ -54,15 +55,11 @@ def _written(run: RunSettings, folder: RunFolder, checkpoint: Path) -> bool:
         return False
 
 
-def _ended(run: RunSettings, folder: RunFolder, place: Place) -> str:
+def _describe_end(run: RunSettings, folder: RunFolder, progress: RunProgress) -> str:
     number, stage = len(run.stages) - 1, run.stages[-1]
-    more = (
-        f"stages.{number}.steps={2 * stage.count}"
-        if stage.tokens is None
-        else f"stages.{number}.tokens={2 * stage.tokens}"
-    )
+    name, longer = ("steps", 2 * stage.count) if stage.tokens is None else ("tokens", 2 * stage.tokens)
     return (
-        f"{folder.root} holds this run, ended after {place.total} steps, and nothing is left to do; its model is "
-        f"{folder.model(len(run.stages))}; to train on, give the last stage more, such as {more}, or set output=... to "
-        "a new folder"
+        f"{folder.root} holds this run, ended after {progress.total} steps, and nothing is left to do; its model is "
+        f"{folder.model(len(run.stages))}; to train on, give the last stage more, such as stages.{number}.{name}={longer}, "
+        "or set output=... to a new folder"
     )

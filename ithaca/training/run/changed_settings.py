@@ -1,9 +1,10 @@
-"""Settings of a run that is gone on with: which may change, what is said of it, and where the run stands then.
+"""Settings that differ when a run is resumed: which may change, the warnings, and the progress to resume from.
 
-What a run learns from (model, data, seed, optimizer, and the length, batch and RoPE of a stage that has begun) stays as it
-was; where and how it runs may change, and so may the course of a stage's rate, the number of its steps, stages that have
-not begun, and stages behind them. A stage's steps can grow for as long as no step of the next one was taken: a run that had
-ended goes on then. All functions here are of plain values.
+    must stay      model, data, seed, optimizer; length, batch and RoPE of a stage that has begun
+    may change     where and how the run runs (`_FREE`); learning rate and number of steps of a stage; later stages
+
+A stage's steps can grow as long as the next stage has taken no step: a run that had ended then goes on. All functions
+here are of plain values.
 """
 
 from __future__ import annotations
@@ -15,38 +16,37 @@ from typing import Any
 
 from ithaca.config.schema import RunSettings, StageSettings
 from ithaca.errors import ConfigError
-from ithaca.training.run.progress import Place
+from ithaca.training.run.progress import RunProgress
 from ithaca.training.schedule import rate_at
 
-# What may differ when a run is resumed: where and how it runs, not what it learns.
+# Sections and settings by which a run learns nothing else.
 _FREE = ("mesh", "memory", "checkpoints", "metrics", "limits", "launch", "output", "data.workers", "data.cache",
          "data.bad_share", "validation.sources", "validation.every", "validation.rows")  # fmt: skip
-# In a stage its degree, the course of the rate and its end.
-_RATE = ("lr", "schedule", "warmup", "final")
-_COUNT = ("steps", "tokens")
-_FREE_IN_STAGE = ("sp", *_RATE, *_COUNT)
-_SHOWN = 60
+_LEARNING_RATE = ("lr", "schedule", "warmup", "final")
+_DURATION = ("steps", "tokens")
+_FREE_IN_STAGE = ("sp", *_LEARNING_RATE, *_DURATION)
+_LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A setting by its name in the run file, and what it was and is."""
+class ChangedSetting:
+    """A setting by its name in the run file, with its old and its new value."""
 
     name: str
     old: Any
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.name} was {_shown(self.old)}, is {_shown(self.new)}"
+        return f"{self.name} was {_shorten(self.old)}, is {_shorten(self.new)}"
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
-def changes(before: RunSettings, now: RunSettings) -> list[Change]:
-    """Every setting in which two runs differ; a stage that one of them has not got is one setting."""
+def changed_settings(before: RunSettings, now: RunSettings) -> list[ChangedSetting]:
+    """Return every setting in which two runs differ; a stage that only one of the runs has is one setting."""
     old, new = (run.model_dump(mode="json") for run in (before, now))
     found = [change for key in old if key != "stages" for change in _in_section(key, old[key], new[key])]
     for at in range(max(len(old["stages"]), len(new["stages"]))):
@@ -55,18 +55,18 @@ def changes(before: RunSettings, now: RunSettings) -> list[Change]:
     return found
 
 
-def _in_section(key: str, old: Any, new: Any) -> list[Change]:
+def _in_section(key: str, old: Any, new: Any) -> list[ChangedSetting]:
     if isinstance(old, dict) and isinstance(new, dict):
-        return [Change(f"{key}.{name}", old[name], new[name]) for name in old if old[name] != new[name]]
-    return [Change(key, old, new)] if old != new else []
+        return [ChangedSetting(f"{key}.{name}", old[name], new[name]) for name in old if old[name] != new[name]]
+    return [ChangedSetting(key, old, new)] if old != new else []
 
 
-def refused(before: RunSettings, now: RunSettings, begun: int) -> list[Change]:
-    """The changes by which a run would learn otherwise than its steps so far; `begun`: stages that have taken steps."""
-    return [change for change in changes(before, now) if not _free(change.name, begun)]
+def refused_changes(before: RunSettings, now: RunSettings, begun: int) -> list[ChangedSetting]:
+    """Return the changes that a resumed run refuses; `begun`: number of stages that have taken steps."""
+    return [change for change in changed_settings(before, now) if not _may_change(change.name, begun)]
 
 
-def _free(name: str, begun: int) -> bool:
+def _may_change(name: str, begun: int) -> bool:
     first, _, rest = name.partition(".")
     if first != "stages":
         return first in _FREE or name in _FREE
@@ -74,28 +74,25 @@ def _free(name: str, begun: int) -> bool:
     return int(number) >= begun or field in _FREE_IN_STAGE
 
 
-def begun_stages(place: Place) -> int:
-    """How many stages have taken steps."""
-    return place.stage + (place.step > 0)
+def resumed_progress(progress: RunProgress, run: RunSettings, ended: Sequence[int] | None = None) -> RunProgress:
+    """Return the progress in stages whose number of steps may have changed; ConfigError if a change is impossible.
 
-
-def settle_place(place: Place, run: RunSettings, ended: Sequence[int] | None = None) -> Place:
-    """Where a run stands in stages whose steps may have changed; ConfigError where they cannot be as they are asked for.
-
-    A stage that had ended and has more steps now is open again, unless the next one has begun. `ended`: the steps that
-    each ended stage took; None for a checkpoint of an earlier version, when no stage's steps could change.
+    A stage that had ended and has more steps now is open again, unless the next stage has begun. `ended`: the steps
+    that each ended stage took; None for a checkpoint of an earlier version, when no stage's steps could change.
     """
-    begun = begun_stages(place)
+    begun = progress.begun_stages
     if len(run.stages) < begun:
         raise ConfigError(
             f"stages has {len(run.stages)}, and this run has begun {begun}: put stages.{len(run.stages)} back, or set "
             "output=... to a new folder"
         )
     if not begun:
-        return place
+        return progress
     counts, last = [stage.count for stage in run.stages], begun - 1
-    taken = [*(ended or [*counts[: place.stage - 1], place.total - place.step - sum(counts[: place.stage - 1])])]
-    taken = [*taken[: place.stage], place.step][:begun]
+    if not ended:
+        before_last = counts[: progress.stage - 1]
+        ended = [*before_last, progress.total - progress.step - sum(before_last)]
+    taken = [*ended[: progress.stage], progress.step][:begun]
     for at in range(last):
         if counts[at] != taken[at]:
             raise ConfigError(
@@ -107,36 +104,32 @@ def settle_place(place: Place, run: RunSettings, ended: Sequence[int] | None = N
             f"stages.{last} has taken {taken[last]} steps and {counts[last]} are asked for: steps that were taken stay; use "
             f"stages.{last}.steps={taken[last]} or more, or set output=... to a new folder"
         )
-    if place.step == 0 and counts[last] > taken[last]:
-        return replace(place, stage=last, step=taken[last], taken=max(1, place.taken))
-    return place
+    if progress.step == 0 and counts[last] > taken[last]:
+        return replace(progress, stage=last, step=taken[last], taken=max(1, progress.taken))
+    return progress
 
 
-def advise_changes(before: RunSettings, now: RunSettings, place: Place) -> list[str]:
-    """What is said of changes by which the rate takes another course than the run so far was to have.
-
-    `place`: where the run stands, `settle_place` done.
-    """
-    told = [str(change) for change in changes(before, now) if _in_course(change.name)]
-    told = [each for each in told if int(each.split(".")[1]) < min(len(before.stages), len(now.stages))]
-    known = place.stage < min(len(before.stages), len(now.stages))
-    if told and known and 0 < place.step < now.stages[place.stage].count:
-        told[-1] += f"; {_course(before.stages, now.stages, place)}"
-    return told
-
-
-def _in_course(name: str) -> bool:
-    return name.startswith("stages.") and name.rpartition(".")[2] in (*_RATE, *_COUNT)
+def describe_rate_changes(before: RunSettings, now: RunSettings, progress: RunProgress) -> list[str]:
+    """Return a warning for each changed setting of the learning-rate schedule; `progress`: from `resumed_progress`."""
+    stages = min(len(before.stages), len(now.stages))
+    warnings = []
+    for change in changed_settings(before, now):
+        first, _, rest = change.name.partition(".")
+        number, _, field = rest.partition(".")
+        if first == "stages" and field in (*_LEARNING_RATE, *_DURATION) and int(number) < stages:
+            warnings.append(str(change))
+    if warnings and progress.stage < stages and 0 < progress.step < now.stages[progress.stage].count:
+        warnings[-1] += f"; {_describe_rate(before.stages, now.stages, progress)}"
+    return warnings
 
 
-def _course(before: Sequence[StageSettings], now: Sequence[StageSettings], place: Place) -> str:
-    """What the rate does from here on."""
-    was = rate_at(before, place.stage, place.step - 1)
-    rates = [rate_at(now, place.stage, step) for step in range(place.step, now[place.stage].count)]
-    ends = f"{rates[0]:.3g} at step {place.step + 1}"
-    if len(rates) > 1:
-        ends += f" to {rates[-1]:.3g} at step {now[place.stage].count}"
-    rises = ", above the rate before it" if rates[0] > 1.05 * was else ""
-    return (
-        f"stage {place.stage + 1} goes on with the {now[place.stage].schedule} schedule of all its steps: {ends}{rises}"
-    )
+def _describe_rate(before: Sequence[StageSettings], now: Sequence[StageSettings], progress: RunProgress) -> str:
+    """Describe the learning rate from the next step to the end of the stage."""
+    was = rate_at(before, progress.stage, progress.step - 1)
+    stage = now[progress.stage]
+    first = rate_at(now, progress.stage, progress.step)
+    text = f"{first:.3g} at step {progress.step + 1}"
+    if progress.step + 1 < stage.count:
+        text += f" to {rate_at(now, progress.stage, stage.count - 1):.3g} at step {stage.count}"
+    rises = ", above the rate before it" if first > 1.05 * was else ""
+    return f"stage {progress.stage + 1} goes on with the {stage.schedule} schedule of all its steps: {text}{rises}"

@@ -1,9 +1,9 @@
-"""What a run has yet to write against what its disk has free, so that a run which cannot end well does not begin.
+"""Disk space that a run still needs, against the free space of its disk, checked before the first step.
 
-At its end a run has written, besides what is there: the last `keep` checkpoints, one for every stage, and every stage's
-model. Of these the models come last: a disk that is full by then has cost the whole run.
+At its end a run has written the last `keep` checkpoints, one more for every stage, and every stage's model. The models
+are written last: a disk that is full by then would cost the whole run.
 
-Invariant: nothing that is on the disk already is counted again, so a run that goes on asks for the rest only.
+Invariant: files that are on the disk already are not counted again, so a resumed run needs space for the rest only.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ithaca.config.schema import RunSettings
 from ithaca.errors import CheckpointError
 from ithaca.quantities import show_bytes
 from ithaca.state.checkpoint.manifest import PINNED, listed
-from ithaca.training.run.progress import Place
+from ithaca.training.run.progress import RunProgress
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """How many checkpoints are yet to come that are rotated, and how many stages, each with a checkpoint and a model."""
+class PendingWrites:
+    """Files that a run has yet to write: `rotated` checkpoints, and a checkpoint and a model for each of `stages`."""
 
     rotated: int
     stages: int
 
     @classmethod
-    def of(cls, run: RunSettings, place: Place, checkpoints: Path) -> Room:
-        """What a run that stands at `place` will add to the folder of its checkpoints."""
+    def of(cls, run: RunSettings, progress: RunProgress, checkpoints: Path) -> PendingWrites:
+        """Return the files that the run adds from `progress` on to the folder of its checkpoints."""
         there = sum(not (path / PINNED).exists() for path in listed(checkpoints))
-        kept = min(run.checkpoints.keep, there + _saves(run, place))
-        return cls(max(0, kept - there), len(run.stages) - place.stage)
+        kept = min(run.checkpoints.keep, there + _count_saves(run, progress))
+        return cls(max(0, kept - there), len(run.stages) - progress.stage)
 
     def check(self, checkpoint: int, model: int, folder: Path) -> None:
-        """CheckpointError where `folder` has too little room for checkpoints and models of so many bytes each."""
+        """Raise CheckpointError if `folder` lacks space for checkpoints and models of so many bytes each."""
         needed = OVERHEAD * ((self.rotated + self.stages) * checkpoint + self.stages * model)
         free = free_bytes(folder)
         if free >= needed:
@@ -44,26 +44,26 @@ class Room:
         larger = "set output=... to a folder on a larger disk"
         advice = f"{larger}, or checkpoints.keep=1" if self.rotated > 1 else f"or {larger}"
         raise CheckpointError(
-            f"this run will write {_many(self.rotated + self.stages, 'checkpoint')} of {show_bytes(checkpoint)} and "
-            f"{_many(self.stages, 'model')} of {show_bytes(model)}, {show_bytes(needed)} in all, and {folder} has "
+            f"this run will write {_plural(self.rotated + self.stages, 'checkpoint')} of {show_bytes(checkpoint)} and "
+            f"{_plural(self.stages, 'model')} of {show_bytes(model)}, {show_bytes(needed)} in all, and {folder} has "
             f"{show_bytes(free)} free: make room, {advice}"
         )
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of the exported model, adapters merged in."""
+    """Return the bytes of the exported model, adapters merged in."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _saves(run: RunSettings, place: Place) -> int:
-    """Checkpoints between stages' ends that are yet to be written."""
-    count, total, done = 0, place.total - place.step, place.step
-    for stage in run.stages[place.stage :]:
+def _count_saves(run: RunSettings, progress: RunProgress) -> int:
+    """Return the number of checkpoints yet to come, without those at the stages' ends."""
+    count, total, done = 0, progress.total - progress.step, progress.step
+    for stage in run.stages[progress.stage :]:
         end, every = total + stage.count, run.checkpoints.save_every
         count += (end - 1) // every - (total + done) // every
         total, done = end, 0
     return count
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""`Lines`: a file of JSON lines that grows at its end and never holds a part of one, whatever the disk does.
+"""`JsonLines`: a file of JSON lines to append to, which never holds a part of a line, even on a full disk.
 
-A write that fails half way is taken back, and its lines wait in memory for the next one: after a full disk has room
-again the file goes on as if nothing had been. A line that a killed process left unfinished is removed, which is said.
+A write that fails half way is undone, and its lines wait in memory for the next write. A half line of a killed process
+is removed with a warning.
 
 Invariant: at the end of every call the file ends with a line break, or is empty.
 """
@@ -19,15 +19,16 @@ from typing import Any
 from ithaca.atomic import write_whole
 from ithaca.errors import ConfigError
 
-# Lines that wait for room, about a kilobyte each.
+# Most lines that wait for disk space, about a kilobyte each.
 _MOST = 20_000
-_BACK = 1 << 16
+# Bytes read at once in search of the last line's start.
+_BLOCK = 1 << 16
 
 logger = logging.getLogger("ithaca")
 
 
-class Lines:
-    """One file; a single thread appends to it."""
+class JsonLines:
+    """One file, to which a single thread appends."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -35,7 +36,7 @@ class Lines:
         self._failed = False
 
     def append(self, line: str) -> None:
-        """Write a line, and those that wait before it; a disk that refuses is reported once and ends nothing."""
+        """Write a line after the lines that wait; a failing disk is reported once and raises nothing."""
         self._waiting.append(line.encode() + b"\n")
         many = len(self._waiting)
         try:
@@ -55,7 +56,7 @@ class Lines:
     def _write(self, data: bytes) -> None:
         handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            end, written = self._mend(handle), 0
+            end, written = self._remove_half_line(handle), 0
             try:
                 while written < len(data):
                     written += os.write(handle, data[written:])
@@ -65,14 +66,14 @@ class Lines:
         finally:
             os.close(handle)
 
-    def _mend(self, handle: int) -> int:
-        """Remove an unfinished last line; returns the size of the file."""
+    def _remove_half_line(self, handle: int) -> int:
+        """Remove an unfinished last line, and return the size of the file."""
         size = os.fstat(handle).st_size
         if not size or os.pread(handle, 1, size - 1) == b"\n":
             return size
         start, tail = size, b""
         while start and b"\n" not in tail:
-            start = max(0, start - _BACK)
+            start = max(0, start - _BLOCK)
             tail = os.pread(handle, size - start, start)
         last = tail.rpartition(b"\n")[2]
         if record_of(last) is not None:
@@ -82,8 +83,8 @@ class Lines:
         os.ftruncate(handle, size - len(last))
         return size - len(last)
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep the records that are `wanted`; lines that are no records are removed, and said."""
+    def keep(self, select: Callable[[dict[str, Any]], bool]) -> None:
+        """Keep the records for which `select` is true; remove lines that are no records, with a warning."""
         try:
             data = self.file.read_bytes()
         except FileNotFoundError:
@@ -92,17 +93,15 @@ class Lines:
             raise ConfigError(f"{self.file} cannot be read ({error.strerror}): move it away") from None
         records = [(line, record_of(line)) for line in data.split(b"\n") if line]
         broken = sum(record is None for _, record in records)
-        kept = b"".join(line + b"\n" for line, record in records if record is not None and wanted(record))
+        kept = b"".join(line + b"\n" for line, record in records if record is not None and select(record))
         if broken:
             lines = "1 line that is no record is" if broken == 1 else f"{broken} lines that are no records are"
             logger.warning("%s: %s removed", self.file, lines)
-        if kept != data:
-            self._replace(data, kept)
-
-    def _replace(self, data: bytes, kept: bytes) -> None:
-        """Cut the end off where nothing else goes, which needs no room; else the file is written anew, whole or not."""
+        if kept == data:
+            return
         try:
             if data.startswith(kept):
+                # Cutting the end off needs no disk space.
                 os.truncate(self.file, len(kept))
             else:
                 write_whole(self.file, kept)
@@ -111,7 +110,7 @@ class Lines:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record that a line holds; None for a line that was cut short or is anything else."""
+    """Return the record that a line holds; None for half a line or anything else."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""How far a run has come: the few numbers from which it can go on."""
+"""`RunProgress`: the few numbers of a checkpoint from which a run goes on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,12 @@ from ithaca.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """`step` steps of stage `stage` (from 0), `total` of all stages; `bad` steps not taken, `in_a_row` just now; `silent`
-    ones, in which there was nothing to learn; `taken` of the stage's steps that moved the weights."""
+class RunProgress:
+    """`step` steps of stage `stage` (from 0) are done, and `total` steps of all stages.
+
+    `bad`: steps not taken because a loss or gradient was not finite, the last `in_a_row` of them without a good step
+    between. `silent`: steps not taken because no label was learned. `taken`: steps of this stage that moved the weights.
+    """
 
     stage: int = 0
     step: int = 0
@@ -23,15 +26,29 @@ class Place:
     silent: int = 0
     taken: int = 0
 
+    @property
+    def begun_stages(self) -> int:
+        """Number of stages that have taken steps."""
+        return self.stage + (self.step > 0)
 
-def place_in(facts: dict[str, Any], path: Path) -> Place:
-    """Return the progress that a checkpoint holds; CheckpointError if `train` did not write it."""
+    def counting(self, *, targets: int, finite: bool) -> RunProgress:
+        """Return the progress with one settled step counted as silent, taken or bad."""
+        if not targets:
+            # A silent step between two bad steps does not end their row.
+            return replace(self, silent=self.silent + 1)
+        if finite:
+            return replace(self, taken=self.taken + 1, in_a_row=0)
+        return replace(self, bad=self.bad + 1, in_a_row=self.in_a_row + 1)
+
+
+def read_progress(facts: dict[str, Any], path: Path) -> RunProgress:
+    """Return the progress that a checkpoint holds; CheckpointError if `train` did not write the checkpoint."""
     try:
         found = dict(facts["place"])
         if not {"data", "fingerprint"} <= facts.keys():
             raise KeyError("data")
-        # Earlier versions did not count the steps that were taken of a stage.
-        return Place(**{"taken": found["step"], **found})
+        # Earlier versions did not count the taken steps of a stage.
+        return RunProgress(**{"taken": found["step"], **found})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is no checkpoint of `ithaca train` (its facts lack {error}): set output=... to another folder"

@@ -1,9 +1,11 @@
-"""The run's folder: where its files are, who may write there, and whether a run found there is this one.
+"""The run's folder: paths of its files, the lock on it, and the refusal of a folder that holds another run.
 
-    run.yaml  metrics.jsonl  checkpoints/  stages/  export/  loss.png  lock
+    output/
+      run.yaml  metrics.jsonl  loss.png  lock
+      checkpoints/step-00000200/          stages/1-4096/  (the model after stage 1)          export -> the last stage
 
-Invariant: one job at a time. The lock is the operating system's, held by the first rank, so it ends with the process,
-however that ends. A folder that holds a run is resumed only by a run that learns the same.
+Invariant: one job at a time. Rank 0 holds a lock of the operating system, which ends with the process. A folder that
+holds a run is resumed only by a run with the same model, data and optimizer (`changed_settings.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from ithaca.config.schema import RunSettings, dump_run, read_run
 from ithaca.errors import ConfigError
 from ithaca.models.files.export_folder import ExportMark, read_mark, write_mark
 from ithaca.state.checkpoint.manifest import listed
-from ithaca.training.run.changed_settings import Change, advise_changes, begun_stages, refused
-from ithaca.training.run.progress import Place
+from ithaca.training.run.changed_settings import describe_rate_changes, refused_changes
+from ithaca.training.run.progress import RunProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +54,23 @@ class RunFolder:
         return self.root / "loss.png"
 
     def stage(self, number: int, length: int) -> Path:
-        """Where stage `number` (from 0) leaves its model."""
+        """Return the folder for the model after stage `number` (from 0)."""
         return self.root / "stages" / f"{number + 1}-{length}"
 
     def put(self, target: Path, write: Callable[[Path], object], mark: ExportMark) -> bool:
-        """Have a model written whole or not at all; the same model stays, an earlier one of this run gives way.
+        """Write a model whole or not at all; return False if the same model is there already.
 
-        Gives False where it stays.
+        An earlier model of this run is replaced; anybody else's folder is refused.
         """
-        if target.exists() and self._stays(target, mark):
-            return False
+        if target.exists():
+            there = read_mark(target)
+            if there is None or there.run != mark.run:
+                raise ConfigError(
+                    f"{target} holds what this run did not write, and its model goes there: move it away, and the same "
+                    "command writes the model"
+                )
+            if mark.same_model(there):
+                return False
         part, old = part_of(target), target.with_name(f".{target.name}.old")
         for left in (part, old):
             shutil.rmtree(left, ignore_errors=True)
@@ -71,19 +80,9 @@ class RunFolder:
         replace_folder(part, target, old)
         return True
 
-    def _stays(self, target: Path, mark: ExportMark) -> bool:
-        """True for the model of `mark`; a folder of anybody else's is refused."""
-        there = read_mark(target)
-        if there is None or there.run != mark.run:
-            raise ConfigError(
-                f"{target} holds what this run did not write, and its model goes there: move it away, and the same command "
-                "writes the model"
-            )
-        return mark.same_model(there)
-
-    def refuse_strangers(self, run: RunSettings, place: Place, identity: str) -> None:
-        """Refuse, before the first step, folders of others where a stage's model would go at its end."""
-        for number in range(place.stage, len(run.stages)):
+    def refuse_strangers(self, run: RunSettings, progress: RunProgress, identity: str) -> None:
+        """Refuse, before the first step, anybody else's folder where a stage's model would be written."""
+        for number in range(progress.stage, len(run.stages)):
             target = self.stage(number, run.stages[number].length)
             there = read_mark(target)
             if target.exists() and (there is None or there.run != identity):
@@ -92,13 +91,13 @@ class RunFolder:
                     "away, or set output=... to a new folder"
                 )
 
-    def identity_there(self) -> str | None:
-        """Return the run that left models here; None where there are none."""
+    def find_identity(self) -> str | None:
+        """Return the identity of the run that wrote the models in this folder; None without models."""
         marks = [read_mark(folder) for folder in sorted((self.root / "stages").glob("*-*"))]
         return next((mark.run for mark in marks if mark is not None), None)
 
     def clear_left(self) -> None:
-        """Remove what a killed job of this folder left half written; only the holder of the lock may."""
+        """Remove half-written files of a killed job; only the holder of the lock may call this."""
         for left in (*(self.root / "stages").glob(".*.part"), *(self.root / "stages").glob(".*.old")):
             target = left.with_name(left.name[1:].removesuffix(".old"))
             if left.suffix == ".old" and not target.exists():
@@ -108,8 +107,8 @@ class RunFolder:
         for file in (self.settings, self.metrics):
             part_of(file).unlink(missing_ok=True)
 
-    def name_last(self, number: int, length: int) -> None:
-        """`export/` is the last stage's model; what somebody else put there is left alone."""
+    def link_export(self, number: int, length: int) -> None:
+        """Point `export/` to the model of stage `number`; a folder that stands there already stays."""
         target = self.stage(number, length).relative_to(self.root)
         if self.export.is_symlink():
             self.export.unlink()
@@ -117,14 +116,13 @@ class RunFolder:
             self.export.symlink_to(target, target_is_directory=True)
 
     def model(self, stages: int) -> Path:
-        """Where the model is after `stages` stages: `export/`, or its own folder where something else is in the way."""
-        own = next(
-            path for path in (self.root / "stages").glob(f"{stages}-*") if path.name.partition("-")[2].isdecimal()
-        )
+        """Return the model's folder after `stages` stages: `export/`, or its own if `export/` is another folder."""
+        folders = (self.root / "stages").glob(f"{stages}-*")
+        own = next(path for path in folders if path.name.partition("-")[2].isdecimal())
         return self.export if self.export.resolve() == own.resolve() else own
 
     def lock(self) -> IO[str]:
-        """Hold the folder; keep what is returned open for as long as the run lives."""
+        """Lock the folder for as long as the returned file is open."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             held = (self.root / "lock").open("a+", encoding="utf-8")
@@ -139,18 +137,23 @@ class RunFolder:
             ) from None
         return held
 
-    def refuse_another(self, run: RunSettings, place: Place | None = None) -> None:
-        """Refuse a folder that holds steps of another run; where none is saved there is nothing to lose.
-
-        `place`: where the run stands; until that is known, stages are not looked at.
-        """
+    def refuse_another(self, run: RunSettings, progress: RunProgress | None = None) -> None:
+        """Refuse a folder with checkpoints of another run. `progress`: None until known, and stages are not compared."""
         if not self.settings.exists() or not listed(self.checkpoints):
             return
-        begun = 0 if place is None else begun_stages(place)
-        if found := refused(self._settled(), run, begun):
-            raise ConfigError(_another(self.root, found))
+        found = refused_changes(self._read_settings(), run, 0 if progress is None else progress.begun_stages)
+        if found:
+            more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+            raise ConfigError(
+                f"{self.root} holds a run with other settings: {'; '.join(map(str, found[:8]))}{more}: put "
+                f"{'it' if len(found) == 1 else 'them'} back, or set output=... to a new folder"
+            )
 
-    def _settled(self) -> RunSettings:
+    def describe_rate_changes(self, run: RunSettings, progress: RunProgress) -> list[str]:
+        """Return a warning for each setting that changes the learning rates which the stored settings would give."""
+        return describe_rate_changes(self._read_settings(), run, progress) if self.settings.exists() else []
+
+    def _read_settings(self) -> RunSettings:
         try:
             content = read_yaml(self.settings.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
@@ -162,17 +165,6 @@ class RunFolder:
                 "remove it to go on, or set output=... to a new folder"
             ) from None
 
-    def new_course(self, run: RunSettings, place: Place) -> list[str]:
-        """Return what is said of settings by which the rate will take another course than the run so far was to have."""
-        return advise_changes(self._settled(), run, place) if self.settings.exists() else []
-
-    def leave_settings(self, run: RunSettings) -> None:
+    def write_settings(self, run: RunSettings) -> None:
         """Write the resolved settings, whole or not at all."""
         write_whole(self.settings, dump_run(run))
-
-
-def _another(root: Path, found: list[Change]) -> str:
-    """What is said of a folder whose run learned otherwise: every setting with both values."""
-    told = "; ".join(map(str, found[:8])) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
-    back = "it" if len(found) == 1 else "them"
-    return f"{root} holds a run with other settings: {told}: put {back} back, or set output=... to a new folder"

@@ -1,7 +1,7 @@
-"""Who is behind when nothing moves: what each rank says of itself, and one sentence made of all of it.
+"""The report of a hang: one sentence that names the ranks behind, out of the heartbeats of all ranks.
 
-A rank that stopped answering is to blame; else one that has passed fewer boundaries than the others; else one that
-is not inside a collective while others are. Functions of values only: the watch reads and writes them.
+Behind are, in this order: ranks that stopped answering; ranks that have passed fewer boundaries; ranks that are not
+inside a collective while other ranks are. Functions of values only; `Watch` sends the heartbeats.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 
 # A thread whose innermost frames are in these files waits for other ranks, or for a device that does.
-_WATCH = os.path.join("ithaca", "training", "watch.py")
+_WATCH = os.path.join("ithaca", "training", "watch", "watch.py")
 _WAITS = (os.path.join("torch", "distributed"), _WATCH)
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What one rank says of itself: boundaries passed, the last one's name, seconds since, and where its code is."""
+    """The heartbeat of one rank: boundaries passed, the last one's label, seconds since, and the line of code.
+
+    `waits`: True if the rank is inside a collective.
+    """
 
     rank: int
     count: int
@@ -40,7 +43,7 @@ class Post:
 
 
 def explain(posts: Sequence[Post], silent: Collection[int], now: float) -> str:
-    """One sentence that names the ranks behind and where the others wait; `silent` are those that post no more."""
+    """Return one sentence with the ranks behind and the label at which others wait; `silent`: ranks that post no more."""
     behind = _behind(posts, silent)
     others = [post for post in posts if post not in behind]
     if not behind:
@@ -76,7 +79,7 @@ def _at(post: Post) -> str:
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+    """Return ranks as text: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -88,7 +91,7 @@ def name_ranks(ranks: Collection[int]) -> str:
 
 
 def locate(thread: int | None) -> tuple[str, bool]:
-    """Where a thread is (file, line and function outside of libraries), and whether it waits for others there."""
+    """Return a thread's file, line and function outside of libraries, and True if it waits for other ranks there."""
     frames = sys._current_frames()
     frame = frames.get(thread or 0) or frames.get(threading.main_thread().ident or 0)
     waits = False

@@ -1,9 +1,9 @@
 """Boundaries on decoder layers: a call before every layer's forward and before its backward.
 
-All ranks run the same layers in the same order, so they pass the same boundaries. A layer that is run again inside
-backward goes through its own forward, not through the module's call, and makes none.
+All ranks run the same layers in the same order, so they pass the same boundaries. Activation checkpointing recomputes
+a layer through its `forward`, not through the module's call, and so makes no boundary.
 
-Invariant: outputs and gradients are untouched, and what is put on comes off again.
+Invariant: outputs and gradients are untouched, and every hook can be removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ At = Callable[[str], None]
 
 
 def put_boundaries(layers: Sequence[nn.Module], at: At) -> Callable[[], None]:
-    """Call `at("forward layer 3")` and `at("backward layer 3")` where they begin; gives what takes this off."""
+    """Call `at("forward layer 3")` and `at("backward layer 3")` where these begin; return the function that removes this."""
     handles = []
     for index, layer in enumerate(layers):
         handles.append(layer.register_forward_pre_hook(partial(_before, at, f"forward layer {index}")))

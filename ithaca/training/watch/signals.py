@@ -1,10 +1,10 @@
-"""Signals that a thread can read at once, though the main thread be inside a collective.
+"""`Signals`: signals that a thread reads at once, even while the main thread waits inside a collective.
 
-Python runs signal handlers on the main thread, between two instructions: a rank that waits inside an exchange would
-hear of SIGTERM only when its peers let it go. The interpreter's wake-up descriptor has no such delay: the C handler
-writes the signal's number to it, and any thread may read it there.
+Python runs signal handlers on the main thread, between two instructions, so a rank inside an all-to-all would handle
+SIGTERM only after its peers have joined. Python's C handler writes the signal's number to the wake-up descriptor
+(`signal.set_wakeup_fd`) without that delay, and any thread can read the descriptor.
 
-Invariant: what was installed before is back after `close`.
+Invariant: handlers and descriptor from before `open` are back after `close`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Signals:
-    """The signals in `numbers`, from `open` to `close`; outside the main thread, where Python allows none, no signals."""
+    """The signals in `numbers`, from `open` to `close`; no signals outside the main thread, where Python allows none."""
 
     def __init__(self, numbers: Sequence[signal.Signals] = STOP) -> None:
         self.numbers = numbers
@@ -35,14 +35,14 @@ class Signals:
         writer.setblocking(False)
         self._ends = reader, writer
         self._descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _hear) for number in self.numbers}
+        self._before = {number: signal.signal(number, _ignore) for number in self.numbers}
 
     def receive(self, seconds: float) -> list[int]:
-        """The signals that came, waiting at most so long for the first."""
+        """Return the signals that came; wait at most `seconds` for the first."""
         if self._ends is None:
             time.sleep(seconds)
             return []
-        # Not select(), which takes no descriptor above 1023: a process that holds many files has such.
+        # A timeout instead of select(), which takes no descriptor above 1023.
         self._ends[0].settimeout(seconds)
         try:
             numbers = self._ends[0].recv(256)
@@ -54,7 +54,7 @@ class Signals:
         if self._ends is None:
             return
         for number, handler in self._before.items():
-            # None stands for a handler that was not set from Python; the default is the nearest to it.
+            # None: a handler that was not set from Python, to which the default is nearest.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._descriptor)
         for end in self._ends:
@@ -62,5 +62,5 @@ class Signals:
         self._ends = None
 
 
-def _hear(_number: int, _frame: object) -> None:
-    """Nothing to do: the number is on the descriptor. Without a handler the default action would end the process."""
+def _ignore(_number: int, _frame: object) -> None:
+    """Do nothing; without a handler in Python the default action would end the process."""

@@ -1,9 +1,9 @@
-"""How far the host may run ahead of the device.
+"""`Throttle`: a limit on how far the host runs ahead of the device.
 
-Unchecked it hands the device minutes of work within a second, and what it hears of a stop then comes too late. Held at
-every layer, it leaves the device idle where layers are short. So it is held by the time that layers take.
+Without a limit the host launches minutes of work within a second, and a stop comes that much too late. A host that
+waited at every layer would leave the device idle between short layers. So the limit follows the time of the layers.
 
-Invariant: at most `LEAD` boundaries or about `LEAD_S` seconds of the device's work are ahead of it, the larger of both.
+Invariant: the host is at most `LEAD` boundaries or about `LEAD_S` seconds ahead of the device, whichever is more.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from typing import Any
 
 import torch
 
-# Boundaries the host may be ahead of the device whatever they take, and seconds of its work where they take little:
-# enough to keep it busy, few enough to stop within two layers or seconds.
+# Enough to keep the device busy, little enough to stop within two layers or two seconds.
 LEAD, LEAD_S = 2, 2.0
 
 
-class Pace:
-    """Events at the boundaries that the device has yet to pass, and what the last ones took."""
+class Throttle:
+    """Events at the boundaries that the device has yet to pass, and the times between the last ones that it passed."""
 
     def __init__(self) -> None:
         self.ahead: deque[tuple[Any, str]] = deque()
         self.last: Any = None
         self.spare: list[Any] = []
-        # Milliseconds between the last boundaries that the device has passed.
-        self.taken: deque[float] = deque(maxlen=64)
+        # Milliseconds between two boundaries.
+        self.times: deque[float] = deque(maxlen=64)
 
-    def keep(self, label: str, before: str) -> str:
-        """Pass boundary `label`; gives the last one that the device is known to have passed, `before` if no other."""
+    def advance(self, label: str, before: str) -> str:
+        """Launch boundary `label`, waiting if the host is too far ahead; return the label that the device has passed.
+
+        `before`: the label that was returned last.
+        """
         event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         self.ahead.append((event, label))
@@ -37,13 +39,13 @@ class Pace:
             event, before = self.ahead.popleft()
             event.synchronize()
             if self.last is not None:
-                self.taken.append(self.last.elapsed_time(event))
+                self.times.append(self.last.elapsed_time(event))
                 self.spare.append(self.last)
             self.last = event
         return before
 
     @property
     def lead(self) -> int:
-        """Boundaries that the host may be ahead: `LEAD` until it is known how long the longest takes."""
-        longest = max(self.taken, default=float("inf"))
+        """Number of boundaries that the host may be ahead: `LEAD` until the longest time between two is known."""
+        longest = max(self.times, default=float("inf"))
         return max(LEAD, int(1e3 * LEAD_S / max(longest, 1e-3)))

@@ -1,12 +1,23 @@
-"""`Watch`, one a rank: how far the training is, whether to stop, and who is to blame when nothing moves.
+"""`Watch`, the watchdog of a rank: progress, stops that all ranks agree on, and hangs reported with the rank behind.
 
-The thread that trains says at every boundary (`at`) how far it is; every rank passes the same boundaries in the same
-order. A thread of the watch's own tells that to a store, hears signals, and reads what the others say; no thread that
-waits in a collective can hold it up.
+    training thread     at("forward layer 3") ─ count 42 ─ at("forward layer 4") ─ count 43 ─ ... raises Preempted
+    thread `_listen`    signals, heartbeats, stops ──────┐
+    thread `_guard`     a store that does not answer     │
+                                                         ▼
+    store (of rank 0, or of the first machine's agent)   beat/RANK  asked  at/RANK  failed  gone/RANK
 
-Stopping. A signal on any rank is told to the store. Each rank's watch first sets `asked`, then posts the number of
-boundaries passed. A thread that reaches a boundary counts it first and then looks at `asked`: so it never passes the
-boundary after the posted one without knowing the target, the largest post plus one, which all ranks have yet to reach.
+Every rank passes the same boundaries in the same order: steps, and each layer's forward and backward. The training
+thread only counts them, without a call to the store, so a collective that waits cannot hold the watchdog up.
+
+A stop of all ranks at one boundary, after a signal on any rank:
+
+    1. a rank that got the signal sets `asked` in the store
+    2. each rank's watch first sets its own flag `_asked`, then posts its count of boundaries
+    3. the target is the largest posted count plus one
+    4. a training thread raises `Preempted` when its count reaches the target
+
+A training thread counts a boundary first and reads the flag afterwards. So after its rank has posted count n, the
+thread cannot get past boundary n + 1 without knowing the target, and the target is at least n + 1.
 
 Invariant: `Preempted` is raised on all ranks at the same boundary, or on none; every collective before it is matched.
 """
@@ -33,22 +44,23 @@ from ithaca.mesh import Mesh
 from ithaca.training.watch.hangs import Post, explain, locate
 from ithaca.training.watch.layer_boundaries import put_boundaries
 from ithaca.training.watch.signals import Signals
-from ithaca.training.watch.throttle import Pace
+from ithaca.training.watch.throttle import Throttle
 
 logger = logging.getLogger("ithaca")
 
-
-POLL = 0.2
-BEAT = 1.0
-LINGER = 5.0
+# Seconds between two looks at the store, between two heartbeats, and that a failing rank has to report its error.
+POLL, BEAT, LINGER = 0.2, 1.0, 5.0
 
 
 class Preempted(Exception):
-    """All ranks stop here, at the same boundary: the step in flight is given up."""
+    """The stop of all ranks at one boundary; the step in flight is given up."""
 
 
 class Watch:
-    """Made by `Watch.of(mesh)` on every rank alike, and used as a context: `with Watch.of(mesh) as watch: ...`."""
+    """The watchdog of this rank: `with Watch.of(mesh) as watch: ...` on every rank.
+
+    `hang`: seconds without a boundary that count as a hang. `end`: called with an exit code to end the process.
+    """
 
     def __init__(
         self,
@@ -67,22 +79,24 @@ class Watch:
         self.limit = hang
         self._moved = time.monotonic()
         self._trainer: int | None = None
-        self._pace = Pace() if device and device.type == "cuda" else None
+        self._throttle = Throttle() if device and device.type == "cuda" else None
+        # The stop: asked for on any rank; the target known; this rank's count posted; Preempted raised here.
         self._asked, self._known, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._target = 0
         self._stopped = self._posted = False
         self._lock = threading.Lock()
         self._signals = Signals()
         self._interrupts = 0
-        self._wants = False
-        self._beaten = self._round_at = self._began = 0.0
-        self._lost: float | None = None
-        self._accusing: tuple[float, list[Post] | None] | None = None
+        self._asked_here = False
+        self._beaten = self._polled = self._began = 0.0
+        self._store_lost: float | None = None
+        # Since when a hang is being reported, and the posts at that time on the one rank that reports.
+        self._reporting: tuple[float, list[Post] | None] | None = None
         self._threads: list[threading.Thread] = []
 
     @classmethod
     def of(cls, mesh: Mesh, *, hang: float = 600.0) -> Watch:
-        """The watch of this rank, over a connection of its own to the store that the ranks met in."""
+        """Return this rank's watchdog, over a connection of its own to the store in which the ranks met."""
         default: Any = HashStore() if mesh.world == 1 else dist.distributed_c10d._get_default_store()
         store: Store = default.clone()
         number = store.add(f"watch/{mesh.rank}", 1)
@@ -90,7 +104,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._trainer = threading.get_ident()
-        self._moved = self._round_at = time.monotonic()
+        self._moved = self._polled = time.monotonic()
         self._began = time.time()
         self._signals.open()
         self._beat()
@@ -104,31 +118,31 @@ class Watch:
     ) -> None:
         self.close(failed=error is not None and not isinstance(error, Preempted))
 
-    # What the training thread does.
+    # On the training thread.
 
     @property
     def asked(self) -> bool:
-        """Whether a stop has been asked for; it comes at one of the next boundaries."""
+        """True if a stop was asked for on any rank; it comes at one of the next boundaries."""
         return self._asked.is_set()
 
     @property
-    def wanted(self) -> bool:
-        """True if this rank has been asked to stop, whether the others have heard of it or not."""
-        return self._wants or self.asked
+    def asked_here(self) -> bool:
+        """True if a stop was asked for on this rank, even if the other ranks do not know yet."""
+        return self._asked_here or self.asked
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was Ctrl-C that asked, here."""
+        """True if Ctrl-C reached this rank."""
         return self._interrupts > 0
 
     def ask(self) -> None:
         """Ask all ranks to stop, as a signal does."""
-        self._wants = True
+        self._asked_here = True
 
     def at(self, label: str) -> None:
-        """A boundary: all ranks call this in the same order. Raises `Preempted` where all have agreed to stop."""
+        """Pass a boundary, in the same order on all ranks; raise `Preempted` at the boundary where all ranks stop."""
         self._trainer = threading.get_ident()
-        reached = label if self._pace is None else self._pace.keep(label, self.label)
+        reached = label if self._throttle is None else self._throttle.advance(label, self.label)
         self.count += 1
         self.label, self._moved = reached, time.monotonic()
         if self._asked.is_set() and not self._stopped:
@@ -139,14 +153,14 @@ class Watch:
                 raise Preempted(f"stopped at '{label}'")
 
     def install(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
-        """A boundary before every layer's forward and before every layer's backward; gives what takes them off."""
+        """Put a boundary before every layer's forward and backward; return the function that removes them."""
         if not layers and self.rank == 0:
             logger.warning("this model names no layers: a stop or a hang is seen between steps only")
         return put_boundaries(layers, self.at)
 
     @contextmanager
     def patient(self, seconds: float, label: str) -> Iterator[None]:
-        """Inside, `seconds` may go by without a boundary before it counts as a hang."""
+        """Allow `seconds` without a boundary inside, for work that is no step."""
         before = self.label, self.limit
         self.label, self.limit, self._moved = label, max(self.limit, seconds), time.monotonic()
         try:
@@ -156,7 +170,7 @@ class Watch:
             self.label, self.limit = before
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave together with the others, or tell them that this rank failed, which ends them within seconds."""
+        """Leave together with the other ranks; or report that this rank failed, which ends the others within seconds."""
         if not self._threads:
             return
         try:
@@ -166,7 +180,7 @@ class Watch:
             else:
                 self._leave()
         except RuntimeError:
-            pass  # The store went with the process that held it: nobody is left to tell.
+            pass  # The process that holds the store has ended.
         self._closing.set()
         for thread in self._threads:
             thread.join(timeout=LINGER)
@@ -174,51 +188,51 @@ class Watch:
         self._signals.close()
 
     def _leave(self) -> None:
-        """Wait for all ranks to have come here; the first, which may hold the store, goes last."""
-        self._post()  # An agreement still under way must not wait for a rank that passes no more boundaries.
+        """Wait until all ranks leave; rank 0, which may hold the store, leaves last."""
+        self._post()  # A stop still being agreed on waits for this rank's count, which grows no more.
         self.store.set(f"gone/{self.rank}", "1")
         everyone = [f"gone/{rank}" for rank in range(self.world)]
-        _until(lambda: self._closing.is_set() or self.store.check(everyone), self.limit)
+        _wait_until(lambda: self._closing.is_set() or self.store.check(everyone), self.limit)
         self.store.add("left", 1)
         if self.rank == 0:
-            _until(lambda: self.store.add("left", 0) == self.world, LINGER)
+            _wait_until(lambda: self.store.add("left", 0) == self.world, LINGER)
 
-    # What the watch's own threads do.
+    # On the watchdog's own threads.
 
     def _listen(self) -> None:
         while not self._closing.is_set():
             for number in self._signals.receive(self.poll):
                 self._interrupts += number == signal.SIGINT
-                self._wants = True
+                self._asked_here = True
             if self._interrupts > 1:
                 self.end(INTERRUPTED)
             try:
-                self._round()
+                self._poll_store()
             except RuntimeError:
-                # The process that holds the store has ended. The training thread may yet say why.
-                self._lost = self._lost or time.monotonic()
-            if self._lost and time.monotonic() - self._lost > LINGER and not self._closing.is_set():
+                # The process that holds the store has ended. The training thread may report the cause within LINGER.
+                self._store_lost = self._store_lost or time.monotonic()
+            if self._store_lost and time.monotonic() - self._store_lost > LINGER and not self._closing.is_set():
                 self.end(PEER)
 
-    def _round(self) -> None:
-        if self._wants and not self._asked.is_set():
+    def _poll_store(self) -> None:
+        if self._asked_here and not self._asked.is_set():
             self.store.set("asked", str(self.rank))
             self.store.set("alarm", "1")
         if self.store.check(["alarm"]):
             if self.store.check(["failed"]):
-                self._lost = self._lost or time.monotonic()
+                self._store_lost = self._store_lost or time.monotonic()
             if self.store.check(["asked"]) and not self._known.is_set():
                 self._agree()
         if time.monotonic() - self._beaten > BEAT:
             self._beat()
-        self._round_at = time.monotonic()
+        self._polled = time.monotonic()
         if self._idle() > self.limit:
-            self._accuse()
+            self._report_hang()
         else:
-            self._forgive()
+            self._cancel_report()
 
     def _agree(self) -> None:
-        self._asked.set()  # Before the count is read: see the module's first lines.
+        self._asked.set()  # Before the count is read: step 2 of the picture.
         self._post()
         posts = [f"at/{rank}" for rank in range(self.world)]
         if self.store.check(posts):
@@ -242,54 +256,57 @@ class Watch:
         self._beaten = time.monotonic()
 
     def _posts(self) -> list[Post]:
-        """What each rank last said; a rank that never came has stood at the start since."""
+        """Return the last heartbeat of each rank; a rank without any is taken to stand at the start."""
         there = [rank for rank in range(self.world) if self.store.check([f"beat/{rank}"])]
-        said = dict(zip(there, self.store.multi_get([f"beat/{rank}" for rank in there]), strict=True))
-        absent = {rank: Post(rank, 0, "start", 0.0, self._began) for rank in range(self.world) if rank not in said}
-        return [absent.get(rank) or Post.read(said[rank]) for rank in range(self.world)]
+        beats = dict(zip(there, self.store.multi_get([f"beat/{rank}" for rank in there]), strict=True))
+        return [
+            Post.read(beats[rank]) if rank in beats else Post(rank, 0, "start", 0.0, self._began)
+            for rank in range(self.world)
+        ]
 
-    def _accuse(self) -> None:
-        """Called round after round while nothing moves: one rank says who is behind, and then all end."""
-        if self._accusing is None:
+    def _report_hang(self) -> None:
+        """Report the hang on one rank, and end all ranks; called at each poll for as long as nothing moves."""
+        if self._reporting is None:
+            # The store's counter elects the one rank that reports.
             first = self.store.add("accuser", 1) == 1
-            self._accusing = time.monotonic(), self._posts() if first else None
+            self._reporting = time.monotonic(), self._posts() if first else None
             return
-        since, before = self._accusing
+        since, before = self._reporting
         waited = time.monotonic() - since
-        # Time enough for everyone whose watch is alive to post again.
+        # Every rank whose watchdog is alive has posted again by then.
         if before is not None and waited > 3 * BEAT:
             posts = self._posts()
             silent = {post.rank for post, earlier in zip(posts, before, strict=True) if post == earlier}
-            _say(explain(posts, silent, time.time()))
+            _write_line(explain(posts, silent, time.time()))
             self.store.set("said", "1")
             self.end(HANG)
         if before is None and (waited > 2 * LINGER or self.store.check(["said"])):
             self.end(HANG)
 
-    def _forgive(self) -> None:
-        """It was no hang: things move again."""
-        if self._accusing is not None and self._accusing[1] is not None:
+    def _cancel_report(self) -> None:
+        """Give the report up, because boundaries are passed again."""
+        if self._reporting is not None and self._reporting[1] is not None:
             self.store.set("accuser", "0")
-        self._accusing = None
+        self._reporting = None
 
     def _guard(self) -> None:
-        """Where the process that holds the store is stopped, every call to the store waits: this needs none."""
+        """End this rank if the process that holds the store is suspended: every call to the store then waits."""
         while not self._closing.wait(BEAT):
-            still = time.monotonic() - self._round_at
+            still = time.monotonic() - self._polled
             if self._idle() > self.limit and still > 4 * LINGER:
                 if self.rank == min(1, self.world - 1):
-                    _say(
+                    _write_line(
                         f"rank 0 or its launcher stopped answering {still:.0f} s ago: the others wait in '{self.label}'"
                     )
                 self.end(HANG)
 
 
-def _until(done: Callable[[], bool], seconds: float) -> None:
+def _wait_until(done: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not done() and time.monotonic() < deadline:
         time.sleep(POLL / 4)
 
 
-def _say(text: str) -> None:
-    """Straight to the descriptor: a thread that is stuck may hold the lock of the stream."""
+def _write_line(text: str) -> None:
+    # To the descriptor: a thread that hangs may hold the lock of the stream.
     os.write(2, f"ithaca: {text}\n".encode())

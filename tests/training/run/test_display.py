@@ -8,7 +8,7 @@ from ithaca.training.run.display import Display
 
 
 @pytest.mark.parametrize("name", ["runs/[exp]", "runs/[/bold]", "runs/:smile:"])
-def test_a_line_in_a_log_is_whole_whatever_the_path(
+def test_log_line_with_markup_in_path_is_whole(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")

@@ -1,4 +1,4 @@
-"""The watch: all ranks stop at one boundary or none does, hangs are told with the rank behind, nothing waits for ever."""
+"""The watchdog: all ranks stop at one boundary or none does, and a hang ends the ranks and names the rank behind."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def agree(outcomes: dict[int, Any], world: int) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_all_stop_at_one_boundary(seed: int) -> None:
+def test_stop_on_some_ranks_stops_all_at_one_boundary(seed: int) -> None:
     outcomes = voyage(Crew(4), seed, boundaries=400, askers=1 + seed % 3)
     assert agree(outcomes, 4), outcomes
     assert outcomes[0][0] == "preempted"
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_stop_asked_for_at_the_end_stops_all_or_none(seed: int) -> None:
+def test_stop_near_the_end_stops_all_or_none(seed: int) -> None:
     outcomes = voyage(Crew(3), seed, boundaries=5, askers=3)
     assert agree(outcomes, 3), outcomes
 
 
 class PostsTooEarly(Watch):
-    """The planted fault: the count is read before `asked` is set, so a boundary may slip in between."""
+    """Planted fault: the count is read before `_asked` is set, so a boundary may slip in between."""
 
     def _agree(self) -> None:
         if not self._posted:
@@ -52,7 +52,7 @@ class PostsTooEarly(Watch):
 
 
 class TargetTooLow(Watch):
-    """The planted fault: the largest post itself, which its rank has already passed."""
+    """Planted fault: the target is a boundary that a rank has already passed."""
 
     def _agree(self) -> None:
         super()._agree()
@@ -61,17 +61,17 @@ class TargetTooLow(Watch):
 
 
 @pytest.mark.parametrize("fault", [PostsTooEarly, TargetTooLow])
-def test_a_wrong_agreement_is_seen(fault: type[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_agreement_stops_ranks_apart(fault: type[Watch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.training.crew.PATIENCE", 1.0)
     monkeypatch.setattr(module, "LINGER", 0.2)
     assert not all(agree(voyage(Crew(4, kind=fault), seed, 400, 1), 4) for seed in range(5))
 
 
-def test_nothing_is_stopped_unasked() -> None:
+def test_no_stop_runs_to_the_end() -> None:
     assert set(voyage(Crew(4), 0, boundaries=30, askers=0).values()) == {"done"}
 
 
-def test_saving_after_the_stop_passes_boundaries() -> None:
+def test_boundary_after_the_stop_passes() -> None:
     crew = Crew(2)
 
     def body(watch: Watch) -> int:
@@ -85,14 +85,14 @@ def test_saving_after_the_stop_passes_boundaries() -> None:
 
 
 def go_on(watch: Watch) -> None:
-    """Boundary after boundary, for ten seconds at most."""
+    """Pass boundary after boundary, for ten seconds at most."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         watch.at("step")
         time.sleep(0.001)
 
 
-def test_a_failed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rank_ends_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINGER", 0.2)
     crew = Crew(3)
 
@@ -117,7 +117,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_the_rank_behind_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hang_names_rank_behind_once(capfd: pytest.CaptureFixture[str]) -> None:
     crew = Crew(4, hang=1.0)
 
     def body(watch: Watch) -> None:
@@ -128,16 +128,16 @@ def test_the_rank_behind_is_named_once(capfd: pytest.CaptureFixture[str]) -> Non
         crew.collective()
 
     crew.sail(body)
-    told = capfd.readouterr().err
-    assert told.count("ithaca: ") == 1
-    assert "rank 2 has been in 'forward layer 4' for" in told
-    assert "until_ended" in told
-    assert "ranks 0-1, 3 wait for it in 'forward layer 5'" in told
+    said = capfd.readouterr().err
+    assert said.count("ithaca: ") == 1
+    assert "rank 2 has been in 'forward layer 4' for" in said
+    assert "until_ended" in said
+    assert "ranks 0-1, 3 wait for it in 'forward layer 5'" in said
     assert HANG in crew.ended.values()
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_rank_that_stopped_answering_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hang_names_rank_that_stopped_answering(capfd: pytest.CaptureFixture[str]) -> None:
     crew = Crew(3, hang=1.0)
 
     def body(watch: Watch) -> None:
@@ -149,14 +149,14 @@ def test_a_rank_that_stopped_answering_is_named(capfd: pytest.CaptureFixture[str
         crew.collective()
 
     crew.sail(body)
-    told = capfd.readouterr().err
-    assert "rank 1 stopped answering" in told
-    assert "last seen in 'forward layer 5'" in told
-    assert "ranks 0, 2 wait for it there" in told
+    said = capfd.readouterr().err
+    assert "rank 1 stopped answering" in said
+    assert "last seen in 'forward layer 5'" in said
+    assert "ranks 0, 2 wait for it there" in said
 
 
 @pytest.mark.usefixtures("hasty")
-def test_patience_and_a_slow_layer_are_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
+def test_slow_layer_and_patience_are_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
     crew = Crew(2, hang=1.0)
 
     def body(watch: Watch) -> str:
@@ -173,7 +173,7 @@ def test_patience_and_a_slow_layer_are_no_hang(capfd: pytest.CaptureFixture[str]
 
 
 class Frozen:
-    """A store whose holder was stopped: every call waits."""
+    """A store whose process is suspended: every call waits."""
 
     def __init__(self) -> None:
         self.store, self.answers = HashStore(), threading.Event()
@@ -186,7 +186,7 @@ class Frozen:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+def test_suspended_store_ends_rank_with_message(capfd: pytest.CaptureFixture[str]) -> None:
     store, ended = Frozen(), threading.Event()
     watch = Watch(store, 1, 2, hang=0.2, poll=0.01, end=lambda status: ended.set())  # type: ignore[arg-type]
     with watch:
@@ -203,7 +203,7 @@ def post(rank: int, count: int, label: str, idle: float, *, waits: bool = False)
     return Post(rank, count, label, idle, when=1000.0, where=f"file.py:{rank}, f", waits=waits)
 
 
-def test_the_sentence() -> None:
+def test_explain_names_ranks_behind_and_waiting() -> None:
     same = [post(rank, 9, "backward layer 1", 61, waits=rank != 3) for rank in range(4)]
     assert explain(same, set(), 1002.0) == (
         "rank 3 has been in 'backward layer 1' for 61 s (file.py:3, f); ranks 0-2 wait for it there (file.py:0, f)"
@@ -219,7 +219,7 @@ def test_the_sentence() -> None:
     assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"
 
 
-def test_where_a_thread_is() -> None:
+def test_locate_thread_gives_line_outside_libraries() -> None:
     done = threading.Event()
 
     def waits_here() -> None:
@@ -235,6 +235,25 @@ def test_where_a_thread_is() -> None:
         thread.join()
 
 
+def test_locate_thread_inside_the_watchdog_gives_line_of_its_caller() -> None:
+    """Find the caller of `at`, in which a training thread may wait for the other ranks to agree on a stop."""
+    watch = Watch(HashStore(), 0, 2)
+    watch._asked.set()
+
+    def trains() -> None:
+        watch.at("step 1")
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    try:
+        time.sleep(0.1)
+        assert locate(thread.ident) == (f"test_watch.py:{trains.__code__.co_firstlineno + 1}, trains", True)
+    finally:
+        watch._target = 9
+        watch._known.set()
+        thread.join()
+
+
 # Signals, in a world of one.
 
 
@@ -243,7 +262,7 @@ def alone(**settings: Any) -> Watch:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_stops_and_handlers_come_back(number: signal.Signals) -> None:
+def test_signal_stops_and_restores_handlers(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with alone() as watch:
         os.kill(os.getpid(), number)
@@ -254,7 +273,7 @@ def test_a_signal_stops_and_handlers_come_back(number: signal.Signals) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_signals_are_heard_in_a_process_that_holds_many_files(tmp_path: Path) -> None:
+def test_signals_above_1023_descriptors_are_received(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2048:
         pytest.skip(f"no more than {hard} open files here")
@@ -275,7 +294,7 @@ def test_signals_are_heard_in_a_process_that_holds_many_files(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_second_interrupt_ends_at_once() -> None:
+def test_second_interrupt_ends_at_once() -> None:
     ended: list[int] = []
     with alone(end=ended.append) as watch:
         os.kill(os.getpid(), signal.SIGINT)
@@ -302,7 +321,7 @@ class Recording(Watch):
         super().at(label)
 
 
-def test_layers_have_boundaries_forward_and_backward_until_taken_off() -> None:
+def test_installed_boundaries_pass_forward_and_backward_until_removed() -> None:
     layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
     watch = Recording()
     remove = watch.install(list(layers))
@@ -319,7 +338,7 @@ def test_layers_have_boundaries_forward_and_backward_until_taken_off() -> None:
 
 
 class FakeEvent:
-    """A device that reaches an event only when it is waited for, `between` milliseconds after the last."""
+    """An event that the device reaches only when the host waits for it, `between` milliseconds after the last."""
 
     waited: ClassVar[list[int]] = []
     recorded: ClassVar[int] = 0
@@ -344,7 +363,7 @@ class FakeEvent:
 
 
 def passed(monkeypatch: pytest.MonkeyPatch, between: float, boundaries: int) -> tuple[list[str], list[int]]:
-    """Labels after each boundary, and the events that were waited for, on a device of that speed."""
+    """Return the label after each boundary, and the events that the host waited for."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     FakeEvent.waited, FakeEvent.recorded, FakeEvent.between = [], 0, between
     watch = alone(device=torch.device("cuda"))
@@ -356,23 +375,30 @@ def passed(monkeypatch: pytest.MonkeyPatch, between: float, boundaries: int) -> 
     return labels, FakeEvent.waited
 
 
-def test_the_host_stays_near_a_device_whose_layers_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two boundaries ahead at most, and the label is the one that the device has reached."""
+def test_throttle_long_layers_keeps_host_two_boundaries_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the host two boundaries ahead, and show the label that the device has reached."""
     labels, waited = passed(monkeypatch, 5000.0, 5)
     assert waited == [1, 2, 3]
     assert labels == ["start", "start", "layer 1", "layer 2", "layer 3"]
 
 
-def test_the_host_runs_two_seconds_ahead_where_layers_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 ms a layer: after two waits, which tell it so, forty layers ahead."""
+def test_throttle_short_layers_lets_host_run_two_seconds_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host run forty layers of 50 ms ahead, after two waits that measure a layer."""
     labels, waited = passed(monkeypatch, 50.0, 60)
     assert waited == list(range(1, 21))
     assert labels[-1] == "layer 20"
     assert labels[41] == "layer 2"
 
 
-def test_nothing_here_speaks_to_the_store_from_the_training_thread() -> None:
-    """`at` is passed hundreds of times a step: it makes no call to the store, which may be far away."""
-    source = Path(module.__file__).read_text()
-    body = source[source.index("    def at(") : source.index("    def install(")]
-    assert "store" not in body
+class NoStore:
+    """A store that fails at every call."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"store.{name} was called")
+
+
+def test_boundary_makes_no_call_to_the_store() -> None:
+    """Pass a boundary, which happens hundreds of times a step, without a call to a store that may be far away."""
+    watch = Watch(NoStore(), 0, 2)  # type: ignore[arg-type]
+    watch.at("step 1")
+    assert (watch.count, watch.label) == (1, "step 1")

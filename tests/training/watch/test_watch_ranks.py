@@ -32,7 +32,7 @@ def _model(memory: MemoryPlan | None) -> tuple[Mesh, Any, dict[str, Any]]:
 
 
 def _still_together(mesh: Mesh) -> float:
-    """A collective after the stop: where ranks had stopped apart it would meet another one, or none."""
+    """Run a collective after the stop; ranks that stopped apart would meet another collective, or none."""
     number = torch.tensor([float(mesh.rank + 1)])
     dist.all_reduce(number, group=mesh.world_group)
     return number.item()
@@ -64,14 +64,14 @@ def _stopped(label: str, memory: MemoryPlan | None, pause: float) -> tuple[str, 
 
 @pytest.mark.parametrize("label", ["forward layer 1", "backward layer 2", "step 2"])
 @pytest.mark.parametrize("memory", [PLAN, None], ids=["replayed", "plain"])
-def test_a_signal_to_one_rank_stops_all_at_one_boundary(label: str, memory: MemoryPlan | None) -> None:
+def test_signal_to_one_rank_stops_all_at_one_boundary(label: str, memory: MemoryPlan | None) -> None:
     outcomes = run_ranks(2, _stopped, label, memory, 0.0)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][2] == 3.0
 
 
 @pytest.mark.parametrize("label", [pytest.param("forward layer 1", marks=pytest.mark.slow), "backward layer 2"])
-def test_in_a_long_layer_the_step_is_given_up_at_the_next(label: str) -> None:
+def test_signal_in_long_layer_stops_at_next_layer(label: str) -> None:
     outcomes = run_ranks(2, _stopped, label, PLAN, 1.5)
     assert outcomes[0] == outcomes[1]
     following = {"forward layer 1": "forward layer 2", "backward layer 2": "backward layer 1"}[label]
@@ -79,14 +79,14 @@ def test_in_a_long_layer_the_step_is_given_up_at_the_next(label: str) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_in_two_groups() -> None:
+def test_signal_over_two_groups_stops_four_ranks_at_one_boundary() -> None:
     outcomes = run_ranks(4, _stopped, "backward layer 2", PLAN, 0.5)
     assert len({outcome[:2] for outcome in outcomes}) == 1
     assert outcomes[0][2] == 10.0
 
 
 def _inside_an_exchange() -> tuple[bool, str, int]:
-    """Rank 0 is sent SIGTERM while it waits inside an all-to-all; its peer learns of it before it comes to help."""
+    """Send SIGTERM to rank 0 inside an all-to-all; its peer sees the request before it joins."""
     mesh = init_mesh(sp=2)
     with Watch.of(mesh, hang=60) as watch:
         heard = False
@@ -105,7 +105,7 @@ def _inside_an_exchange() -> tuple[bool, str, int]:
     raise AssertionError("nobody stopped")
 
 
-def test_a_rank_inside_an_exchange_hears() -> None:
+def test_signal_inside_exchange_reaches_peer() -> None:
     first, second = run_ranks(2, _inside_an_exchange)
     assert second[0], "rank 1 had not heard of the signal that rank 0 got inside the exchange"
     assert first[1:] == second[1:] == ("stopped at 'layer 4'", 5)
@@ -123,7 +123,7 @@ def _labels() -> list[str]:
     return labels
 
 
-def test_a_layer_run_again_in_backward_is_no_boundary() -> None:
+def test_recomputed_layer_makes_no_boundary() -> None:
     forward = [f"forward layer {index}" for index in range(4)]
     backward = [f"backward layer {index}" for index in reversed(range(4))]
     assert run_ranks(2, _labels) == [forward + backward] * 2
@@ -139,7 +139,7 @@ def _one_fails() -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_rank_ends_the_others_within_seconds() -> None:
+def test_failed_process_ends_other_ranks() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, _one_fails)
     assert caught.value.exceptions[1].error == "KeyError"
