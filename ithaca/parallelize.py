@@ -19,9 +19,10 @@ from ithaca.errors import UnsupportedError
 from ithaca.handle import Handle
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.binding import bind
+from ithaca.models.discover.findings import surveyed
 from ithaca.models.discover.mixing import check_mixing
 from ithaca.models.discover.passing import passing_of
-from ithaca.models.discover.random_weights import stand_ins
+from ithaca.models.discover.random_weights import randomized
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.install import install_memory
 from ithaca.models.placed import Placed
@@ -121,10 +122,10 @@ def parallelize(
                 on_host=away,
             )
             planner = AutoMemory.of(model, base, mesh, job, budget, given, host)
-            with stand_ins(base, layers, torch.device("cpu") if away else mesh.device):
-                install_memory(binding, layers, planner, fuse=fuse, sharded=grouped)
-        elif grouped and allow_untested:
-            with stand_ins(base, layers, torch.device("cpu")):
+            device = torch.device("cpu") if away else mesh.device
+            install_memory(binding, layers, planner, fuse=fuse, sharded=grouped, device=device)
+        elif grouped and allow_untested and surveyed(base, layers) is None:
+            with randomized(base, layers, torch.device("cpu")):
                 passing_of(binding, layers).refuse_copies()
 
         # 4. Weights: FSDP2 over all ranks, or over each of several groups; gradients summed in fp32; on the host if asked.

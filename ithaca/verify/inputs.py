@@ -28,7 +28,7 @@ from ithaca.errors import ConfigError, DataError, UnsupportedError
 from ithaca.models.files.embedded import build_embedded
 from ithaca.models.files.pretrained import change_config, check_adapters, find_folder, known_model, read_config
 from ithaca.models.files.tokenizer import load_tokenizer
-from ithaca.models.support import verdicts
+from ithaca.planning.model.architectures import verdicts
 from ithaca.planning.model.config_names import refuse_attention_dropout
 from ithaca.planning.model.known_models import nearest_models
 from ithaca.training.session import stage_config

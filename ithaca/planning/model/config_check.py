@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.model import config_words
+from ithaca.planning.model.architectures import EXPERT_COUNTS
 
 Config = Mapping[str, Any]
 # Sizes of which a model has one at least, under all the names that families give them, and more than any model has:
@@ -44,7 +45,7 @@ _MOST: dict[str, int] = {
 }
 # Numbers of things that a model may have none of.
 _COUNTS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "sliding_window",
+    *EXPERT_COUNTS, "num_experts_per_tok", "n_shared_experts", "sliding_window",
     "q_lora_rank", "kv_lora_rank", "first_k_dense_replace", "num_kv_shared_layers",
 )  # fmt: skip
 _MOST_COUNTED = 10**12

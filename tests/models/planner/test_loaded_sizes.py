@@ -14,8 +14,8 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.plan_in_force import planner_of
-from ithaca.models.support import verdicts
 from ithaca.parallelize import parallelize
+from ithaca.planning.model.architectures import verdicts
 from ithaca.planning.model.layer_parameters import Wants
 from ithaca.planning.plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.search.choose import choose_plan
