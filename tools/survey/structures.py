@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ithaca.mesh import Mesh, init_mesh
@@ -41,7 +42,11 @@ def configs(kind: str) -> Iterator[PreTrainedConfig]:
     on = features_on(kind)
     overrides: list[dict[str, Any]] = [{}, on, without_window(kind), *({key: value} for key, value in on.items())]
     for given in overrides:
-        yield survey_config(kind, **given)
+        try:
+            yield survey_config(kind, **given)
+        except (ValueError, TypeError, StrictDataclassError):
+            # Config classes refuse some of the combinations.
+            continue
     for known in map(known_config, known_names()):
         if known is not None and known["model_type"] == kind:
             given = {key: value for key, value in known.items() if key != "model_type"}

@@ -42,10 +42,11 @@ _GENERAL = ("transformers.modeling_utils", "transformers.generation", "transform
 _INTO_FORWARD = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__")
 _NOT_RUN = ("__init__", "_init_weights", "__init_subclass__", "__repr__", "extra_repr")
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
-# Numbers of tokens, the place in the stack and the attention function, which take no part in what a layer's children do.
-_NOT_KEYED = frozenset(
-    ("padding_idx", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "layer_idx", "layer_id", "dtype")
-)
+# Special tokens, the place in the stack, plans of other libraries and marks of loading, which steer no child of a layer.
+_NOT_KEYED = frozenset((
+    "padding_idx", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "layer_idx", "layer_id", "dtype",
+    "generation_config", "_is_hf_initialized", "_tp_plan", "_pp_plan", "_ep_plan", "_fsdp_plan",
+))  # fmt: skip
 _PLAIN = (bool, int, float, str)
 # The only private switch of a config that steers more than attention.
 _EXPERTS = "_experts_implementation_internal"
@@ -283,7 +284,7 @@ def _config_lines(model: PreTrainedModel, names: set[str]) -> list[str]:
             raise _Unknown("layers with configs of their own")
         for key, value in vars(config).items():
             read = key in names and key not in _NOT_KEYED and not key.startswith("_")
-            if (read or key == _EXPERTS) and isinstance(value, _PLAIN):
+            if (read or (key == _EXPERTS and "_experts_implementation" in names)) and isinstance(value, _PLAIN):
                 found.add(f"config.{key}={_shown(key, value)}")
     return sorted(found)
 

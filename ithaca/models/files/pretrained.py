@@ -30,7 +30,7 @@ from ithaca.config.schema import Lora
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.files.config_changes import check_shapes, lay_over
 from ithaca.models.refusals.config_numbers import check_computed, check_numbers
-from ithaca.planning.model.config_check import Words, check_config, read_content
+from ithaca.planning.model.config_check import KnownWords, check_config, read_content
 from ithaca.planning.model.known_models import known_config, nearest_models
 
 CONFIG = "config.json"
@@ -119,11 +119,11 @@ def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTr
 
 
 @cache
-def transformers_words() -> Words:
+def transformers_words() -> KnownWords:
     """The names that the transformers installed here knows; a plan goes by `planning.config_words` instead."""
     # No public name, and older versions have none; checked on 5.23.
     older = getattr(configuration_utils, "_LEGACY_LAYER_TYPE_REMAP", {})
-    return Words(
+    return KnownWords(
         causal=frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         activations=frozenset(ACT2FN),
         ropes=frozenset({*ROPE_INIT_FUNCTIONS, "default"}),

@@ -120,7 +120,7 @@ def window_of(config: Config, index: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _MlpSizes:
     parameters: int
     active: int
     width: int
@@ -169,12 +169,12 @@ def _latent_attention(config: Config, key: int, value: int, *, bias: bool) -> tu
     return edges, norms + bias * (int(q_rank or 0) + kv_rank + rope + hidden)
 
 
-def _dense(config: Config, width: int) -> _Block:
+def _dense(config: Config, width: int) -> _MlpSizes:
     facts, hidden = _facts(config), int(config["hidden_size"])
     edges: tuple[Edge, ...] = (*([(hidden, width)] * (2 if facts.gated else 1)), (width, hidden))
     bias = bool(config.get("use_bias", True)) if facts.biased else bool(config.get("mlp_bias"))
     count = _weights(edges) + bias * sum(outputs for _, outputs in edges)
-    return _Block(count, count, width, edges)
+    return _MlpSizes(count, count, width, edges)
 
 
 def _has_experts(config: Config, index: int) -> bool:
@@ -192,7 +192,7 @@ def _expert_count(config: Config) -> int:
     return int(next((config[key] for key in EXPERT_COUNTS if config.get(key)), 0))
 
 
-def _experts(config: Config) -> _Block:
+def _experts(config: Config) -> _MlpSizes:
     facts, hidden = _facts(config), int(config["hidden_size"])
     count = _expert_count(config)
     per_token = int(config.get("num_experts_per_tok") or config.get("experts_per_token") or config.get("moe_k") or 1)
@@ -210,7 +210,7 @@ def _experts(config: Config) -> _Block:
     if shared_width and config.get("shared_expert_intermediate_size"):
         edges = (*edges, (hidden, 1))
     always = router + _weights(edges)
-    return _Block(
+    return _MlpSizes(
         parameters=count * expert + always,
         active=per_token * expert + always,
         width=per_token * width + shared_width,
