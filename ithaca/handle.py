@@ -1,16 +1,17 @@
-"""The handle of a parallelized model: everything that was put on the model, and the way to take it off again.
+"""Handle of a parallelized model: the list of all changes to the model, and the undo of them.
 
     handle = Handle.on(model, mesh)                 # hangs on the model, as model.__dict__["_ithaca"]
-    handle.replace(layer, "forward", replay)        # a step: the attribute before, the attribute now
+    handle.replace(layer, "forward", replay)        # a step: remembers the attribute from before
     handle.add(model.register_forward_hook(leave))  # a step: anything with a `remove`
     handle.keep(Binding(...))                       # a part: an object of a folder above, found again by its type
     handle.part(Binding)
     handle.undo()                                   # steps are undone from the last to the first
 
-Every change of a module goes through here, so that `undo` leaves the model as it was. Sharded weights alone cannot be
-put back: FSDP2's classes and hooks stay, and with them what was put on `while_sharded` and the handle itself.
+Every change of a module goes through the handle, so `undo` restores the model. Sharding alone cannot be undone: FSDP2's
+classes and hooks stay, and with them the steps added with `while_sharded` and the handle itself.
 
-The handle hangs on its model and on nothing else: it is freed with the model, and a deep copy of the model has its own.
+The handle is an attribute of its model and of nothing else: it is freed with the model, and a deep copy of the model has
+its own.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ T = TypeVar("T")
 
 
 class Removable(Protocol):
-    """One step: something that was put on, such as a hook, and can take itself off."""
+    """One step: a change, such as a hook, that can undo itself."""
 
     def remove(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Replaced:
-    """An attribute of one instance. `before`: what the instance had under that name; empty where that was its class's."""
+class _ReplacedAttribute:
+    """Replaced attribute of one instance. `before`: the instance's own value; empty if the class provided it."""
 
     module: nn.Module
     name: str
@@ -56,8 +57,8 @@ class _Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A part of a handle."""
+class _KeptPart:
+    """Step that removes a part from its handle."""
 
     handle: Handle
     kind: type
@@ -68,7 +69,7 @@ class _Kept:
 
 @dataclass(eq=False)
 class Handle:
-    """All that is on one model. `explain`: the frame of an out-of-memory message, set by whoever plans the memory."""
+    """Changes to one model, and parts kept for other folders. `explain` adds the plan to an out-of-memory error."""
 
     mesh: Mesh
     root: nn.Module
@@ -80,39 +81,39 @@ class Handle:
 
     @classmethod
     def on(cls, model: nn.Module, mesh: Mesh) -> Handle:
-        """Return the model's handle, or hang a new one on it."""
+        """Return the model's handle, a new one if the model has none."""
         found = handle_of(model)
         if found is None:
             found = model.__dict__[KEY] = cls(mesh, model)
         return found
 
     def add(self, step: Removable, *, while_sharded: bool = False) -> None:
-        """List a change that was made. `while_sharded`: it lasts as long as weights are sharded, so beyond `undo`."""
+        """Add a change to the list. `while_sharded`: the change outlasts `undo`, as sharded weights do."""
         (self.while_sharded if while_sharded else self.steps).append(step)
 
     def replace(self, module: nn.Module, name: str, value: Any, *, while_sharded: bool = False) -> None:
-        """Give one instance an attribute; its class, and other instances, stay as they are."""
+        """Set an attribute of one instance, not of its class."""
         before = (module.__dict__[name],) if name in module.__dict__ else ()
-        self.add(_Replaced(module, name, before), while_sharded=while_sharded)
+        self.add(_ReplacedAttribute(module, name, before), while_sharded=while_sharded)
         module.__dict__[name] = value
 
     def replace_method(
         self, module: nn.Module, name: str, instead: Callable[..., Any], *, while_sharded: bool = False
     ) -> None:
-        """The same for a method, which a callable object is given the look of."""
+        """Replace a method of one instance; a callable object gets the method's signature and name."""
         if not inspect.ismethod(instead):
             looks_like(instead, getattr(module, name))
         self.replace(module, name, instead, while_sharded=while_sharded)
 
     def mark(self, module: nn.Module) -> None:
-        """Let the handle be found on this module too, by code that is given no other."""
+        """Make `handle_of` find the handle on this module too."""
         if KEY not in module.__dict__:
             self.replace(module, KEY, self)
 
     def keep(self, part: T, *, while_sharded: bool = False) -> T:
-        """Keep an object, the only one of its type, for whoever has the handle."""
+        """Store a part, the only one of its type."""
         self.parts[type(part)] = part
-        self.add(_Kept(self, type(part)), while_sharded=while_sharded)
+        self.add(_KeptPart(self, type(part)), while_sharded=while_sharded)
         return part
 
     def part(self, kind: type[T]) -> T | None:
@@ -120,15 +121,15 @@ class Handle:
         return self.parts.get(kind)
 
     def steps_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer of the model's weights, without keeping it alive."""
+        """Record an optimizer of the model's weights, by a weak reference."""
         self.optimizers = [weakref.ref(each) for each in dict.fromkeys((*self.living_optimizers(), optimizer))]
 
     def living_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that somebody still has."""
+        """Return the recorded optimizers that still exist."""
         return [optimizer for each in self.optimizers if (optimizer := each()) is not None]
 
     def undo(self) -> None:
-        """Take everything off, the last first; without sharded weights the handle itself goes too."""
+        """Undo all steps, the last first; remove the handle itself unless weights are sharded."""
         self._undo_to(0)
         self.explain = None
         if not self.while_sharded:
@@ -140,7 +141,7 @@ class Handle:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Take everything off where an error, a refusal above all, ends the block."""
+        """Undo all steps if an error ends the block."""
         try:
             yield
         except BaseException:
@@ -149,7 +150,7 @@ class Handle:
 
     @contextmanager
     def temporarily(self) -> Iterator[None]:
-        """Take off at the end of the block what was put on inside."""
+        """Undo the steps added inside the block at its end."""
         count = len(self.steps)
         try:
             yield
@@ -158,7 +159,7 @@ class Handle:
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
-        """Where the block runs out of memory, raise the error with an account of what held it; blocks may be nested."""
+        """Explain an out-of-memory error of the block by the memory plan; blocks may be nested."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -170,7 +171,7 @@ class Handle:
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        # Optimizers step the weights of the original.
+        # Optimizers step the original's weights.
         twin.__dict__.update(copy.deepcopy({**self.__dict__, "optimizers": []}, memo))
         return twin
 
@@ -179,12 +180,12 @@ class Handle:
 
 
 def handle_of(model: nn.Module) -> Handle | None:
-    """Return the handle of a model or of what it wraps (PEFT, DDP); None if there is none."""
+    """Return the handle of a model or of a model inside it (PEFT, DDP); None if there is none."""
     return next((module.__dict__[KEY] for module in model.modules() if KEY in module.__dict__), None)
 
 
 def is_bound(model: nn.Module) -> bool:
-    """True if something is on the model that `unbind` takes off."""
+    """True if the model has changes that `unbind` undoes."""
     handle = handle_of(model)
     return handle is not None and bool(handle.steps)
 
@@ -192,15 +193,14 @@ def is_bound(model: nn.Module) -> bool:
 def looks_like(instead: Any, original: Callable[..., Any]) -> None:
     """Give `instead`, a callable object, the signature, name and documentation of the bound method `original`.
 
-    transformers, Trainer, PEFT and accelerate read from a forward's signature what a model may be called with:
-    `generate` makes positions and a mask only for a forward that takes them, Trainer drops the columns of a dataset that
-    the signature does not name. They are attributes of the object and no function around it: a copy of the model copies
-    them along.
+    transformers, Trainer, PEFT and accelerate read the model's arguments from the signature of forward: `generate` makes
+    positions and a mask only for a forward that takes them, and Trainer drops dataset columns that the signature does not
+    name. Attributes of the object, not a function around it, because a copy of the model copies them.
     """
     update_wrapper(instead, original, updated=())
     instead.__signature__ = inspect.signature(original)
-    # accelerate (seen in 1.15) binds `forward.__func__` to the model again; without it, it binds the forward itself, which
-    # would then be called with the model as an argument that nobody gave.
+    # accelerate (seen in 1.15) binds `forward.__func__` to the model again. Without `__func__` it would bind the forward
+    # itself, and call it with the model as an additional first argument.
     instead.__func__ = partial(_called_with_module, instead)
 
 

@@ -1,9 +1,12 @@
-"""Which rank attends with which heads.
+"""Split of attention heads over ranks.
 
-Query heads are cut into `sp` neighbouring ranges, so any head count up to sp = H works; a key-value head goes
-to every rank that has one of its query heads, and to no other. Of all cuts the one is taken whose largest
-range is least, then whose kv copies are fewest, then whose ranges are most even: 28/4 heads over 8 ranks
-give 4, 3, 4, 3, ... with one kv head each.
+Query heads are cut into `sp` neighbouring ranges, so any head count works up to sp = H. A key-value head goes to every
+rank that has one of its query heads. The cut has the smallest largest range, then the fewest kv copies, then the most
+even ranges. Example, 28 query and 4 kv heads over 8 ranks:
+
+    rank       0    1    2     3      4      5      6      7
+    q heads    0-3  4-6  7-10  11-13  14-17  18-20  21-24  25-27
+    kv head    0    0    1     1      2      2      3      3
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class HeadRun:
-    """Neighbouring heads of one rank that a kernel can take in one call: every kv head has equally many q heads."""
+    """Neighbouring heads of one rank for one kernel call, with equally many query heads for each kv head."""
 
     q: Range
     kv: Range
@@ -27,7 +30,7 @@ class HeadRun:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """`q[r]` and `kv[r]` are rank r's heads, as ranges of the model's."""
+    """Split of all heads: `q[r]` and `kv[r]` are rank r's heads, as ranges of the model's heads."""
 
     heads: int
     kv_heads: int
@@ -36,21 +39,21 @@ class HeadSplit:
 
     @property
     def kv_copies(self) -> int:
-        """Key-value heads sent in all: more than there are when a group is split over ranks."""
+        """Number of kv heads sent; more than the model has if ranks share a kv head."""
         return sum(end - start for start, end in self.kv)
 
     @property
     def most_groups(self) -> int:
-        """The number of groups into which every rank's heads can be cut with no kv head cut."""
+        """Largest number of head groups: each needs a whole kv head of every rank."""
         return min(end - start for start, end in self.kv)
 
     @property
     def most(self) -> tuple[int, int]:
-        """The most query heads, and the most key-value heads, of any rank."""
+        """Largest numbers of query heads and of key-value heads on a rank."""
         return max(end - start for start, end in self.q), max(end - start for start, end in self.kv)
 
     def group(self, index: int, groups: int) -> HeadSplit:
-        """The `index`-th of `groups` parts: of every rank some of its kv heads, with their query heads."""
+        """Return the `index`-th of `groups` parts: a part of every rank's kv heads, with their query heads."""
         size = self.heads // self.kv_heads
         kv = tuple(_piece(kv_range, index, groups) for kv_range in self.kv)
         q = tuple(
@@ -59,7 +62,7 @@ class HeadSplit:
         return HeadSplit(self.heads, self.kv_heads, q, kv)
 
     def runs(self, rank: int) -> tuple[HeadRun, ...]:
-        """Rank `rank`'s heads, counted from its own first, as calls with equal groups."""
+        """Return the heads of rank `rank`, counted from its first, as kernel calls with equal groups."""
         group = self.heads // self.kv_heads
         q_start, q_end = self.q[rank]
         first, last = self.kv[rank]
@@ -82,7 +85,7 @@ def _piece(whole: Range, index: int, pieces: int) -> Range:
 
 @lru_cache(maxsize=256)
 def split_heads(heads: int, kv_heads: int, sp: int) -> HeadSplit:
-    """The split of `heads` query and `kv_heads` key-value heads over `sp` ranks."""
+    """Return the split of `heads` query and `kv_heads` key-value heads over `sp` ranks."""
     if heads % kv_heads:
         raise MeshError(
             f"{heads} query heads are not a multiple of {kv_heads} key-value heads: no grouping is possible"
@@ -97,7 +100,7 @@ def split_heads(heads: int, kv_heads: int, sp: int) -> HeadSplit:
 
 
 def _best_cuts(heads: int, group: int, sp: int) -> tuple[int, ...]:
-    """Cut points 0..heads. Each cut inside a group costs one more kv copy; found by dynamic programming."""
+    """Return the best cut points from 0 to `heads`, by dynamic programming; a cut inside a group costs a kv copy."""
     largest = -(-heads // sp)
     # best[end] = (cuts inside groups, sum of squared sizes, negated sizes, cuts): sizes tie-break larger first.
     best: dict[int, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {0: (0, 0, (), (0,))}

@@ -1,9 +1,15 @@
-"""The ranks as a box: dp x ring x sp, with sp innermost so that a sequence group sits on neighbouring GPUs.
+"""Mesh of the ranks: dp x ring x sp, with sp innermost so that a sequence group is on neighbouring GPUs.
 
-Three views by purpose. `data`: ranks with different rows (dp). `sequence`: the ranks that share one row
-(ring x sp, flattened). `weights`: all ranks, over which FSDP2 shards parameters and sums gradients.
-`host_group` has all ranks too, for numbers that are on the host already: no device waits for them.
-This is the one module that reads launch variables from the environment.
+Eight ranks as dp=2 x ring=1 x sp=4:
+
+    sp ->      0   1   2   3      share row A: a sequence group (`sequence`: ring x sp, flattened)
+    dp = 1     4   5   6   7      share row B
+               |
+               `data`: ranks 0 and 4 have different rows
+
+`weights` has all ranks: FSDP2 shards parameters and sums gradients over it. `host_group` has all ranks too, for numbers
+that are on the host already, so that no device waits for them. This is the only module that reads launch variables from
+the environment.
 """
 
 from __future__ import annotations
@@ -28,8 +34,8 @@ MeshParam = tuple[int, int] | Mapping[str, int] | str
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
-    """How many ranks each axis has."""
+class AxisDegrees:
+    """Number of ranks of each axis."""
 
     dp: int
     ring: int
@@ -44,12 +50,13 @@ class Degrees:
 class Mesh:
     """A joined process group cut into axes; made by `init_mesh`."""
 
-    degrees: Degrees
+    degrees: AxisDegrees
     device: torch.device
     device_mesh: DeviceMesh
     weights: DeviceMesh
     sequence: DeviceMesh
-    host_group: dist.ProcessGroup
+    # None, as in a mesh made by hand: the default group.
+    host_group: dist.ProcessGroup | None = None
 
     @property
     def dp(self) -> int:
@@ -89,12 +96,12 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Into how many shards a row is cut."""
+        """Number of shards that a row is cut into."""
         return self.degrees.ring * self.degrees.sp
 
     @property
     def local_ranks(self) -> int:
-        """How many ranks share this host, as the launcher says."""
+        """Number of ranks on this host, by the launcher's environment variable."""
         return ranks_here(self.world)
 
     @property
@@ -122,7 +129,7 @@ def init_mesh(
     mesh_param: MeshParam | None = None,
     device: str | torch.device | None = None,
 ) -> Mesh:
-    """Join torch.distributed if nobody has, and cut the world into dp x ring x sp.
+    """Initialize torch.distributed if needed, and cut the world into dp x ring x sp.
 
     `init_mesh(sp=4)` takes the rest of the world as dp. `mesh_param` is `(dp, sp)`, or a dict or JSON text
     with `data_parallel_size` and `sequence_parallel_size`. The device follows the launch: one GPU a
@@ -139,26 +146,27 @@ def init_mesh(
     world = dist.get_world_size() if dist.is_initialized() else _launched_world()
     degrees = fit_degrees(world, sp=sp or 1, dp=dp, ring=ring)
     target = _join(device)
-    box = init_device_mesh(target.type, (degrees.dp, degrees.ring, degrees.sp), mesh_dim_names=AXES)
-    # _flatten is how DeviceMesh makes one group of several axes; the groups are made on all ranks alike.
-    weights = box._flatten("weights")
-    sequence = box["ring", "sp"]._flatten("sequence")
-    return Mesh(degrees, target, box, weights, sequence, _host_group(weights.get_group()))
+    device_mesh = init_device_mesh(target.type, (degrees.dp, degrees.ring, degrees.sp), mesh_dim_names=AXES)
+    # DeviceMesh._flatten is private (torch 2.11 to 2.13) and the only way to one group of several axes. It is a
+    # collective: all ranks make the groups in this order.
+    weights = device_mesh._flatten("weights")
+    sequence = device_mesh["ring", "sp"]._flatten("sequence")
+    return Mesh(degrees, target, device_mesh, weights, sequence, _host_group(weights.get_group()))
 
 
 def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of all ranks that takes tensors on the host: the world's own where it does, else one over gloo."""
+    """Return a group of all ranks for tensors on the host: the world's own if it takes them, else one over gloo."""
     return world if "cpu:" in dist.get_backend_config(world) else dist.new_group(backend="gloo")
 
 
 def check_mesh(mesh: object) -> None:
-    """Refuse torch's own mesh, or none."""
+    """Refuse an object that is not an `ithaca.Mesh`, such as torch's DeviceMesh."""
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh={shown(mesh)}: pass the ithaca.Mesh that ithaca.init_mesh(sp=...) gives")
 
 
-def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> Degrees:
-    """The degrees whose product is `world`, or an error that names those that work."""
+def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) -> AxisDegrees:
+    """Return the degrees whose product is `world`; raise MeshError that names degrees that work."""
     inner = sp * ring
     processes = f"{world} process{'es' if world > 1 else ''}"
     if dp is None:
@@ -173,7 +181,7 @@ def fit_degrees(world: int, *, sp: int, dp: int | None = None, ring: int = 1) ->
         if world % inner == 0:
             fix = f"dp={world // inner} makes {world}"
         raise MeshError(f"{named} is {dp * inner}, but the world has {processes}: {fix}")
-    return Degrees(dp, ring, sp)
+    return AxisDegrees(dp, ring, sp)
 
 
 def _start(processes: int) -> str:
@@ -189,7 +197,7 @@ def _nearest(world: int, sp: int, ring: int) -> str:
 
 
 def largest_divisor(world: int, limit: int) -> int:
-    """The largest divisor of `world` that is at most `limit`."""
+    """Return the largest divisor of `world` that is at most `limit`."""
     return max(d for d in range(1, world + 1) if world % d == 0 and d <= max(limit, 1))
 
 
@@ -215,7 +223,7 @@ def _read_mesh_param(param: MeshParam) -> tuple[int | None, int]:
 
 
 def ranks_here(otherwise: int = 1) -> int:
-    """How many ranks the launcher started on this host; `otherwise` where there is none."""
+    """Return the number of ranks that the launcher started on this host; `otherwise` without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(otherwise)))
 
 
@@ -235,7 +243,7 @@ def _check_device(device: str | torch.device | None) -> None:
 
 
 def _join(device: str | torch.device | None) -> torch.device:
-    """The device of this process, and membership in the world: NCCL on CUDA, gloo on CPU."""
+    """Return this process's device, after joining the world: NCCL on CUDA, gloo on the CPU."""
     kind = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device is None and dist.is_initialized() and dist.get_backend() == "gloo":
         kind = torch.device("cpu")
@@ -248,16 +256,17 @@ def _join(device: str | torch.device | None) -> torch.device:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, device_id=kind if kind.type == "cuda" else None)
         else:
-            # A plain `python script.py`: a world of one that needs no port.
+            # A plain `python script.py`: a world of one. HashStore is private (torch 2.11 to 2.13); the public stores
+            # need a port or a file.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         atexit.register(_leave)
     return kind
 
 
 def _leave() -> None:
-    """Close what `_join` opened: left open, gloo's threads now and then end a finished process with an abort.
+    """Destroy the process group at exit; gloo's threads otherwise abort a finished process now and then.
 
-    Not after an exception, when the others may be in a collective that this rank has left.
+    Not after an exception: the other ranks may be in a collective that this rank has left, and destroying would wait.
     """
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What is on a model's handle is all that is on the model: unbind leaves every module, config and registry as it was, and
+"""Completeness of a model's handle: unbind leaves every module, config and registry as it was, and
 sharded weights with what the handle lists for them. The handle is freed with its model, and copied with it."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Snapshot:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What the instance has; stores of hooks, weights and modules by what is in them."""
+    """Return the instance's attributes; stores of hooks, weights and modules by their contents."""
     return {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
 
 
@@ -129,9 +129,7 @@ CASES = [
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize(("kind", "mode", "sp", "fuse_it"), CASES)
-def test_unbind_of_weights_not_sharded_leaves_nothing(
-    kind: str, mode: LayerMode | None, sp: int, fuse_it: bool
-) -> None:
+def test_unbind_unsharded_weights_leaves_nothing(kind: str, mode: LayerMode | None, sp: int, fuse_it: bool) -> None:
     assert run_ranks(sp, left_over, kind, mode, sp, fuse_it) == [[]] * sp
 
 
@@ -146,7 +144,7 @@ def left_by_an_unlisted_change() -> list[str]:
         return before.differences(Snapshot.of(model))
 
 
-def test_change_that_no_handle_lists_is_found() -> None:
+def test_unlisted_change_is_detected() -> None:
     [found] = run_ranks(1, left_by_an_unlisted_change)
     assert {"model.layers.0.forward", ".generate", "model.config", ".forward"} <= set(found)
 
@@ -157,7 +155,7 @@ def test_unbind_after_prepare_leaves_nothing(kind: str) -> None:
 
 
 def of_sharded(kind: str) -> tuple[list[str], set[str], bool]:
-    """What is other than FSDP2 alone after unbind, what the handle lists of it, and if something is left to undo."""
+    """Return the differences from FSDP2 alone after unbind, the handle's list of them, and True if steps are left."""
     model, mesh = built(kind), init_mesh(sp=2)
     base = model.get_base_model() if kind == "lora" else model
     parallelize(model, mesh, memory=planned("save"))
@@ -176,7 +174,7 @@ def of_sharded(kind: str) -> tuple[list[str], set[str], bool]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "lora"])
-def test_unbind_of_sharded_weights_leaves_what_belongs_to_them(kind: str) -> None:
+def test_unbind_sharded_weights_keeps_their_guards(kind: str) -> None:
     for ours, listed, bound in run_ranks(2, of_sharded, kind):
         assert set(ours) == listed
         assert not bound
@@ -194,7 +192,7 @@ def after_a_refusal() -> list[str]:
     return before.differences(Snapshot.of(model))
 
 
-def test_refusal_in_the_middle_leaves_nothing() -> None:
+def test_refusal_in_parallelize_leaves_nothing() -> None:
     assert run_ranks(1, after_a_refusal) == [[]]
 
 
@@ -213,7 +211,7 @@ def freed() -> tuple[bool, bool]:
     return without_optimizer, gone() is None
 
 
-def test_handle_keeps_neither_model_nor_optimizer_alive() -> None:
+def test_handle_keeps_no_model_or_optimizer_alive() -> None:
     assert run_ranks(1, freed) == [(True, True)]
 
 
@@ -240,7 +238,7 @@ def copied() -> tuple[bool, list[str]]:
     return apart, names
 
 
-def test_copy_of_a_model_has_a_handle_of_its_own() -> None:
+def test_deepcopy_of_model_has_own_handle() -> None:
     assert run_ranks(1, copied) == [(True, [])]
 
 
@@ -248,7 +246,7 @@ class Leaf(nn.Linear):
     """A module whose attributes are replaced here."""
 
 
-def test_steps_are_undone_from_the_last_to_the_first() -> None:
+def test_undo_removes_last_step_first() -> None:
     module, undone = Leaf(2, 2), []
     handle = Handle.on(module, None)  # type: ignore[arg-type]
     module.__dict__["forward"] = own = lambda x: x
@@ -271,7 +269,7 @@ def test_memory_error_is_explained_once() -> None:
     handle, told = Handle.on(Leaf(2, 2), None), []  # type: ignore[arg-type]
 
     class Explained(torch.OutOfMemoryError):
-        """With an account."""
+        """Error with an account."""
 
     def explain(error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         told.append(error)

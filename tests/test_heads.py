@@ -1,4 +1,4 @@
-"""Which rank gets which heads: no split has a smaller largest load, nor, at that load, fewer kv copies.
+"""Splits of heads over ranks: no split has a smaller largest load, nor, at that load, fewer kv copies.
 
 Brute force over all contiguous cuts stands beside the dynamic programme. `runs` must name the right kv head for
 every query head, in groups a kernel can take: unequal groups are answered wrongly by the CPU kernel.
@@ -33,7 +33,7 @@ def sizes(split: HeadSplit) -> list[int]:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), EVERY, ids=str)
-def test_every_split_is_contiguous_complete_and_least_loaded(heads: int, kv_heads: int) -> None:
+def test_split_is_contiguous_complete_and_balanced(heads: int, kv_heads: int) -> None:
     group = heads // kv_heads
     for sp in range(1, min(heads, 8) + 1):
         split = split_heads(heads, kv_heads, sp)
@@ -46,14 +46,14 @@ def test_every_split_is_contiguous_complete_and_least_loaded(heads: int, kv_head
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [pair for pair in EVERY if pair[0] <= 14], ids=str)
-def test_no_cut_of_that_load_sends_fewer_kv_copies(heads: int, kv_heads: int) -> None:
+def test_split_has_fewest_kv_copies(heads: int, kv_heads: int) -> None:
     for sp in range(1, min(heads, 8) + 1):
         split = split_heads(heads, kv_heads, sp)
         assert split.kv_copies == fewest_copies(heads, heads // kv_heads, sp, -(-heads // sp)), sp
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), EVERY, ids=str)
-def test_runs_have_equal_groups_and_the_right_kv_head(heads: int, kv_heads: int) -> None:
+def test_runs_have_equal_groups_and_right_kv_head(heads: int, kv_heads: int) -> None:
     group = heads // kv_heads
     for sp in range(1, min(heads, 8) + 1):
         split = split_heads(heads, kv_heads, sp)
@@ -78,7 +78,7 @@ def assert_runs(runs: tuple[HeadRun, ...], split: HeadSplit, rank: int, group: i
             assert served_by == (q_start + run.q[0] + i) // group
 
 
-def test_the_checks_catch_a_wrong_run() -> None:
+def test_runs_wrong_kv_head_is_detected() -> None:
     split = split_heads(9, 3, 2)
     rank = next(r for r in range(2) if len(split.runs(r)) > 1)
     merged = HeadRun((0, sizes(split)[rank]), (0, split.kv[rank][1] - split.kv[rank][0]))
@@ -86,7 +86,7 @@ def test_the_checks_catch_a_wrong_run() -> None:
         assert_runs((merged,), split, rank, 3)
 
 
-def test_named_splits() -> None:
+def test_split_of_known_models_is_expected() -> None:
     llama = split_heads(28, 4, 8)
     assert sizes(llama) == [4, 3] * 4
     assert [end - start for start, end in llama.kv] == [1] * 8
@@ -105,6 +105,6 @@ def test_named_splits() -> None:
         (2, 4, 2, "2 query heads are not a multiple of 4 key-value heads"),
     ],
 )
-def test_splits_that_cannot_be(heads: int, kv_heads: int, sp: int, message: str) -> None:
+def test_split_impossible_heads_are_refused(heads: int, kv_heads: int, sp: int, message: str) -> None:
     with pytest.raises(MeshError, match=message):
         split_heads(heads, kv_heads, sp)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ithaca.errors import MeshError
-from ithaca.mesh import Degrees, fit_degrees, init_mesh, largest_divisor
+from ithaca.mesh import AxisDegrees, fit_degrees, init_mesh, largest_divisor
 from tests.ranks import expect_refusal, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +38,7 @@ BOTH = {"data_parallel_size": 2, "sequence_parallel_size": 2}
         (12, {"sp": 3, "ring": 2, "dp": 2}, (2, 2, 3)),
     ],
 )
-def test_degrees_that_fit(world: int, asked: dict[str, int], given: tuple[int, int, int]) -> None:
+def test_degrees_fitting_world_are_returned(world: int, asked: dict[str, int], given: tuple[int, int, int]) -> None:
     degrees = fit_degrees(world, **asked)
     assert astuple(degrees) == given
     assert degrees.world == world
@@ -63,13 +63,13 @@ def test_degrees_that_fit(world: int, asked: dict[str, int], given: tuple[int, i
         (8, {"sp": 2, "ring": 2, "dp": 4}, r"dp=4 x ring=2 x sp=2 is 16, .*: dp=2 makes 8"),
     ],
 )
-def test_degrees_that_do_not_fit_name_those_that_do(world: int, asked: dict[str, int], message: str) -> None:
+def test_degrees_not_fitting_name_nearest(world: int, asked: dict[str, int], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         fit_degrees(world, **asked)
 
 
 @pytest.mark.parametrize("world", range(1, 13))
-def test_the_choice_an_error_names_works(world: int) -> None:
+def test_degrees_named_by_error_work(world: int) -> None:
     for sp in range(1, 14):
         for ring in (1, 2, 3):
             try:
@@ -80,7 +80,7 @@ def test_the_choice_an_error_names_works(world: int) -> None:
                 fit_degrees(world, sp=int(choice["sp"]), ring=int(choice.get("ring", ring)))
 
 
-def test_largest_divisor() -> None:
+def test_largest_divisor_is_at_most_limit() -> None:
     assert [largest_divisor(12, limit) for limit in (0, 1, 4, 5, 6, 11, 12, 99)] == [1, 1, 4, 4, 6, 6, 12, 12]
 
 
@@ -115,13 +115,13 @@ def test_largest_divisor() -> None:
         ({"device": 1.5}, r"device=1\.5: use 'cuda', 'cpu', or None"),
     ],
 )
-def test_wrong_settings_are_refused_before_joining(arguments: dict[str, Any], message: str) -> None:
+def test_mesh_wrong_settings_are_refused_before_joining(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         init_mesh(**arguments)
     assert not dist.is_initialized()
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mesh_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MeshError, match=r"device='cuda': this process sees no GPU; use 'cpu' or None"):
         init_mesh(device="cuda")
@@ -157,8 +157,8 @@ def members(**arguments: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_neighbouring_ranks_share_a_sequence(arguments: dict[str, Any]) -> None:
-    """On ranks that joined already, as under a launcher of the user's own."""
+def test_mesh_neighbouring_ranks_share_a_sequence(arguments: dict[str, Any]) -> None:
+    """Refuse on ranks that have joined already, as under a user's own launcher."""
     for rank, seen in enumerate(run_ranks(4, members, **arguments)):
         first = rank // 2 * 2
         assert seen["degrees"] == (2, 1, 2)
@@ -170,13 +170,13 @@ def test_neighbouring_ranks_share_a_sequence(arguments: dict[str, Any]) -> None:
         assert seen["text"] == "dp=2 x ring=1 x sp=2 on cpu"
 
 
-def test_all_ranks_in_one_sequence_and_none() -> None:
+def test_mesh_sp_world_and_sp_1_give_groups() -> None:
     assert [seen["views"][1] for seen in run_ranks(4, members, sp=4)] == [[0, 1, 2, 3]] * 4
     assert [seen["views"][1] for seen in run_ranks(4, members, sp=1)] == [[0], [1], [2], [3]]
     assert [seen["degrees"] for seen in run_ranks(4, members)] == [(4, 1, 1)] * 4
 
 
-def test_ring_stands_outside_sp() -> None:
+def test_mesh_ring_is_outside_sp() -> None:
     for rank, seen in enumerate(run_ranks(4, members, sp=2, ring=2)):
         assert seen["degrees"] == (1, 2, 2)
         assert seen["views"][1] == [0, 1, 2, 3]
@@ -192,12 +192,12 @@ def test_ring_stands_outside_sp() -> None:
     ],
     ids=str,
 )
-def test_every_rank_refuses_alike(arguments: dict[str, Any], message: str) -> None:
+def test_mesh_wrong_degree_is_refused_on_every_rank(arguments: dict[str, Any], message: str) -> None:
     expect_refusal(4, init_mesh, error="MeshError", match=message, **arguments)
 
 
 def plain_python(code: str) -> subprocess.CompletedProcess[str]:
-    """As a user types `python script.py`: no launch variables at all."""
+    """Run `python script.py` without launch variables."""
     launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launch} | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
@@ -205,7 +205,7 @@ def plain_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_plain_process_is_a_world_of_one_and_a_larger_degree_names_torchrun() -> None:
+def test_mesh_plain_process_is_world_of_one() -> None:
     done = plain_python(
         "import ithaca\n"
         "try:\n    ithaca.init_mesh(sp=2)\n"
@@ -219,6 +219,6 @@ def test_a_plain_process_is_a_world_of_one_and_a_larger_degree_names_torchrun() 
     assert mesh == "dp=1 x ring=1 x sp=1 on cpu 0 1 1"
 
 
-def test_degrees_are_values() -> None:
-    assert Degrees(2, 1, 2) == fit_degrees(4, sp=2)
-    assert len({Degrees(2, 1, 2), fit_degrees(4, sp=2)}) == 1
+def test_degrees_are_hashable_values() -> None:
+    assert AxisDegrees(2, 1, 2) == fit_degrees(4, sp=2)
+    assert len({AxisDegrees(2, 1, 2), fit_degrees(4, sp=2)}) == 1

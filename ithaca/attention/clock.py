@@ -1,7 +1,11 @@
-"""Where a step's time goes: the exchange and the attention clock themselves while somebody wants to know.
+"""Timers around the exchange and the attention kernels: CUDA events on a GPU, the host's clock elsewhere.
 
-On a GPU the times are those of its stream, between two events: of the exchange, the packing and what nothing hid.
-One clock a process, because backward runs on threads of torch's own; switched off it costs a microsecond a call.
+    with CLOCK.running(device) as spans:
+        step()
+    spans.seconds()     # {"exchange": ..., "attention": ...}
+
+On a GPU the exchange's time is that of packing and of the part of the collective that no computation hides. There is
+one clock for the process, because backward runs on threads of torch's own. A stopped clock costs a microsecond a call.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ EXCHANGE, ATTENTION = "exchange", "attention"
 
 
 class Spans(list[tuple[str, Any, Any]]):
-    """What was clocked: names, each with where it began and ended."""
+    """Timed calls: name, start and end of each."""
 
     def seconds(self) -> dict[str, float]:
-        """By name; on a GPU its stream must have come to the end of all of them."""
+        """Return the total seconds of each name; a GPU's stream must have passed the last end."""
         totals = {EXCHANGE: 0.0, ATTENTION: 0.0}
         for name, start, end in self:
             totals[name] += seconds_between(start, end)
@@ -31,7 +35,7 @@ class Spans(list[tuple[str, Any, Any]]):
 
 
 class Clock:
-    """Gathers spans of time between `running` and the end of it."""
+    """Collects the times of decorated functions while a `running` block lasts."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
@@ -39,6 +43,7 @@ class Clock:
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[Spans]:
+        """Time all decorated functions inside the block."""
         self._spans, self._device = Spans(), device
         try:
             yield self._spans
@@ -46,7 +51,7 @@ class Clock:
             self._device = None
 
     def clocked(self, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorate a function whose time counts under `name`."""
+        """Return a decorator that times a function under `name`."""
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
             @wraps(function)
@@ -65,7 +70,7 @@ class Clock:
 
 
 def moment(device: torch.device, *, awaited: bool = False) -> Any:
-    """Now, on the device's own clock; `awaited`: a thread that waits for it sleeps meanwhile."""
+    """Return the current time, an event on a GPU; `awaited`: a thread that waits for the event sleeps."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True, blocking=awaited)
@@ -74,7 +79,7 @@ def moment(device: torch.device, *, awaited: bool = False) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """On a GPU its stream must have come to the end."""
+    """Return the seconds between two moments; a GPU's stream must have passed the later one."""
     return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3)
 
 

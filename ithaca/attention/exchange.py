@@ -1,13 +1,18 @@
-"""The two all-to-alls: "my tokens, all heads" <-> "all tokens, my heads".
+"""Exchange between a token shard of all heads and whole sequences of one rank's heads, several tensors at once.
 
-`start_to_heads` takes shards `[B, L, H, D]` and gives `[B, S, h, D]`; `start_to_tokens` is its reverse. Both leave the
-exchange on the wire and return a `Pending`. Several tensors travel in one collective: on the wire a token's row is all
-its tensors' heads side by side, tokens in global order:
+Two ranks, 4 tokens (t0..t3), 2 query heads (q0, q1) and 1 kv head that both ranks need:
+
+    start_to_heads    rank 0: t0 t1 | q0 q1 k v   --.--  rank 0: t0 t1 t2 t3 | q0 k v
+    [B, L, H, D]      rank 1: t2 t3 | q0 q1 k v   --'--  rank 1: t0 t1 t2 t3 | q1 k v      [B, S, h, D]
+
+    start_to_tokens   the reverse; both ranks send k and v, whose parts are added at the owner of the token
+
+On the wire the row of a token holds all tensors' heads side by side, tokens in global order:
 
     wire [S, B, row]      row of token t:  | q heads | k heads | v heads |
 
-The receiver of `start_to_heads` therefore unpacks nothing: its tensors are strided views of what arrived. On the way
-back the heads are written into whole tensors, and where a kv head went to several ranks its parts are added there.
+After `start_to_heads` nothing is unpacked: the results are strided views of the receive buffer. `start_to_tokens`
+writes heads into whole tensors. Both leave the collective running and return a `Pending`.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from ithaca.heads import Range
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One tensor of an exchange: which heads of how many each rank has, and the head size."""
+    """One tensor of an exchange: each rank's range of its heads, the number of heads, and the head size."""
 
     ranges: tuple[Range, ...]
     heads: int
@@ -37,33 +42,35 @@ class Lane:
         return (end - start) * self.size
 
     def repeats(self, period: int) -> bool:
-        """True if every range, `period` ranks on, is the same moved up by one and the same number of heads."""
+        """True if every range, `period` ranks on, has moved up by the same number of heads and kept its size."""
         moves = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.ranges, self.ranges[period:], strict=False)}
         return len(moves) == 1 and all(start == end >= 0 for start, end in moves)
 
 
 class Pending:
-    """An exchange on the wire; `wait` gives its tensors, in order with the work of the current stream."""
+    """Running exchange; `wait` returns its tensors, in order with the work of the current stream."""
 
-    def __init__(self, work: dist.Work, arrive: Callable[[], list[Tensor]]) -> None:
-        self._work, self._arrive = work, arrive
+    def __init__(self, work: dist.Work, unpack: Callable[[], list[Tensor]]) -> None:
+        self._work, self._unpack = work, unpack
 
     @CLOCK.clocked(EXCHANGE)
     def wait(self) -> list[Tensor]:
         self._work.wait()
-        return self._arrive()
+        return self._unpack()
 
 
 @CLOCK.clocked(EXCHANGE)
 def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> Pending:
-    """All ranks' tokens of this rank's heads, as strided `[B, S, h, D]` views of one buffer."""
+    """Send all heads of this rank's tokens; receive this rank's heads of all tokens, strided `[B, S, h, D]` views."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, length = tensors_BLHD[0].shape[:2]
     rows = [sum(lane.width(rank) for lane in lanes) for rank in range(ranks)]
     send = tensors_BLHD[0].new_empty(length * batch * sum(rows))
     _pack(send, tensors_BLHD, lanes, rows)
     received = send.new_empty(ranks * length * batch * rows[me])
-    work = _send(received, send, [length * batch * rows[me]] * ranks, [length * batch * row for row in rows], group)
+    work = _all_to_all(
+        received, send, [length * batch * rows[me]] * ranks, [length * batch * row for row in rows], group
+    )
     return Pending(work, lambda: _columns(received.view(ranks * length, batch, rows[me]), lanes, me))
 
 
@@ -71,18 +78,21 @@ def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.Pr
 def start_to_tokens(
     tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup, into: list[Tensor], shared: list[bool]
 ) -> Pending:
-    """This rank's tokens of the lanes' heads, into `[B, L, H, D]`; into a `shared` tensor heads are added, not written."""
+    """Send this rank's heads of all tokens; receive all heads of its tokens into `into`, each `[B, L, H, D]`.
+
+    Heads are added to `shared` tensors, which several ranks send, and written to the others.
+    """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, total = tensors_BShD[0].shape[:2]
     tokens = total // ranks * batch
     rows = [sum(lane.width(rank) for lane in lanes) for rank in range(ranks)]
     send_SBR = _side_by_side(tensors_BShD, lanes, me)
     received = send_SBR.new_empty(tokens * sum(rows))
-    work = _send(received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group)
+    work = _all_to_all(received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group)
     return Pending(work, lambda: _unpack(received, lanes, rows, into, shared))
 
 
-def _send(
+def _all_to_all(
     received: Tensor, send: Tensor, arriving: list[int], leaving: list[int], group: dist.ProcessGroup
 ) -> dist.Work:
     work = dist.all_to_all_single(received, send, arriving, leaving, group=group, async_op=True)
@@ -91,13 +101,13 @@ def _send(
 
 
 def _pack(send: Tensor, tensors_BLHD: list[Tensor], lanes: list[Lane], rows: list[int]) -> None:
-    """Each destination's block is `[L, B, row]`: its heads of every tensor side by side."""
+    """Fill the send buffer: each destination's block is `[L, B, row]`, its heads of every tensor side by side."""
     batch, length = tensors_BLHD[0].shape[:2]
-    for wire_PLBR, place, count in _repeats(send, lanes, rows, batch, length):
+    for wire_PLBR, first, count in _block_groups(send, lanes, rows, batch, length):
         column = 0
         for tensor, lane in zip(tensors_BLHD, lanes, strict=True):
-            _copy(_part(wire_PLBR, lane, place, column), _windows(tensor, lane, place, count))
-            column += lane.width(place)
+            _copy(_part(wire_PLBR, lane, first, column), _windows(tensor, lane, first, count))
+            column += lane.width(first)
 
 
 def _unpack(
@@ -109,65 +119,74 @@ def _unpack(
         if add:
             _add(target_BLHD, _blocks(received, rows, batch, length), lane, column)
         else:
-            for wire_PLBR, place, count in _repeats(received, lanes, rows, batch, length):
-                _copy(_windows(target_BLHD, lane, place, count), _part(wire_PLBR, lane, place, column[place]))
+            for wire_PLBR, first, count in _block_groups(received, lanes, rows, batch, length):
+                _copy(_windows(target_BLHD, lane, first, count), _part(wire_PLBR, lane, first, column[first]))
         column = [at + lane.width(rank) for rank, at in enumerate(column)]
     return into
 
 
 def _add(target_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list[int]) -> None:
-    """Every rank's part of a tensor whose heads several ranks had."""
+    """Add each rank's heads to a tensor whose heads several ranks had."""
     for rank, block_LBR in enumerate(blocks):
         start, end = lane.ranges[rank]
         target_BLHD[:, :, start:end] += _part(block_LBR, lane, rank, column[rank]).transpose(0, 1)
 
 
+# One strided copy serves several ranks whose ranges are equally spaced. Example: 28/4 heads over 8 ranks.
+#
+#     rank          0     1     2     3     4     5      6      7
+#     q heads      0-3   4-6   7-10  11-13  ...            widths 4 3 4 3 4 3 4 3: period 2, moved by 7 heads
+#     first = 0     x           x           x            x    one copy of [4 ranks, L, B, 4 heads]
+#     first = 1           x           x           x           x    one copy of [4 ranks, L, B, 3 heads]
+
+
 def _period(lanes: list[Lane], ranks: int) -> int:
-    """After how many ranks the widths repeat, every range having moved on by the same number of heads: 1 where all
-    ranks have alike, 2 for 28/4 heads over 8 ranks (4, 3, 4, 3, ... heads)."""
+    """Number of ranks after which all lanes' ranges repeat, moved by the same number of heads; `ranks` if never."""
     for period in (p for p in range(1, ranks) if ranks % p == 0):
         if all(lane.repeats(period) for lane in lanes):
             return period
     return ranks
 
 
-def _repeats(
+def _block_groups(
     buffer: Tensor, lanes: list[Lane], rows: list[int], batch: int, length: int
 ) -> Iterator[tuple[Tensor, int, int]]:
-    """`(blocks [P, L, B, row], rank, P)`: P equally spaced ranks from `rank` on, whose blocks one strided copy serves."""
+    """Yield `(blocks [P, L, B, row], first, P)`: the blocks of P equally spaced ranks, from rank `first` on."""
     period = _period(lanes, len(rows))
     sizes = [length * batch * row for row in rows[:period]]
-    for place, part in enumerate(buffer.view(len(rows) // period, -1).split(sizes, dim=1)):
-        yield part.view(-1, length, batch, rows[place]), place, len(part)
+    for first, part in enumerate(buffer.view(len(rows) // period, -1).split(sizes, dim=1)):
+        yield part.view(-1, length, batch, rows[first]), first, len(part)
 
 
-def _windows(x_BLHD: Tensor, lane: Lane, place: int, count: int) -> Tensor:
-    """The heads of `count` equally spaced ranks from `place` on, `[P, L, B, h, D]`, as a view."""
-    start, end = lane.ranges[place]
-    step = lane.ranges[place + len(lane.ranges) // count][0] - start if count > 1 else 0
+def _windows(x_BLHD: Tensor, lane: Lane, first: int, count: int) -> Tensor:
+    """Return the heads of `count` equally spaced ranks from `first` on, `[P, L, B, h, D]`, as a view."""
+    start, end = lane.ranges[first]
+    step = lane.ranges[first + len(lane.ranges) // count][0] - start if count > 1 else 0
     if step == 0:
+        # All of these ranks have the same heads: a kv head that is used everywhere.
         return x_BLHD[:, :, start:end].transpose(0, 1).expand(count, -1, -1, -1, -1)
     span_BLHD = x_BLHD[:, :, start : end + step * (count - 1)]
+    # unfold: [B, L, H, D] -> [B, L, P, D, h], windows of h heads, `step` apart.
     return span_BLHD.unfold(2, end - start, step).permute(2, 1, 0, 4, 3)
 
 
 def _part(wire_LBR: Tensor, lane: Lane, rank: int, column: int) -> Tensor:
-    """A lane's columns of rank `rank`'s rows, heads apart: `[..., h, D]`."""
+    """Return a lane's columns of rank `rank`'s rows, as `[..., h, D]`."""
     return wire_LBR[..., column : column + lane.width(rank)].unflatten(-1, (-1, lane.size))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """`target.copy_(source)`, 16 bytes at a time where both allow it: a strided copy of single bf16 numbers runs at
-    38% of the memory's speed on an H200, one of 16-byte units at twice that."""
-    wide_target, wide_source = _wide(target), _wide(source)
+    """Copy `source` to `target`, 16 bytes at a time where the strides of both allow."""
+    wide_target, wide_source = _as_16_bytes(target), _as_16_bytes(source)
     if wide_target is not None and wide_source is not None:
+        # A strided copy of single bf16 numbers runs at 38% of an H200's memory bandwidth, of 16-byte units at twice that.
         wide_target.copy_(wide_source)
     else:
         target.copy_(source)
 
 
-def _wide(x: Tensor) -> Tensor | None:
-    """The same memory in units of 16 bytes, or None where it does not divide so."""
+def _as_16_bytes(x: Tensor) -> Tensor | None:
+    """Return a view in units of 16 bytes; None if offset, last dim or strides are no multiples of them."""
     unit = 16 // x.element_size()
     steps = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
     if x.device.type == "cpu" or unit < 2 or x.stride(-1) != 1 or any(step % unit for step in steps):
@@ -186,7 +205,7 @@ def _columns(wire_SBR: Tensor, lanes: list[Lane], me: int) -> list[Tensor]:
 
 
 def _side_by_side(tensors_BShD: list[Tensor], lanes: list[Lane], me: int) -> Tensor:
-    """The send buffer `[S, B, row]`; a lone tensor that lies so already is sent as it is."""
+    """Return the send buffer `[S, B, row]`; a single tensor of that memory layout is sent without a copy."""
     batch, total = tensors_BShD[0].shape[:2]
     if len(tensors_BShD) == 1 and tensors_BShD[0].transpose(0, 1).is_contiguous():
         return tensors_BShD[0].transpose(0, 1).view(total, batch, -1)

@@ -1,11 +1,16 @@
-"""Attention over whole sequences on one rank: documents, unequal head groups and sinks over any kernel.
+"""Attention over whole sequences on one rank: documents, unequal head groups and sinks, over any kernel.
 
-Outside autograd. `attend` gives `(out_BShE, lse_BhS)` and `attend_backward` takes them. A kernel sees one
-document (or, through varlen, several short ones end to end) and heads in equal groups, never anything else.
-Padding gets zero output and zero gradients.
+`attend` returns `(out_BShE, lse_BhS)` and `attend_backward` takes them; both are outside autograd. A kernel is called
+with one document, or through varlen with several short ones end to end, and with equally many query heads for each kv
+head. Padding gets zero output and zero gradients, unless the layout asks for more (`padding_queries.py`).
+
+Example: one row of 100K tokens, documents A (60K), B (1K), C (2K), D (37K), and 3 padding tokens:
+
+    with a varlen kernel         A: dense | B, C: one varlen call | D: dense | padding: zeros
+    without one                  A: dense | B: dense | C: dense | D: dense | padding: zeros
 
 Sinks need no kernel: with a sink s the softmax has one more key of score s and value 0, so lse' = log(e^lse +
-e^s) and out' = out * e^(lse - lse'); the ordinary backward evaluated at (out', lse') is then already right,
+e^s) and out' = out * e^(lse - lse'). The ordinary backward evaluated at (out', lse') is then right,
 and ds = -sum of e^(s - lse') * (dout . out').
 """
 
@@ -19,32 +24,32 @@ from torch import Tensor
 
 from ithaca.attention.clock import ATTENTION, CLOCK
 from ithaca.attention.kernels import choose
-from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Gradients, Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets, Gradients, Kernel
 from ithaca.attention.padding_queries import PaddingAttention
 from ithaca.heads import HeadRun
 from ithaca.sequence.layout import SequenceLayout, Span
 
-# A length cuDNN has not seen costs it about 95 ms; at 32K tokens its lead over varlen repays that in one step.
+# cuDNN takes about 95 ms to plan a length it has not seen; from 32K tokens on its lead over varlen repays that in one step.
 LONG_DOCUMENT = 32_768
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One kernel call: some rows, one span of tokens; `lengths` are the documents in it when there are several."""
+class KernelCall:
+    """One kernel call: rows and a span of tokens; `lengths` are those of its documents if there are several."""
 
     rows: slice
     span: Span
     lengths: tuple[int, ...] = ()
 
 
-def plan_calls(layout: SequenceLayout, *, varlen: bool) -> list[Call]:
-    """The kernel calls that cover every document once."""
+def plan_calls(layout: SequenceLayout, *, varlen: bool) -> list[KernelCall]:
+    """Return the kernel calls that cover every document once."""
     if layout.uniform:
         # Equal rows share their calls; varlen takes rows one by one, so it pays only for short documents.
         documents = layout.documents[0]
         if not varlen or len(documents) == 1:
-            return [Call(slice(None), span) for span in documents]
-    calls: list[Call] = []
+            return [KernelCall(slice(None), span) for span in documents]
+    calls: list[KernelCall] = []
     for b, documents in enumerate(layout.documents):
         row = slice(b, b + 1)
         short: list[Span] = []
@@ -54,23 +59,23 @@ def plan_calls(layout: SequenceLayout, *, varlen: bool) -> list[Call]:
                 calls += _run_of_short(row, short)
                 short = []
             if alone:
-                calls.append(Call(row, span))
+                calls.append(KernelCall(row, span))
             else:
                 short.append(span)
         calls += _run_of_short(row, short)
     return calls
 
 
-def _run_of_short(row: slice, short: list[Span]) -> list[Call]:
+def _run_of_short(row: slice, short: list[Span]) -> list[KernelCall]:
     if not short:
         return []
     lengths = tuple(end - start for start, end in short)
-    return [Call(row, (short[0][0], short[-1][1]), lengths if len(lengths) > 1 else ())]
+    return [KernelCall(row, (short[0][0], short[-1][1]), lengths if len(lengths) > 1 else ())]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalAttention:
-    """What one rank computes of one attention layer; the same object serves forward and backward."""
+    """One rank's attention of one layer, `runs` of its heads; the same object serves forward and backward."""
 
     layout: SequenceLayout
     spec: AttentionSpec
@@ -118,13 +123,13 @@ class LocalAttention:
         return dq, dk, dv
 
     def sinks_backward(self, dout_BShE: Tensor, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> Tensor:
-        """The gradient of this rank's sinks, `[h]`, in lse's precision."""
+        """Return the gradient of this rank's sinks, `[h]`, in lse's precision."""
         delta_BhS = (dout_BShE.to(lse_BhS.dtype) * out_BShE.to(lse_BhS.dtype)).sum(-1).transpose(1, 2)
         weight_BhS = torch.exp(sinks_h.to(lse_BhS.dtype)[:, None] - lse_BhS)
         # Padding that attends to nothing has zero output, so its delta is zero whatever its weight.
         return -(weight_BhS * delta_BhS).sum((0, 2))
 
-    def _parts(self, qkv: QKV) -> Iterator[tuple[Kernel, Call, HeadRun]]:
+    def _parts(self, qkv: QKV) -> Iterator[tuple[Kernel, KernelCall, HeadRun]]:
         dense = choose(self.kernel, qkv.q, qkv.v, self.spec)
         several = any(len(row) > 1 for row in self.layout.documents)
         packed = choose(self.kernel, qkv.q, qkv.v, self.spec, varlen=True) if several else None
@@ -132,7 +137,7 @@ class LocalAttention:
             for run in self.runs:
                 yield (packed if call.lengths and packed else dense), call, run
 
-    def _covers(self, call: Call, q_BShD: Tensor) -> bool:
+    def _covers(self, call: KernelCall, q_BShD: Tensor) -> bool:
         whole = call.rows == slice(None) or q_BShD.shape[0] == 1
         return whole and not call.lengths and call.span == (0, q_BShD.shape[1])
 
@@ -147,29 +152,26 @@ class LocalAttention:
         assert (qkv.q.shape[2], qkv.k.shape[2]) == (self.runs[-1].q[1], self.runs[-1].kv[1]), self.runs
 
 
-def _cut(x_BShD: Tensor, call: Call, heads: tuple[int, int]) -> Tensor:
+def _cut(x_BShD: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tensor:
     return x_BShD[call.rows, call.span[0] : call.span[1], heads[0] : heads[1]]
 
 
-def _cut_qkv(qkv: QKV, call: Call, run: HeadRun) -> QKV:
+def _cut_qkv(qkv: QKV, call: KernelCall, run: HeadRun) -> QKV:
     return QKV(_cut(qkv.q, call, run.q), _cut(qkv.k, call, run.kv), _cut(qkv.v, call, run.kv))
 
 
-def _cut_lse(lse_BhS: Tensor, call: Call, heads: tuple[int, int]) -> Tensor:
+def _cut_lse(lse_BhS: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tensor:
     return lse_BhS[call.rows, heads[0] : heads[1], call.span[0] : call.span[1]]
 
 
-def _bounds(call: Call, device: torch.device) -> Bounds:
+def _end_to_end(qkv: QKV, call: KernelCall) -> QKV:
+    """Return the varlen form of a call's only row: [1, S, h, D] -> [S, h, D]."""
     offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return Bounds(offsets.to(device, non_blocking=True), max(call.lengths))
+    bounds = DocumentOffsets(offsets.to(qkv.q.device, non_blocking=True), max(call.lengths))
+    return QKV(qkv.q[0], qkv.k[0], qkv.v[0], bounds)
 
 
-def _end_to_end(qkv: QKV, call: Call) -> QKV:
-    """The varlen form of a call's one row."""
-    return QKV(qkv.q[0], qkv.k[0], qkv.v[0], _bounds(call, qkv.q.device))
-
-
-def _forward(kernel: Kernel, qkv: QKV, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _forward(kernel: Kernel, qkv: QKV, call: KernelCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     if not call.lengths:
         return kernel.forward(qkv, spec)
     out, lse = kernel.forward(_end_to_end(qkv, call), spec)
@@ -177,7 +179,7 @@ def _forward(kernel: Kernel, qkv: QKV, call: Call, spec: AttentionSpec) -> tuple
 
 
 def _backward(
-    kernel: Kernel, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, call: Call, spec: AttentionSpec
+    kernel: Kernel, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, call: KernelCall, spec: AttentionSpec
 ) -> Gradients:
     if not call.lengths:
         return kernel.backward(dout, qkv, out, lse, spec)

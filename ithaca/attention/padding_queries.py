@@ -1,7 +1,7 @@
-"""Attention of padding's own queries, as transformers computes it: for logits that are read at padding too.
+"""Attention of the queries at padding, as transformers computes it: for losses that read logits at padding too.
 
-No real token attends to padding, so what padding computes reaches a loss only where the loss reads padding's own
-outputs. A layout's `padding` names what is wanted there:
+No real token attends to padding, so attention at padding changes a loss only if the loss reads outputs there. A
+layout's `padding` names the rule:
 
     zero       zeros: nothing is computed, and no gradient comes back (training on labels; flash-attention in transformers)
     masked     the row's document under the causal mask and the window, zeros where a query sees no key (sdpa)
@@ -14,9 +14,9 @@ A right-padded query sees the whole document, a left-padded one sees nothing:
     query 0    - - - - -       x - - - -
     query 4    - - x x x       x x x - -        rows without a mask have no padding, so no query here
 
-A row of several documents has padding that belongs to none of them and stays zero: transformers' masks of packed rows
-are made without padding. In torch operations, block by block of queries: who reads logits of whole rows has
-[S, vocabulary] in memory, beside which a block's scores are small.
+Padding of a row of several documents belongs to none of them and stays zero, since transformers makes masks of packed
+rows without padding. The computation is plain torch, block by block of queries: logits of whole rows take
+[S, vocabulary] of memory, and a block's scores are small beside them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients
 from ithaca.heads import HeadRun
 from ithaca.sequence.layout import SequenceLayout, Span
 
-# Queries whose scores are in memory at once.
+# Number of queries whose scores are in memory at once.
 BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring queries of padding in one row, and the keys they attend to: all alike where they see none."""
+    """Neighbouring queries at padding in one row, and their keys; `blind`: they see no key and average over all."""
 
     row: int
     queries: Span
@@ -47,7 +47,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class PaddingAttention:
-    """Adds padding's part to what kernels computed of the documents; serves forward and backward."""
+    """Adds the attention at padding to the kernels' results of the documents, in forward and in backward."""
 
     layout: SequenceLayout
     spec: AttentionSpec
@@ -55,7 +55,7 @@ class PaddingAttention:
     with_sinks: bool
 
     def attend(self, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor) -> None:
-        """Write padding's rows of `out` and `lse`, which are zero."""
+        """Write `out` and `lse` at padding, which are zero before."""
         for block, run in self._blocks():
             queries, heads = slice(*block.queries), slice(*run.q)
             q_PkgD, k_NkD, v_NkE = self._read(block, run, qkv, lse_BhS.dtype)
@@ -67,7 +67,7 @@ class PaddingAttention:
             lse_BhS[block.row, heads, queries] = lse_Pkg.flatten(1, 2).T
 
     def attend_backward(self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, grads: Gradients) -> None:
-        """Add padding's part to the gradients of q, k and v."""
+        """Add the gradients of q, k and v that come from padding."""
         dq_BShD, dk_BSkD, dv_BSkE = grads
         for block, run in self._blocks():
             queries, keys = slice(*block.queries), slice(*block.keys)
@@ -98,21 +98,21 @@ class PaddingAttention:
                         yield Block(row, (start, min(start + BLOCK, queries[1])), keys, blind), run
 
     def _spans(self, document: Span | None) -> list[tuple[Span, bool]]:
-        """Padding's queries up to the batch's own length (nobody reads what comes after it), those that see no key apart."""
+        """Return the spans of padding up to the batch's length, each with True if its queries see no key."""
         total = self.layout.length
         start, end = document or (total, total)
-        # The first query before the document that sees a key of it, and the first after it that sees none any more.
+        # `first`: the first query before the document that sees a key of it. `last`: the first after it that sees none.
         first, last = (start, end) if document is None or self.spec.causal else (0, total)
         if document is not None:
             window = total if self.spec.window is None else self.spec.window
             first, last = max(first, start - window + 1), min(total, end - 1 + window)
         spans = [((0, first), True), ((first, start), False), ((end, last), False), ((last, total), True)]
-        # A sink takes all of the weight where no key is seen, and gives zero.
+        # With a sink and no visible key the sink has all the weight, and the output is zero.
         averages = self.layout.padding == "averaged" and not self.with_sinks
         return [(span, blind) for span, blind in spans if span[0] < span[1] and (averages or not blind)]
 
     def _hidden(self, block: Block, scores_PkgN: Tensor) -> Tensor:
-        """The scores under the mask: equal ones where no key is seen."""
+        """Return the masked scores; equal scores for blind queries."""
         if block.blind:
             return torch.zeros_like(scores_PkgN)
         if self.spec.window is None:
@@ -122,13 +122,13 @@ class PaddingAttention:
         return scores_PkgN.masked_fill(outside_PN[:, None, None], -torch.inf)
 
     def _read(self, block: Block, run: HeadRun, qkv: QKV, exact: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's queries, by kv head, and its keys and values, in lse's precision."""
+        """Return the block's queries, grouped by kv head, and its keys and values, in lse's precision."""
         q_PhD = qkv.q[block.row, slice(*block.queries), slice(*run.q)].to(exact)
         k_NkD, v_NkE = (x[block.row, slice(*block.keys), slice(*run.kv)].to(exact) for x in (qkv.k, qkv.v))
         return q_PhD.unflatten(1, (-1, _group(run))), k_NkD, v_NkE
 
     def _scores(self, q_PkgD: Tensor, k_NkD: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Scores before the mask, [P, k, g, N], and what a softcap multiplies their gradient by."""
+        """Return the scores before the mask, [P, k, g, N], and the derivative of the softcap."""
         scores_PkgN = torch.einsum("pkgd,nkd->pkgn", q_PkgD, k_NkD) * self.spec.scale
         cap = self.spec.softcap
         if cap is None:
@@ -138,5 +138,5 @@ class PaddingAttention:
 
 
 def _group(run: HeadRun) -> int:
-    """Query heads of one kv head."""
+    """Return the number of query heads of a kv head."""
     return (run.q[1] - run.q[0]) // (run.kv[1] - run.kv[0])

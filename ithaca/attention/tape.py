@@ -1,4 +1,4 @@
-"""The record of a layer's attention calls, from which backward starts and a recomputed layer reads.
+"""Record of a layer's attention results (anchors), read when the layer is recomputed in backward.
 
 An anchor is the saved result of one attention call (the "attention output and lse" of selective checkpointing): the
 output, kept token-sharded, and its lse. A layer that runs again in backward takes the anchor instead of attending
@@ -20,7 +20,7 @@ from ithaca.sequence.layout import SequenceLayout
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """`out_BLHE` of all heads for this rank's tokens; `lse_BhS[g]` of group g's heads on this rank for all tokens."""
+    """Attention output of all heads for this rank's tokens, and for each head group the lse of this rank's heads."""
 
     out_BLHE: Tensor
     lse_BhS: tuple[Tensor, ...]
@@ -36,14 +36,14 @@ class Anchor:
 
 @dataclass(slots=True)
 class Tape:
-    """The anchors of one run of a layer, in the order its attention is called: written, or read again."""
+    """Anchors of one run of a layer, in the order of its attention calls."""
 
     anchors: list[Anchor] = field(default_factory=list)
     replaying: bool = False
     position: int = 0
 
     def read(self) -> Anchor | None:
-        """Return the next anchor when replaying, None when recording."""
+        """Return the next anchor when replaying; None when recording."""
         if not self.replaying:
             return None
         self.position += 1
@@ -55,7 +55,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What travels down a model to its attention: the layout, and the layer's tape where there is one."""
+    """Argument of every attention call of a pass: the layout, and the layer's tape if the layer is replayed."""
 
     layout: SequenceLayout
     tape: Tape | None = None

@@ -1,4 +1,4 @@
-"""Ulysses attention: exchange, attend with the rank's own heads over the whole sequence, exchange back.
+"""Ulysses attention: all-to-all to heads, attention over the whole sequence, all-to-all back to tokens.
 
     before      rank 0: tokens 0-3, heads 0-7      rank 1: tokens 4-7, heads 0-7
                               all-to-all of q, k, v, in one collective
@@ -6,22 +6,23 @@
                               all-to-all of the output
     after       rank 0: tokens 0-3, heads 0-7      rank 1: tokens 4-7, heads 0-7
 
-In: shards `q_BLHD, k_BLKD, v_BLKE`, tokens in layout order. Out: `out_BLHE`. Two collectives forward, two backward, for
-each head group. Long shards go group by group: the next group is on the wire while one attends, and whole-sequence
-buffers exist for two groups at a time, not for all heads.
+In: shards `q_BLHD, k_BLKD, v_BLKE`, tokens in layout order. Out: `out_BLHE`. Each head group takes two collectives in
+forward and two in backward. With several groups the exchange of one group overlaps the attention of the one before:
 
-What backward starts from:
+    wire      q k v of group 0 | q k v of 1 | out of 0, q k v of 2 | ...
+    kernel                     | group 0    | group 1              | ...
 
-    one group, no tape   q, k, v and the output as they arrived, whole sequences of the rank's heads: the way out is not
-                         repeated, so backward sends the output's gradient alone
-    groups or a tape     the shards and an anchor (tape.py): q, k, v, the output and its gradient travel together
+Whole-sequence buffers then exist for two groups at a time, not for all heads. Backward starts from
 
-All that backward needs lives on the autograd context, since CUDA runs backward on another thread.
+    one group, no tape   the received q, k, v and the kernel's output, whole sequences of the rank's heads: only the
+                         output's gradient is sent
+    groups or a tape     the shards and an anchor (tape.py): q, k, v, the output and its gradient are sent together
+
+All that backward needs is on the autograd context, since CUDA runs backward on another thread.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,16 +32,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ithaca.arguments import check_flag, check_kind, named_arguments, shown
+from ithaca.arguments import named_arguments
 from ithaca.attention.exchange import Lane, Pending, start_to_heads, start_to_tokens
+from ithaca.attention.input_checks import check_heads, check_options, check_shards, check_spec, check_tensors
 from ithaca.attention.kernels import check_name
 from ithaca.attention.kernels.interface import QKV, AttentionSpec
 from ithaca.attention.local import LocalAttention
 from ithaca.attention.tape import Anchor, Tape
-from ithaca.errors import ArgumentError, BatchError, MeshError, UnsupportedError
 from ithaca.heads import HeadSplit, Range, split_heads
-from ithaca.mesh import Mesh, check_mesh, largest_divisor
-from ithaca.quantities import as_number
+from ithaca.mesh import Mesh, check_mesh
 from ithaca.sequence.layout import SequenceLayout
 
 
@@ -59,27 +59,14 @@ def ulysses_attention(
     sinks_H: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Exact attention over the whole sequence, each rank holding a shard of tokens; gives `[B, L, H, E]`.
+    """Return exact attention over the whole sequence, `[B, L, H, E]`; each rank passes its shard of tokens.
 
     `window`: a query sees keys less than `window` tokens away. `sinks_H`: one extra score a head. The
     gradient of `sinks_H` is this rank's part: sum it over ranks like any weight's.
     """
     check_mesh(mesh)
-    for name, tensor in (("q_BLHD", q_BLHD), ("k_BLKD", k_BLKD), ("v_BLKE", v_BLKE)):
-        check_kind(name, tensor, Tensor, "pass a tensor [B, L, heads, head size] of this rank's tokens")
-        if tensor.dim() != 4 or not tensor.is_floating_point():
-            raise BatchError(
-                f"{name} is {list(tensor.shape)} of {tensor.dtype}: floating-point numbers [B, L, heads, head size] are needed"
-            )
-    check_kind("layout", layout, SequenceLayout, "pass the SequenceLayout of the batch, as shard_batch gives it")
-    check_flag("causal", causal)
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and math.isnan(as_number(number)):
-            raise ArgumentError(f"{name}={shown(number)}: pass a number, or None")
-    if window is not None:
-        check_kind("window", window, int, "pass a whole number of tokens, or None")
-    if sinks_H is not None:
-        check_kind("sinks_H", sinks_H, Tensor, "pass a tensor of one score a head, or None")
+    check_tensors(q_BLHD=q_BLHD, k_BLKD=k_BLKD, v_BLKE=v_BLKE)
+    check_options(layout, causal, window, sinks_H, scale=scale, softcap=softcap)
     spec = AttentionSpec(
         scale=q_BLHD.shape[-1] ** -0.5 if scale is None else float(scale), causal=causal, window=window, softcap=softcap
     )
@@ -99,54 +86,20 @@ def attend_sharded(
     groups: int = 1,
     tape: Tape | None = None,
 ) -> Tensor:
-    """`ulysses_attention` with its settings gathered in a spec, in head groups, on a layer's tape of anchors."""
-    check_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh)
+    """Return `ulysses_attention` of the settings in `spec`, computed in head groups, with anchors on `tape`."""
+    heads, kv_heads = q_BLHD.shape[2], k_BLKD.shape[2]
+    check_heads(heads, kv_heads, mesh)
     check_name(kernel)
-    _check_shards(q_BLHD, k_BLKD, v_BLKE, layout)
-    _check_settings(q_BLHD, spec, sinks_H)
-    split = split_heads(q_BLHD.shape[2], k_BLKD.shape[2], mesh.sp)
+    check_shards(q_BLHD, k_BLKD, v_BLKE, layout)
+    check_spec(heads, spec, sinks_H)
+    split = split_heads(heads, kv_heads, mesh.sp)
     plan = UlyssesPlan(layout, spec, split, min(groups, split.most_groups), kernel, mesh.sp_rank, mesh.sp_group)
     return planned_attention(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, tape)
 
 
-def _check_settings(q_BLHD: Tensor, spec: AttentionSpec, sinks_H: Tensor | None) -> None:
-    if spec.window is not None and spec.window < 1:
-        raise BatchError(f"window={spec.window}: a query sees at least itself, use window >= 1 or None")
-    if spec.softcap is not None and not spec.softcap > 0:
-        raise BatchError(f"softcap={spec.softcap}: scores are divided by it, use softcap > 0 or None")
-    heads = q_BLHD.shape[2]
-    if sinks_H is not None and sinks_H.shape != (heads,):
-        raise BatchError(f"sinks_H has shape {list(sinks_H.shape)}: one score for each of the {heads} heads is needed")
-
-
-def check_heads(heads: int, kv_heads: int, mesh: Mesh) -> None:
-    """Refuse a degree the heads cannot carry, naming one that they can."""
-    if mesh.ring > 1:
-        raise UnsupportedError(f"ring={mesh.ring} is not built yet: use ring=1 with sp up to the head count, {heads}")
-    if mesh.sp > heads:
-        best = largest_divisor(mesh.world, heads)
-        raise MeshError(
-            f"{heads} heads over sp={mesh.sp}: every rank needs a head, use sp={best} with dp={mesh.world // best}"
-        )
-    split_heads(heads, kv_heads, mesh.sp)
-
-
-def _check_shards(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> None:
-    expected = (layout.batch, layout.shard_length)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if tuple(x.shape[:2]) != expected:
-            raise BatchError(
-                f"{name} has shape {list(x.shape)}: the layout says [B, L] = {list(expected)} on every rank"
-            )
-    if k.shape[2] != v.shape[2] or k.shape[3] != q.shape[3]:
-        raise BatchError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: k has v's heads and q's head size")
-    if not q.dtype == k.dtype == v.dtype:
-        raise BatchError(f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}: one dtype is needed, they travel together")
-
-
 @dataclass(frozen=True, slots=True)
 class UlyssesPlan:
-    """One attention layer, cut into head groups over a sequence group's ranks."""
+    """Plan of one attention layer: its heads cut into groups, over the ranks of a sequence group."""
 
     layout: SequenceLayout
     spec: AttentionSpec
@@ -158,12 +111,12 @@ class UlyssesPlan:
 
     @property
     def alone(self) -> bool:
-        """True if one rank has the whole sequence, so that nothing travels."""
+        """True if one rank has the whole sequence, so that no collective is each."""
         return len(self.split.q) == 1
 
     @property
     def shares_kv(self) -> bool:
-        """True if some kv head is used by several ranks, so that its gradients meet."""
+        """True if several ranks use a kv head, so that their gradients must be added."""
         return self.split.kv_copies > self.split.kv_heads
 
     def parts(self) -> list[HeadSplit]:
@@ -176,7 +129,7 @@ class UlyssesPlan:
         return None if sinks_H is None else sinks_H[slice(*part.q[self.rank])]
 
     def gather(self, tensors_BLHD: list[Tensor], ranges: list[tuple[Range, ...]]) -> Pending | list[Tensor]:
-        """Whole sequences of each tensor's heads in `ranges`: on the wire, or on one rank simply slices."""
+        """Start exchanging shards for whole sequences of the heads in `ranges`; on one rank return slices."""
         if self.alone:
             return [x[:, :, r[0][0] : r[0][1]] for x, r in zip(tensors_BLHD, ranges, strict=True)]
         lanes = [Lane(r, x.shape[2], x.shape[3]) for x, r in zip(tensors_BLHD, ranges, strict=True)]
@@ -185,7 +138,10 @@ class UlyssesPlan:
     def scatter(
         self, tensors_BShD: list[Tensor], ranges: list[tuple[Range, ...]], into: list[Tensor]
     ) -> Pending | None:
-        """Back to the tokens' owners; `into` are whole `[B, L, H, D]` tensors, q's first."""
+        """Start returning heads to the tokens' owners, into whole `[B, L, H, D]` tensors, q's first.
+
+        Return None on one rank, which copies.
+        """
         if self.alone:
             for x, r, target in zip(tensors_BShD, ranges, into, strict=True):
                 target[:, :, r[0][0] : r[0][1]].copy_(x)
@@ -198,10 +154,10 @@ class UlyssesPlan:
 def planned_attention(
     q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, sinks_H: Tensor | None, plan: UlyssesPlan, tape: Tape | None
 ) -> Tensor:
-    """Return `[B, L, H, E]`; write an anchor on the tape, or start from the one that is read there."""
+    """Return `[B, L, H, E]`; start from the tape's anchor when the tape replays, else record one."""
     anchor = tape.read() if tape is not None else None
     if anchor is not None:
-        # As many groups as the anchor was made in: another pass may have come since, under another plan.
+        # The anchor's number of groups: a later pass may have run under another plan.
         plan = replace(plan, groups=len(anchor.lse_BhS))
     out, *lse = _Ulysses.apply(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, anchor, tape is None and plan.groups == 1)
     if tape is not None and anchor is None:
@@ -210,7 +166,7 @@ def planned_attention(
 
 
 class _Ulysses(torch.autograd.Function):
-    """`keeps`: save what arrived (one group, no tape) and not the shards."""
+    """Autograd function of all forms. `keeps`: save the received tensors (one group, no tape), not the shards."""
 
     @staticmethod
     def forward(
@@ -230,7 +186,7 @@ class _Ulysses(torch.autograd.Function):
         ctx.plan, ctx.keeps = plan, keeps
         ctx.save_for_backward(sinks_H, *saved, *(anchor.lse_BhS if keeps else anchor.tensors))
         ctx.mark_non_differentiable(*anchor.lse_BhS)
-        # A fresh alias: the anchor's own tensor must not be drawn into this graph.
+        # An alias: the anchor's own tensor must not become part of this graph.
         return (anchor.out_BLHE.detach(), *anchor.lse_BhS)
 
     @staticmethod
@@ -238,14 +194,14 @@ class _Ulysses(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         plan: UlyssesPlan = ctx.plan
         sinks_H, *saved = ctx.saved_tensors
-        needed = _kept(dout, saved, plan) if ctx.keeps else _gathered(dout, saved, plan)
-        return (*_attend_backward(needed, dout.shape[1], sinks_H, plan), None, None, None)
+        groups = _from_received(dout, saved, plan) if ctx.keeps else _from_shards(dout, saved, plan)
+        return (*_attend_backward(groups, dout.shape[1], sinks_H, plan), None, None, None)
 
 
 def _overlapped(
     plan: UlyssesPlan, tensors: list[Tensor], ranges: list[list[tuple[Range, ...]]]
 ) -> Iterator[list[Tensor]]:
-    """Every group's gathered tensors, the next group's exchange under way."""
+    """Yield each group's gathered tensors, after starting the next group's exchange."""
     coming = plan.gather(tensors, ranges[0])
     for index in range(len(ranges)):
         arrived = coming.wait() if isinstance(coming, Pending) else coming
@@ -254,19 +210,17 @@ def _overlapped(
         yield arrived
 
 
-def _qkv(arrived: list[Tensor]) -> QKV:
-    return QKV(arrived[0], arrived[1], arrived[2])
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: UlyssesPlan) -> tuple[Anchor, list[Tensor]]:
-    """Return the anchor, and of the last group q, k, v and the output as the kernel had them."""
+    """Return the anchor, and the last group's q, k, v and output in whole sequences."""
     parts = plan.parts()
     lse: list[Tensor] = []
     arrived: list[Tensor] = []
     out_BLHE: Tensor | None = None
     returning: Pending | None = None
     for part, arrived in zip(parts, _overlapped(plan, [q, k, v], [[p.q, p.kv, p.kv] for p in parts]), strict=True):
-        out_BShE, lse_BhS = plan.local(part).attend(_qkv(arrived), plan.own_sinks(sinks_H, part))
+        out_BShE, lse_BhS = plan.local(part).attend(
+            QKV(arrived[0], arrived[1], arrived[2]), plan.own_sinks(sinks_H, part)
+        )
         lse.append(lse_BhS)
         arrived = [*arrived, out_BShE]
         if returning is not None:
@@ -283,8 +237,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: Ulyss
 
 
 @dataclass(frozen=True, slots=True)
-class _Needed:
-    """What one head group's backward takes, over whole sequences."""
+class _GroupTensors:
+    """Inputs of one head group's backward, over whole sequences."""
 
     part: HeadSplit
     qkv: QKV
@@ -293,40 +247,40 @@ class _Needed:
     lse_BhS: Tensor
 
 
-def _kept(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_Needed]:
+def _from_received(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_GroupTensors]:
+    """Yield the only group's inputs: saved whole sequences, and the exchanged gradient of the output."""
     q, k, v, out, lse = saved
     (part,) = plan.parts()
     for (dout_BShE,) in _overlapped(plan, [dout], [[part.q]]):
-        yield _Needed(part, QKV(q, k, v), dout_BShE, out, lse)
+        yield _GroupTensors(part, QKV(q, k, v), dout_BShE, out, lse)
 
 
-def _gathered(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_Needed]:
+def _from_shards(dout: Tensor, saved: list[Tensor], plan: UlyssesPlan) -> Iterator[_GroupTensors]:
+    """Yield every group's inputs, exchanged again from the saved shards and the anchor."""
     q, k, v, out, *lse = saved
     parts = plan.parts()
     ranges = [[part.q, part.kv, part.kv, part.q, part.q] for part in parts]
     for part, arrived, lse_BhS in zip(parts, _overlapped(plan, [q, k, v, dout, out], ranges), lse, strict=True):
-        yield _Needed(part, _qkv(arrived), arrived[3], arrived[4], lse_BhS)
+        yield _GroupTensors(part, QKV(arrived[0], arrived[1], arrived[2]), arrived[3], arrived[4], lse_BhS)
 
 
 def _attend_backward(
-    groups: Iterator[_Needed], length: int, sinks_H: Tensor | None, plan: UlyssesPlan
+    groups: Iterator[_GroupTensors], length: int, sinks_H: Tensor | None, plan: UlyssesPlan
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv of the shard, and this rank's part of the sinks' gradient."""
+    """Return dq, dk, dv of the shard, and this rank's part of the sinks' gradient."""
     dsinks = None if sinks_H is None else torch.zeros_like(sinks_H)
     grads: list[Tensor] = []
     returning: Pending | None = None
     dtype = None
-    for needed in groups:
-        part, local = needed.part, plan.local(needed.part)
+    for each in groups:
+        part, local = each.part, plan.local(each.part)
         sinks_h = plan.own_sinks(sinks_H, part)
         if dsinks is not None and sinks_h is not None:
             dsinks[slice(*part.q[plan.rank])] = local.sinks_backward(
-                needed.dout_BShE, needed.out_BShE, needed.lse_BhS, sinks_h
+                each.dout_BShE, each.out_BShE, each.lse_BhS, sinks_h
             )
         pieces = list(
-            local.attend_backward(
-                needed.dout_BShE, needed.qkv, needed.out_BShE, needed.lse_BhS, with_sinks=sinks_h is not None
-            )
+            local.attend_backward(each.dout_BShE, each.qkv, each.out_BShE, each.lse_BhS, with_sinks=sinks_h is not None)
         )
         if plan.alone and plan.groups == 1:
             return (*pieces, dsinks)
@@ -341,7 +295,7 @@ def _attend_backward(
 
 
 def _blank_gradients(pieces_BShD: list[Tensor], length: int, plan: UlyssesPlan) -> list[Tensor]:
-    """Where several ranks had a kv head their gradients meet in fp32; elsewhere each is written once."""
+    """Return empty gradients of a shard; those of kv heads that several ranks had are fp32 zeros, to be added to."""
     dq, dk, dv = pieces_BShD
     wide = torch.promote_types(dk.dtype, torch.float32) if plan.shares_kv else dk.dtype
     blank = torch.zeros if plan.shares_kv else torch.empty

@@ -17,7 +17,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.handle import handle_of
 from ithaca.models.files.write_weights import save_pretrained
 from ithaca.models.support import base_model
-from ithaca.state.weights.whole_weight_methods import Save
+from ithaca.state.weights.whole_weight_methods import ShardedSavePretrained
 
 
 class ShardedAndWhole:
@@ -67,7 +67,7 @@ def save_together(model: nn.Module) -> None:
     # An adapter that is merged leaves the model inside, which is saved as any other.
     for saved in dict.fromkeys((model, base_model(model))):
         save: Any = saved.save_pretrained
-        if not isinstance(save, Save):
-            save = Save(save)
+        if not isinstance(save, ShardedSavePretrained):
+            save = ShardedSavePretrained(save)
             handle.replace_method(saved, "save_pretrained", save)
         save.together = WriteTogether(saved, inside=saved is not model)

@@ -37,7 +37,7 @@ from ithaca.models.bound import LAYOUT, Binding, binding_of
 from ithaca.models.experts import auxiliary_loss
 from ithaca.models.refusals.own_loss import refuse_own_loss
 from ithaca.models.shard_loss import loss_inputs, loss_of, shown_sum
-from ithaca.sequence.agree import Cut, agree
+from ithaca.sequence.agree import CutBatch, agree
 from ithaca.sequence.batch import Shard, shard_batch
 from ithaca.sequence.layout import Padding
 
@@ -96,7 +96,7 @@ class WholeBatches:
         if learned and not fused:
             refuse_own_loss(self.model, self.binding.model)
         vocabulary = self.binding.model.config.get_text_config().vocab_size
-        cut = Cut.of(batch, partial(shard_batch, mesh=self.mesh, vocab_size=vocabulary))
+        cut = CutBatch.of(batch, partial(shard_batch, mesh=self.mesh, vocab_size=vocabulary))
         shard = cut.shard
         error = cut.error or self._wrong_length(shard) or (_miscounted(batch, shard) if items is not None else None)
         (targets,) = agree(self.mesh, [replace(cut, error=error)], self.model)

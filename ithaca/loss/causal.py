@@ -29,8 +29,8 @@ from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
 from ithaca.models.refusals.compiled import refuse_compiled
 from ithaca.models.shard_loss import CROSS_ENTROPY, TokenLoss, loss_inputs, loss_of, shown_sum
-from ithaca.quantities import as_number
-from ithaca.sequence.agree import Cut, agree, gather_rows
+from ithaca.quantities import finite_or_nan
+from ithaca.sequence.agree import CutBatch, agree, gather_rows
 from ithaca.sequence.batch import Shard, count_targets, cut_batch, shard_batch
 from ithaca.state.weights.placement import averages_gradients
 from ithaca.state.weights.shardable import refuse_added
@@ -63,7 +63,7 @@ def causal_loss(
     _refuse_items(batch, count)
     binding = _ready(model, mesh)
     vocabulary = binding.model.config.get_text_config().vocab_size
-    cut = Cut.of(batch, partial(shard_batch, mesh=mesh, vocab_size=vocabulary))
+    cut = CutBatch.of(batch, partial(shard_batch, mesh=mesh, vocab_size=vocabulary))
     options = {"count": count, "label_smoothing": label_smoothing, "z_loss": z_loss}
     (targets,) = agree(mesh, [cut], model, options)
     assert cut.shard is not None
@@ -99,11 +99,11 @@ def agree_on(
     binding = _ready(model, mesh)
     vocabulary = binding.model.config.get_text_config().vocab_size
     cut = partial(cut_batch, shards=mesh.shards, rank=mesh.sequence_rank, device=_HOST, vocab_size=vocabulary)
-    cuts: list[Cut] = []
+    cuts: list[CutBatch] = []
     try:
-        cuts += [Cut.of(batch, cut) for batch in batches]
+        cuts += [CutBatch.of(batch, cut) for batch in batches]
     except Exception as error:
-        cuts = [Cut({}, error=error)] * number
+        cuts = [CutBatch({}, error=error)] * number
     targets = agree(mesh, cuts, model, options)
     shards = [cut.shard for cut in cuts if cut.shard is not None]
     return [MicroBatch(shard, count) for shard, count in zip(shards, targets, strict=True)]
@@ -141,9 +141,9 @@ def _ready(model: nn.Module, mesh: Mesh) -> Binding:
 
 def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
     """Refuse what is no number, or none that a loss has; nan fails every comparison."""
-    if count is not None and (not as_number(count) >= 0 or as_number(count) % 1):
+    if count is not None and (not finite_or_nan(count) >= 0 or finite_or_nan(count) % 1):
         raise BatchError(f"count={shown(count)}: pass what ithaca.count_tokens(batches, mesh) gives")
-    if not (0 <= as_number(label_smoothing) < 1 and as_number(z_loss) >= 0):
+    if not (0 <= finite_or_nan(label_smoothing) < 1 and finite_or_nan(z_loss) >= 0):
         raise BatchError(
             f"label_smoothing={shown(label_smoothing)}, z_loss={shown(z_loss)}: use 0 <= label_smoothing < 1 and z_loss >= 0"
         )

@@ -1,1 +1,1 @@
-"""One device holds more: the loss, and what keeps activations small."""
+"""Activation memory: checkpointing that keeps attention, tiles, offloading to the host, the loss in tiles."""

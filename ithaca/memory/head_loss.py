@@ -1,11 +1,14 @@
-"""Token losses as `(sum, count)`: the one division, by the global count, happens in `loss/causal.py`.
+"""Fused linear cross-entropy in tiles: token losses as `(sum, count)`, divided once in `loss/causal.py`.
 
 `token_loss` takes logits. `head_loss` takes hidden states and the head's weight, and never has more than one tile of
-logits: each tile's loss and its gradients, of the hidden states and of the weight, are computed in forward, which
-saves a second product with the head; backward scales both by whatever gradient arrives, so any later scaling of the
-loss is right. A compiled tile goes through Liger's kernel where that is installed. A shard of one tile that is not
-compiled goes through torch's own operations instead. A shard on which nothing is learned gives a sum of zero that still
-has a graph, so its backward runs the same collectives as every other rank's.
+logits in memory:
+
+    for each tile of tokens:   logits = hidden @ weight.T -> loss, dlogits -> dhidden[tile], dweight += (fp32)
+    backward:                  dhidden and dweight times the loss's gradient
+
+The gradients are computed in forward, which saves a second product with the head. A compiled tile uses Liger's kernel
+where that is installed. A shard without targets returns a sum of zero that still has a graph, so its backward runs the
+same collectives as on every other rank.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from ithaca.memory import liger
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Logits become `softcap * tanh(scale * logits / softcap)`; `z` weighs the squared log of the softmax's divisor."""
+    """Loss options: logits become `softcap * tanh(scale * logits / softcap)`; `z` is the weight of the z-loss (lse^2)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -43,7 +46,7 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the targets that are not -100, of fp32 logits at least, and their number.
 
-    `each` is shown every token's own loss, [B, L], zero where nothing is learned.
+    `each` is called with every token's own loss, [B, L], zero where the target is -100.
     """
     logits_TV = logits_BLV.flatten(0, 1).to(torch.promote_types(logits_BLV.dtype, torch.float32))
     targets_T = targets_BL.flatten()
@@ -67,9 +70,9 @@ def head_loss(
     fuse: bool = False,
     each: Each | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same from hidden states, `tile` tokens of logits at a time; `fuse` compiles what happens to a tile."""
+    """Return `token_loss` of the head's logits, `tile` tokens of them at a time; `fuse` compiles a tile's work."""
     if targets_BL.numel() <= tile and not fuse:
-        # One tile anyhow: by torch's own operations it is rounded as the plain model's is, to the bit where it can be.
+        # A single tile saves no memory; torch's own operations round as the plain model does.
         logits_BLV = _shaped(F.linear(hidden_BLC, weight_VC, bias_V), spec)
         return token_loss(logits_BLV, targets_BL, smoothing=spec.smoothing, z=spec.z, each=each)
     losses_BL = None if each is None else torch.empty_like(targets_BL, dtype=torch.float32)
@@ -82,13 +85,13 @@ def head_loss(
 
 
 def _shaped(logits: Tensor, spec: LossSpec) -> Tensor:
-    """In fp32 at least, scaled and capped."""
+    """Return the logits scaled and capped, in fp32 at least."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32)) * spec.scale
     return values if spec.softcap is None else spec.softcap * torch.tanh(values / spec.softcap)
 
 
 def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """Each token's loss, in fp32 at least, and the gradient of their sum in the logits' own dtype."""
+    """Return each token's loss, in fp32 at least, and the gradient of the losses' sum in the logits' dtype."""
     values_TV = _shaped(logits_TV, spec)
     valid_T = targets_T != IGNORE_INDEX
     index_T1 = targets_T.clamp(min=0)[:, None]
@@ -98,10 +101,10 @@ def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec) -> t
     if spec.smoothing:
         loss_T = loss_T - spec.smoothing * values_TV.mean(-1)
     weight_T1 = ((1 + 2 * spec.z * lse_T) * valid_T)[:, None]
-    # A comparison rather than a scatter, so that the compiler makes one pass of it.
-    here_TV = torch.arange(values_TV.shape[1], device=index_T1.device) == index_T1
-    wanted_TV = here_TV.to(values_TV.dtype) * right + spec.smoothing / values_TV.shape[1]
-    grad_TV = weight_T1 * (values_TV - lse_T[:, None]).exp() - valid_T[:, None] * wanted_TV
+    # A comparison rather than a scatter: the compiler fuses it into one pass.
+    is_target_TV = torch.arange(values_TV.shape[1], device=index_T1.device) == index_T1
+    target_TV = is_target_TV.to(values_TV.dtype) * right + spec.smoothing / values_TV.shape[1]
+    grad_TV = weight_T1 * (values_TV - lse_T[:, None]).exp() - valid_T[:, None] * target_TV
     if spec.softcap is not None:
         grad_TV = grad_TV * (1 - (values_TV / spec.softcap).square())
     return loss_T * valid_T, (grad_TV * spec.scale).to(logits_TV.dtype)
@@ -113,13 +116,13 @@ def _compiled(spec: LossSpec) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor
 
 
 def in_place_kernel(device: torch.device, spec: LossSpec) -> Any | None:
-    """Liger's kernel, where a compiled tile goes through it: logits then become their gradient in place."""
+    """Return Liger's kernel, which turns logits into their gradient in place; None where it cannot run."""
     if device.type != "cuda" or torch.version.hip is not None or spec.scale != 1:
         return None
     return liger.tile_kernel()
 
 
-def _of_tile(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool) -> tuple[Tensor, Tensor]:
+def _tile_loss(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool) -> tuple[Tensor, Tensor]:
     if not fuse:
         return loss_and_gradient(logits_TV, targets_T, spec)
     kernel = in_place_kernel(logits_TV.device, spec)
@@ -128,7 +131,8 @@ def _of_tile(logits_TV: Tensor, targets_T: Tensor, spec: LossSpec, *, fuse: bool
             kernel, logits_TV, targets_T, softcap=spec.softcap, smoothing=spec.smoothing, z=spec.z, ignore=IGNORE_INDEX
         )
         return loss_T, logits_TV
-    # The number of tokens is left open: a tail is not a reason to compile again.
+    # Dynamic in the number of tokens, or the last, shorter tile would compile again. maybe_mark_dynamic is private
+    # (torch 2.11 to 2.13): the public mark_dynamic raises where a size is specialized after all.
     torch._dynamo.maybe_mark_dynamic(logits_TV, 0)
     torch._dynamo.maybe_mark_dynamic(targets_T, 0)
     return _compiled(spec)(logits_TV, targets_T)
@@ -147,19 +151,19 @@ class _HeadLoss(torch.autograd.Function):
         fuse: bool,
         losses_BL: Tensor | None,
     ) -> Tensor:
-        # In fp32 a sum over a million tokens would go by steps of one.
+        # fp64: an fp32 sum over a million tokens of loss 10 moves in steps of one.
         total = hidden_TC.new_zeros((), dtype=torch.float64)
         grads = _Gradients(hidden_TC, weight_VC, bias_V, ctx.needs_input_grad[:3])
         for start in range(0, len(hidden_TC), tile):
             span = slice(start, start + tile)
             logits_tV = F.linear(hidden_TC[span], weight_VC, bias_V)
-            loss_t, dlogits_tV = _of_tile(logits_tV, targets_T[span], spec, fuse=fuse)
+            loss_t, dlogits_tV = _tile_loss(logits_tV, targets_T[span], spec, fuse=fuse)
             del logits_tV
             total += loss_t.sum(dtype=torch.float64)
             if losses_BL is not None:
                 losses_BL.view(-1)[span] = loss_t
             grads.add(span, hidden_TC[span], dlogits_tV)
-            # Gone before the next tile's logits come.
+            # Freed before the next tile's logits are allocated.
             del dlogits_tV
         ctx.grads = grads
         return total
@@ -171,7 +175,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`; where the matrix units can add to fp32, nothing is rounded between."""
+    """Add `left @ right` to `total`, without rounding the product first where the GPU's matrix units add to fp32."""
     if left.is_cuda and torch.version.hip is None and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -179,18 +183,20 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Gradients:
-    """Gradients of a loss of weight one, gathered tile by tile; the weight's in fp32.
+    """Gradients of the unscaled loss, summed tile by tile; the weight's in fp32.
 
-    They wait as long as the loss does, all through backward: hidden states would be kept with them for nothing.
+    The object lives until the loss's backward, so it keeps no reference to the hidden states.
     """
 
-    def __init__(self, hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, wants: tuple[bool, ...]) -> None:
+    def __init__(
+        self, hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, needs_grad: tuple[bool, ...]
+    ) -> None:
         self.weight_VC = weight_VC
         exact = torch.promote_types(weight_VC.dtype, torch.float32)
-        self.hidden = torch.empty_like(hidden_TC) if wants[0] else None
-        self.weight = torch.zeros_like(weight_VC, dtype=exact) if wants[1] else None
-        self.bias = torch.zeros_like(bias_V, dtype=exact) if wants[2] and bias_V is not None else None
-        self.given = False
+        self.hidden = torch.empty_like(hidden_TC) if needs_grad[0] else None
+        self.weight = torch.zeros_like(weight_VC, dtype=exact) if needs_grad[1] else None
+        self.bias = torch.zeros_like(bias_V, dtype=exact) if needs_grad[2] and bias_V is not None else None
+        self.freed = False
 
     def add(self, span: slice, hidden_tC: Tensor, dlogits_tV: Tensor) -> None:
         if self.hidden is not None:
@@ -201,7 +207,7 @@ class _Gradients:
             self.bias += dlogits_tV.sum(0)
 
     def scaled(self, factor: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if self.given:
+        if self.freed:
             raise UnsupportedError(
                 "backward ran a second time through a loss that had let go of its gradients: retain_graph=True needs "
                 "parallelize(..., memory=None)"
@@ -209,5 +215,5 @@ class _Gradients:
         hidden = None if self.hidden is None else self.hidden * factor.to(self.hidden.dtype)
         weight = None if self.weight is None else (self.weight.mul_(factor)).to(self.weight_VC.dtype)
         bias = None if self.bias is None else (self.bias * factor).to(self.weight_VC.dtype)
-        self.hidden, self.weight, self.bias, self.given = None, None, None, True
+        self.hidden, self.weight, self.bias, self.freed = None, None, None, True
         return hidden, weight, bias

@@ -1,8 +1,8 @@
-"""Liger's cross-entropy kernel on a tile of logits, where it is installed: faster than the compiled one, and in place.
+"""Liger's cross-entropy kernel on a tile of logits, where Liger is installed: in place, faster than torch.compile.
 
-Liger's own functions round the loss to the logits' dtype, ask the device how many targets there are and wait for the
-answer; the kernel itself does neither, so it is launched from here. Its arguments are no promise of Liger's: a version
-whose kernel takes others is not used.
+Liger's public functions round the loss to the logits' dtype and wait for the device to count the targets. The kernel
+does neither, so it is launched directly. Its arguments are private (the names below are those of liger-kernel 0.8): a version
+whose kernel takes other arguments is not used, and tiles are compiled instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Columns that a program reads at once.
+# Columns that a Triton program reads at once.
 MOST_COLUMNS = 32_768
 UNUSED = {
     "weight_ptr": None, "weight_sum": 0.0, "sum_non_ignore_weight": 1, "n_non_ignore": 1, "z_loss_ptr": None,
@@ -29,7 +29,7 @@ USED = {
 
 @cache
 def tile_kernel() -> Any | None:
-    """The kernel, or nothing where Liger is not installed or is not the one known here."""
+    """Return the kernel; None if Liger is not installed or its kernel takes other arguments."""
     if find_spec("liger_kernel") is None or find_spec("triton") is None:
         return None
     try:
@@ -42,9 +42,9 @@ def tile_kernel() -> Any | None:
 def in_place(
     kernel: Any, logits_TV: Tensor, targets_T: Tensor, *, softcap: float | None, smoothing: float, z: float, ignore: int
 ) -> Tensor:
-    """Each token's loss in fp32; the logits become the gradient of their sum."""
+    """Return the fp32 loss of each token; overwrite the logits by the gradient of the losses' sum."""
     tokens, vocabulary = logits_TV.shape
-    # Of a token that is not learned the kernel writes no loss.
+    # Zeros: the kernel writes no loss for ignored targets.
     loss_T = logits_TV.new_zeros(tokens, dtype=torch.float32)
     kernel[(tokens,)](
         X_ptr=logits_TV,
@@ -69,6 +69,6 @@ def in_place(
 
 
 def _warps(logits_TV: Tensor) -> int:
-    """As Liger chooses: few on Blackwell in half precision."""
+    """Return Liger's own number of warps: fewer on Blackwell in half precision."""
     new = logits_TV.is_cuda and torch.cuda.get_device_capability(logits_TV.device)[0] >= 10
     return 8 if new and logits_TV.element_size() == 2 else 32

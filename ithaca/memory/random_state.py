@@ -1,5 +1,11 @@
-"""Random numbers that are drawn again as they were: a state to come back to, and whether anything was drawn since; and
-numbers of its own for each shard of a sequence."""
+"""Random generator states: saved in forward and restored for a recomputation, and a separate stream for each shard.
+
+rng = Rng(device)         # the states now
+run(layer)
+if rng.moved():           # the layer drew numbers, by a dropout or by anything else
+    with rng.again():     # in backward: the same numbers once more
+        run(layer)
+"""
 
 from __future__ import annotations
 
@@ -12,44 +18,43 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 class Rng:
-    """The state of the host's generator and, where there is one, of a GPU's, as they are just now."""
+    """Current states of the host's generator and of the GPU's, if there is one."""
 
     def __init__(self, device: torch.device) -> None:
-        # A GPU that is only imagined has no generator.
+        # A rehearsal's fake CUDA device has no generator.
         self.device = device if device.type == "cuda" and torch.cuda.is_initialized() else None
         self.states = self._now()
 
     def moved(self) -> bool:
-        """Whether numbers were drawn since, by a dropout or by anything else; nothing is waited for."""
+        """True if numbers were drawn since; CUDA's state is on the host, so nothing waits for the device."""
         with unset_fake_temporarily():
             return any(not torch.equal(then, now) for then, now in zip(self.states, self._now(), strict=True))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Random numbers come as they did then; afterwards they go on as if nothing had been."""
+        """Draw the same numbers inside the block; continue afterwards from the current states."""
         with torch.random.fork_rng(devices=[] if self.device is None else [self.device]):
             self.restore()
             yield
 
     def restore(self) -> None:
-        """Put the generators back to where they were."""
+        """Set the generators to the saved states."""
         torch.set_rng_state(self.states[0])
         if self.device is not None:
             torch.cuda.set_rng_state(self.states[1], self.device)
 
     def _now(self) -> list[torch.Tensor]:
-        # The generator is real even where tensors are fake, which have no values to compare.
+        # Generators are real under FakeTensorMode too, but the state tensors would be fake: without values to compare.
         with unset_fake_temporarily():
             states = [torch.get_rng_state()]
             return states if self.device is None else [*states, torch.cuda.get_rng_state(self.device)]
 
 
 class ShardRng:
-    """The random numbers of one shard's forward pass: its own, where all ranks' generators stand alike.
+    """Separate random numbers of one shard, for the time of a forward pass.
 
-    With one seed on all ranks a dropout would drop the same numbers of every shard: token t of each of them alike. So the
-    generators are seeded anew for the time of a pass, by their state and the shard. What is run again in backward starts
-    from states that were taken inside the pass, and draws what it drew there.
+    With one seed on all ranks a dropout would drop the same positions of every shard. The generators are therefore
+    seeded by their state and the shard's number. A recomputation starts from states that were saved inside the pass.
     """
 
     def __init__(self, device: torch.device, shard: int) -> None:
@@ -64,9 +69,9 @@ class ShardRng:
         self.begun = Rng(device)
 
     def end(self, *, drew: bool = False) -> None:
-        """Give the caller's generators back: as they were if nothing was drawn, else one draw further, on every rank.
+        """Restore the caller's generators, advanced by one draw if the pass drew numbers.
 
-        `drew`: other ranks may have drawn, whatever this one did.
+        `drew`: another rank may have drawn numbers, even if this rank did not.
         """
         drew = drew or self.begun.moved()
         self.before.restore()

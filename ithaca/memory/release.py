@@ -1,7 +1,7 @@
-"""What nobody needs any more, given back before something as large is built.
+"""Release of freed memory before something large is built.
 
-A model stands in cycles (modules, hooks, the binding), which Python frees when it happens to look for cycles: until then
-its weights stay where they are.
+A model is part of reference cycles (modules, hooks, the binding). Its weights stay allocated until Python's garbage
+collector runs, which may be after the next model is built.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 
 def release(device: torch.device) -> None:
-    """Free what only cycles hold, and hand the allocators' empty segments to the device and the host."""
+    """Collect garbage and empty the allocators' caches of device memory and of pinned host memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        # Pinned memory's cache; a torch that cannot empty it keeps it.
+        # Public in torch 2.13, private in some before it; a torch with neither keeps its cache.
         private = getattr(torch._C, "_host_emptyCache", None)
         empty: Any = getattr(torch.accelerator, "empty_host_cache", private)
         if empty is not None:

@@ -1,8 +1,13 @@
-"""What a run of modules depends on beside its input: which weights, which adapters, whether it trains.
+"""Guard of a recomputation: refuse to run modules again in backward if they have changed since forward.
 
-Noted in forward, and looked at again before the same is run again in backward: a second run that would not be the
-first is refused. Weights are compared where they are used, since an optimizer may step some while others still have
-their backward to come.
+`ModuleSnapshot.of` records the weights, PEFT's adapters and the training mode of a layer or a unit in forward. Before
+backward runs the same modules again, `refuse_changed` compares them with the record:
+
+    snapshot = ModuleSnapshot.of([layer])   # in forward
+    ...                                     # optimizer.step(), model.eval(), another adapter: a different function
+    snapshot.refuse_changed()               # in backward: UnsupportedError names what changed
+
+Weights are compared where they are used, because an optimizer may step some while others still wait for backward.
 """
 
 from __future__ import annotations
@@ -15,13 +20,13 @@ from torch import nn
 
 from ithaca.errors import UnsupportedError
 
-# In place of a count: that of frozen weights moves with every run where PEFT adapts parameters (target_parameters).
+# Instead of a version: PEFT's target_parameters changes the version of frozen weights in every run.
 _FROZEN = -1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Noted:
-    """Modules, all that are in them too, as they were at one time."""
+class ModuleSnapshot:
+    """Record of some modules and all their submodules at one time."""
 
     modules: list[nn.Module]
     training: list[bool]
@@ -30,29 +35,31 @@ class Noted:
     adapters: tuple[Any, ...]
 
     @classmethod
-    def of(cls, roots: Iterable[nn.Module]) -> Noted:
+    def of(cls, roots: Iterable[nn.Module]) -> ModuleSnapshot:
+        # By hand and not by modules(): this runs once a layer in every forward, and needs neither names nor order.
         modules = list(roots)
         for module in modules:
             modules.extend(child for child in module._modules.values() if child is not None)
         parameters = _parameters(modules)
-        return cls(modules, _training(modules), parameters, _versions(parameters), _adapters(modules))
+        training = [module.training for module in modules]
+        return cls(modules, training, parameters, _versions(parameters), _adapters(modules))
 
     @property
-    def switched(self) -> bool:
-        """Whether train() or eval() made another of some module since."""
-        return _training(self.modules) != self.training
+    def mode_changed(self) -> bool:
+        """True if train() or eval() has changed the mode of a module since."""
+        return [module.training for module in self.modules] != self.training
 
     def refuse_changed(self) -> None:
-        """Other weights, the same with other values, or other adapters than noted."""
+        """Refuse other weights, changed weights, and other adapters than in the record."""
         name = type(self.modules[0]).__name__
-        # In any order: PEFT takes parameters that it adapts out for a run and puts them back at the end.
+        # In any order: PEFT removes adapted parameters for a run and puts them back at the end.
         if set(map(id, _parameters(self.modules))) != set(map(id, self.parameters)):
             raise UnsupportedError(
                 f"{name} is run again in backward and has other weights than in its forward pass (as under "
                 "torch.func.functional_call): call backward while those are in place, or use "
                 "parallelize(..., memory=None)"
             )
-        # Adapters first: choosing one may touch its weights.
+        # Adapters before versions: selecting an adapter may write to its weights.
         if _adapters(self.modules) != self.adapters:
             raise UnsupportedError(
                 f"{name} is run again in backward and has other adapters on than in its forward pass: call backward "
@@ -64,8 +71,8 @@ class Noted:
                 "call backward before optimizer.step() or whatever else does so"
             )
 
-    def refuse_switched(self) -> None:
-        """For what draws random numbers in training."""
+    def refuse_changed_mode(self) -> None:
+        """Refuse modules that draw random numbers in training and whose mode has changed."""
         raise UnsupportedError(
             f"{type(self.modules[0]).__name__} is run again in backward, draws random numbers in training, and "
             "model.train() or model.eval() was called since its forward pass: call backward before that, go back to "
@@ -73,19 +80,15 @@ class Noted:
         )
 
 
-def _training(modules: list[nn.Module]) -> list[bool]:
-    return [module.training for module in modules]
-
-
 def _parameters(modules: list[nn.Module]) -> list[nn.Parameter | None]:
     return [parameter for module in modules for parameter in module._parameters.values()]
 
 
 def _versions(parameters: list[nn.Parameter | None]) -> list[int]:
-    """How often trained weights were changed in place, as autograd asks of what it saved.
+    """Return the version counters of trained weights, which autograd compares for the tensors it saves.
 
-    torch does not count fused optimizers' steps, nor what happens to the shards that FSDP2 gathers these from: those
-    pass unseen, as they do elsewhere.
+    torch counts neither steps of fused optimizers nor writes to the shards that FSDP2 gathers weights from. Autograd
+    misses the same changes.
     """
     return [p._version if p.requires_grad else _FROZEN for p in parameters if p is not None]
 
@@ -95,7 +98,7 @@ def _adapters(modules: list[nn.Module]) -> tuple[Any, ...]:
 
 
 def adapters_now(layers: list[Any]) -> tuple[Any, ...]:
-    """Of PEFT's layers: which adapters are on and how much they count. Attributes, which no graph looks at again."""
+    """Return the active adapters of PEFT's layers and their scales, which are attributes that no graph records."""
     return tuple(
         (
             getattr(layer, "disable_adapters", None),

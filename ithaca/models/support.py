@@ -7,6 +7,7 @@ verdicts of the survey, `planning/model/architectures.json`), and of the setting
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -51,6 +52,20 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """Parts of a model, found once: the model as given, the transformers model inside, and its decoder layers."""
+
+    model: nn.Module
+    base: PreTrainedModel
+    layers: list[nn.Module]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelParts:
+        base = base_model(model)
+        return cls(model, base, decoder_layers(base))
+
+
 def memory_refusal(base: PreTrainedModel) -> str | None:
     """Why layers of this architecture are not run again, None where that is exact."""
     kind = str(base.config.model_type)
@@ -59,13 +74,14 @@ def memory_refusal(base: PreTrainedModel) -> str | None:
     return None if said == "exact" else f"{kind}: {said}"
 
 
-def check_model(model: nn.Module, base: PreTrainedModel, *, allow_untested: bool) -> None:
+def check_model(parts: ModelParts, *, allow_untested: bool) -> None:
     """Raise unless this model, wrapped and set up as it is, is exact under sequence parallelism."""
-    _check_wrapping(model, base)
-    check_adapters(model, allow_untested=allow_untested)
+    base = parts.base
+    _check_wrapping(parts.model, base)
+    check_adapters(parts.model, allow_untested=allow_untested)
     _check_architecture(base, allow_untested)
     _check_settings(base)
-    _check_parts(base)
+    _check_parts(parts.layers)
     refuse_dropped_layers(base, measured=str(base.config.model_type) in verdicts())
 
 
@@ -161,10 +177,10 @@ def _check_settings(base: PreTrainedModel) -> None:
         )
 
 
-def _check_parts(base: PreTrainedModel) -> None:
+def _check_parts(layers: list[nn.Module]) -> None:
     """A layer, or a part of one, runs under what its own layer does: at two places it could heed one of them only."""
     owners: dict[nn.Module, int] = {}
-    for index, layer in enumerate(decoder_layers(base)):
+    for index, layer in enumerate(layers):
         for name, part in (("", layer), *layer.named_children()):
             if next(part.parameters(), None) is None:
                 continue

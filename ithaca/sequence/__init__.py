@@ -1,1 +1,1 @@
-"""Where each token lives: the layout of a batch, its shards, and a collator that makes batches."""
+"""Layout of a batch over ranks: documents, shards, the agreement of ranks on a batch, and a collator."""

@@ -1,8 +1,16 @@
-"""The agreement before a step: one small gather of what each rank is about to run, after which all raise or none.
+"""Agreement of all ranks on a step: one small all-reduce before the forward pass, after which all ranks raise or none.
 
-Without it a bad batch on one rank leaves the others waiting in an all-to-all, and ranks of one sequence group that
-were handed different rows train on a mixture without a word. Ranks that divide their loss by different numbers would
-add up parts of no mean, and ranks that freeze different weights would wait for each other's gradients.
+Each rank fills its row of a table and the sum gives every rank the whole table. Four ranks, sp=2, one micro-batch:
+
+    rank   rows  tokens  targets  ids   labels  documents  embeddings | options  trained weights
+    0      1     8192    8191     71..  88..    12..       0          | 33..     40..     same sequence group:
+    1      1     8192    8191     71..  88..    12..       0          | 33..     40..     these two rows must be equal
+    2      1     4096    4095     55..  61..    90..       0          | 33..     40..
+    3      -1    ...                                                                      failed: all ranks raise
+
+Without the agreement a bad batch on one rank would leave the others waiting in an all-to-all, and ranks of one sequence
+group with different rows would train on a mixture. Ranks that divide their loss by different counts would sum to no
+mean, and ranks that freeze different weights would wait for each other's gradients.
 """
 
 from __future__ import annotations
@@ -47,16 +55,16 @@ _CONTENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A batch and this rank's shard of it, or the exception that cutting raised: held until all ranks know of it."""
+class CutBatch:
+    """Batch with this rank's shard, or with the exception of the sharding, which is raised after the agreement."""
 
     batch: Mapping[str, Any]
     shard: Shard | None = None
     error: Exception | None = None
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], cut: Callable[[Mapping[str, Any]], Shard]) -> Cut:
-        """Return `cut(batch)`, or what it raised."""
+    def of(cls, batch: Mapping[str, Any], cut: Callable[[Mapping[str, Any]], Shard]) -> CutBatch:
+        """Return `cut(batch)`, or the exception that it raised."""
         try:
             return cls(batch, cut(batch))
         except Exception as error:
@@ -64,13 +72,13 @@ class Cut:
 
 
 def agree(
-    mesh: Mesh, cuts: Sequence[Cut], model: nn.Module, options: Mapping[str, float | None] | None = None
+    mesh: Mesh, cuts: Sequence[CutBatch], model: nn.Module, options: Mapping[str, float | None] | None = None
 ) -> list[int]:
-    """Compare with every rank what each is about to run, and raise on all or none.
+    """Compare the ranks' micro-batches, and raise on all ranks or none; return each one's targets over all ranks.
 
-    Every rank passes as many cuts, one for each micro-batch; returned is the number of targets of each on all ranks.
-    `options`: numbers that the loss depends on, such as the number of targets it is divided by, which must be equal on
-    all ranks. The numbers travel over the host group, so that no device waits for them.
+    Every rank passes the same number of cuts, one for each micro-batch. `options`: numbers that the loss depends on,
+    such as the count of targets to divide by, which must be equal on all ranks. The all-reduce runs over the host
+    group, so that no device waits for it.
     """
     failure = next((cut.error for cut in cuts if cut.error is not None), None)
     if mesh.world == 1:
@@ -90,24 +98,24 @@ def agree(
     for at in range(len(cuts)):
         firsts = range(0, mesh.world, mesh.shards)
         for first in firsts:
-            _same([notes[rank][at] for rank in range(first, first + mesh.shards)], first)
+            _refuse_other_rows([notes[rank][at] for rank in range(first, first + mesh.shards)], first)
         counts.append(sum(notes[first][at][_TARGETS] for first in firsts))
-    _same_options([row[-2] for row in table], options or {})
-    _same_trained([row[-1] for row in table])
+    _refuse_other_options([row[-2] for row in table], options or {})
+    _refuse_other_weights([row[-1] for row in table])
     return counts
 
 
 def gather_rows(mesh: Mesh, mine: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of every rank, a row a rank; all ranks pass as many."""
+    """Return the numbers of every rank, one row a rank; all ranks pass equally many."""
     rows = torch.zeros(mesh.world, len(mine), dtype=torch.int64)
     rows[mesh.rank] = torch.tensor(mine, dtype=torch.int64)
-    # A sum of rows that are zero elsewhere gathers them; the gather's own name differs between torch releases.
+    # A sum of rows that are zero elsewhere is a gather; torch's gather functions change names between releases.
     dist.all_reduce(rows, group=mesh.host_group)
     table: list[list[int]] = rows.tolist()
     return table
 
 
-def _note(cut: Cut) -> list[int]:
+def _note(cut: CutBatch) -> list[int]:
     if cut.shard is None or cut.error is not None:
         return [_FAILED] + [0] * (len(_COLUMNS) - 1)
     shard, layout = cut.shard, cut.shard.layout
@@ -127,8 +135,8 @@ def _trained(model: nn.Module) -> int:
     return 1 + zlib.crc32(bytes(parameter.requires_grad for parameter in model.parameters()))
 
 
-def _same_options(of_ranks: list[int], options: Mapping[str, float | None]) -> None:
-    """Refuse a loss that each rank divides by a number of its own: the sum of its parts would be no mean."""
+def _refuse_other_options(of_ranks: list[int], options: Mapping[str, float | None]) -> None:
+    """Refuse loss options that differ between ranks: parts divided by different counts add up to no mean."""
     other = next((rank for rank, asked in enumerate(of_ranks) if asked != of_ranks[0]), None)
     if other is not None:
         raise BatchError(
@@ -137,8 +145,8 @@ def _same_options(of_ranks: list[int], options: Mapping[str, float | None]) -> N
         )
 
 
-def _same_trained(of_ranks: list[int]) -> None:
-    """Refuse ranks that train different weights: a gradient is reduced by all ranks, and the others would wait."""
+def _refuse_other_weights(of_ranks: list[int]) -> None:
+    """Refuse ranks that train different weights: all ranks reduce a gradient, and some would wait for ever."""
     other = next((rank for rank, trained in enumerate(of_ranks) if trained != of_ranks[0]), None)
     if other is None:
         return
@@ -151,13 +159,13 @@ def _same_trained(of_ranks: list[int]) -> None:
 
 
 def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """A position-weighted sum of all entries' bits, modulo 2^64: enough to tell two batches apart, in one pass."""
+    """Return a position-weighted sum of all entries' bits, a hash that one pass over the batch computes."""
     total = 0
     for number, key in enumerate(keys, 1):
         if batch.get(key) is None:
             continue
         values = torch.as_tensor(batch[key]).detach()
-        # Of embeddings the first entry of every token will do; bits, because NaN has no integer value.
+        # The first entry of every token's embedding is enough. Bits, because NaN has no integer value.
         flat = (values[..., 0] if key == "inputs_embeds" else values).flatten()
         bits = flat.double().view(torch.int64) if flat.is_floating_point() else flat.long()
         weights = torch.arange(1, bits.numel() + 1, device=bits.device) * 2_654_435_761
@@ -165,7 +173,7 @@ def _fingerprint(batch: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     return total % (1 << 62)
 
 
-def _same(notes: list[list[int]], first_rank: int) -> None:
+def _refuse_other_rows(notes: list[list[int]], first_rank: int) -> None:
     for offset, note in enumerate(notes):
         for what, mine, other in zip(_COLUMNS, notes[0], note, strict=True):
             if mine != other:
@@ -177,5 +185,5 @@ def _same(notes: list[list[int]], first_rank: int) -> None:
 
 
 def _differ(what: str, mine: int, other: int) -> str:
-    """Name the column that is not the same on two ranks, with its two values where these are counts."""
+    """Return the name of a column that differs between two ranks, with both values if they are counts."""
     return f"{what}: {mine} and {other}" if what in _COLUMNS[:3] else f"unlike in {what}"

@@ -1,9 +1,9 @@
-"""A collator for own loops: examples of any length in, one batch of tensors out.
+"""Collator for plain loops: examples of any length in, one batch of tensors out.
 
-It pads to the longest (or to `length`), packs if asked, and adds positions that restart in every document. Padding is
-masked; in packed rows, which transformers keeps apart only where there is no mask, it is -1 in `document_ids`. The
-batch means the same to plain transformers and to `causal_loss`: the label of a document's first token is -100, so
-neither learns it from the document before.
+The collator pads to the longest example (or to `length`), packs if asked, and adds positions that restart in every
+document. Padding is masked; in packed rows, whose documents transformers separates only without a mask, padding is -1
+in `document_ids`. The batch means the same to plain transformers and to `causal_loss`: the label of a document's first
+token is -100, so neither learns that token from the document before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ithaca.sequence.documents import read_ids
 @named_arguments
 @dataclass(frozen=True, slots=True)
 class SequenceCollator:
-    """`pack=True` lays examples end to end in rows of at most `length` tokens (first row with room).
+    """Collator of examples. `pack=True` lays them end to end in rows of at most `length` tokens, by first fit.
 
     Without `length` a packed batch is one row, an unpacked one is as long as its longest example.
     Examples longer than `length` are refused, not cut.
@@ -60,8 +60,8 @@ class SequenceCollator:
         if batch["attention_mask"].all():
             del batch["attention_mask"]
         elif any(len(row) > 1 for row in rows):
-            # With a mask transformers takes a packed row for one document; without one it reads the documents off the
-            # position ids, and padding is documents of one token that nobody attends to or learns.
+            # With a mask transformers takes a packed row for one document; without a mask the position ids give the
+            # documents, and each padding token is a document that no token attends to or learns.
             real = batch.pop("attention_mask").bool()
             starts = torch.nn.functional.pad(batch["position_ids"].diff(dim=1) != 1, (1, 0), value=False)
             batch["document_ids"] = starts.cumsum(1).masked_fill(~real, -1)
@@ -88,15 +88,15 @@ class SequenceCollator:
         if self.length is None:
             return [documents]
         rows: list[list[tuple[Tensor, Tensor]]] = []
-        room: list[int] = []
+        free: list[int] = []
         for document in documents:
             size = len(document[0])
-            row = next((r for r, free in enumerate(room) if free >= size), len(rows))
+            row = next((r for r, tokens in enumerate(free) if tokens >= size), len(rows))
             if row == len(rows):
                 rows.append([])
-                room.append(self.length)
+                free.append(self.length)
             rows[row].append(document)
-            room[row] -= size
+            free[row] -= size
         return rows
 
     def _row(self, row: list[tuple[Tensor, Tensor]], width: int) -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
-"""Documents and positions of a whole batch, read as transformers' eager attention reads the same call.
+"""Documents and positions of a whole batch, by the rules of transformers' eager attention.
 
     document_ids, seq_idx, cu_seqlens    name the documents; position_ids are then positions and no more
     position_ids, no attention_mask      a position that does not follow its left neighbour begins a document
     position_ids and attention_mask      positions and no more: the tokens of a row that the mask keeps are one document
 
-The last two are `_preprocess_mask_arguments` and `find_packed_sequence_indices` of transformers.masking_utils (5.16 to
-5.23), which look for packed documents only in a call without a mask and without a cache. Whatever such a call may mean
-beside that is refused: a jump that makes documents of a row nobody packed, a packed row under a mask (one document for
-eager attention, several for flash attention), packed rows with a cache.
+The last two rules are those of `_preprocess_mask_arguments` and `find_packed_sequence_indices` in
+transformers.masking_utils (5.16 to 5.23), which look for packed documents only in a call without a mask and without a
+cache. Ambiguous calls are refused: a jump of positions in a row that was not packed, a packed row under a mask (one
+document for eager attention, several for flash attention), packed rows with a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ONE = "name the documents with document_ids or cu_seqlens (one number throughou
 
 
 def read_ids(value: Any, name: str) -> Tensor:
-    """Return integers of a batch as an int64 tensor; BatchError that calls the value `name` if it holds others."""
+    """Return integers of a batch as an int64 tensor; raise BatchError about `name` if the value has others."""
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -39,7 +39,7 @@ def read_ids(value: Any, name: str) -> Tensor:
 
 
 def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """A document number per token on the host, [B, S], -1 on padding."""
+    """Return a document number per token on the host, [B, S], -1 on padding."""
     shape = tokens.shape[:2]
     named = _named_documents(batch, shape)
     positions = given_positions(batch, shape)
@@ -56,7 +56,7 @@ def read_documents(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
 
 
 def read_positions(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tensor) -> Tensor:
-    """As given; else restarting in every document that was named; else counting along the row."""
+    """Return the given positions; else positions that restart in every named document; else 0, 1, 2, ... along the row."""
     given = given_positions(batch, tokens.shape[:2])
     if given is not None:
         return given
@@ -68,7 +68,7 @@ def read_positions(batch: Mapping[str, Any], tokens: Tensor, documents_BS: Tenso
 
 
 def given_positions(batch: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
-    """The batch's position_ids as [B, S] on the host; None if it has none."""
+    """Return the batch's position_ids as [B, S] on the host; None if it has none."""
     value = batch.get("position_ids")
     if value is None:
         return None
@@ -94,7 +94,7 @@ def _restarts(positions_BS: Tensor) -> Tensor:
 
 
 def _refuse_unclear(batch: Mapping[str, Any], positions_BS: Tensor) -> None:
-    """Of positions without a mask: breaks that no collator makes, and packed rows beside a cache."""
+    """Refuse positions without a mask that no collator makes, and packed rows beside a cache."""
     breaks = _breaks(positions_BS)
     unclear = (breaks & ~_restarts(positions_BS)) | _all_alone(batch, breaks)
     if unclear.any():
@@ -112,7 +112,7 @@ def _refuse_unclear(batch: Mapping[str, Any], positions_BS: Tensor) -> None:
 
 
 def _all_alone(batch: Mapping[str, Any], breaks_BS: Tensor) -> Tensor:
-    """True in rows of three tokens and more, each a document of its own, from which something is to be learned."""
+    """True in trained rows of three tokens and more in which every token would be a document."""
     if breaks_BS.shape[1] < 3:
         return torch.zeros_like(breaks_BS)
     labels = batch.get("labels")
@@ -124,11 +124,11 @@ def _all_alone(batch: Mapping[str, Any], breaks_BS: Tensor) -> Tensor:
 
 
 def _refuse_restarts(documents_BS: Tensor, positions_BS: Tensor, *, named: bool) -> None:
-    """Of rows whose documents are known: positions that would divide one of them as collators divide rows."""
+    """Refuse positions that restart inside a known document, as in a packed row."""
     inside = F.pad((documents_BS.diff(dim=1) == 0) & (documents_BS[:, 1:] >= 0), (1, 0), value=False)
     breaks = _breaks(positions_BS) & inside
-    restarts = breaks & _restarts(_of_real(positions_BS, documents_BS))
-    # A packed row counts somewhere, and begins anew wherever it does not; other positions are positions and no more.
+    restarts = breaks & _restarts(_padding_last(positions_BS, documents_BS))
+    # In a packed row positions count up somewhere, and every break is a restart. Other positions are only positions.
     packed_B = breaks.any(1) & (breaks == restarts).all(1) & (inside & ~breaks).any(1)
     if not packed_B.any():
         return
@@ -144,8 +144,8 @@ def _refuse_restarts(documents_BS: Tensor, positions_BS: Tensor, *, named: bool)
     )
 
 
-def _of_real(positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
-    """Positions with padding's put above all others: what a collator writes there begins nothing."""
+def _padding_last(positions_BS: Tensor, documents_BS: Tensor) -> Tensor:
+    """Return positions in which padding has the highest one, so that a collator's zeros there begin no document."""
     return positions_BS.masked_fill(documents_BS < 0, int(positions_BS.max()) + 1)
 
 

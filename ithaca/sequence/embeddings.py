@@ -1,11 +1,10 @@
-"""Embeddings that need a gradient: each rank runs its shard of them, and every rank is given the whole gradient.
+"""Sharding of embeddings that need a gradient: forward takes a shard, backward all-gathers the shards' gradients.
 
-Soft prompts, a projector in front of the model and noise on embeddings are computed on every rank of a sequence group
-alike, for the whole row. Cutting a shard out of them is differentiable, but its gradient is zero at all other tokens;
-here backward gathers the shards' gradients over the group instead, so that whatever made the embeddings has on every
-rank the gradient that one process has for these rows.
+Soft prompts, a projector in front of the model and noise on embeddings are computed on every rank of a sequence group,
+for the whole row. The gradient of a plain slice would be zero at all other ranks' tokens. With the all-gather the
+parameters behind the embeddings have on every rank the gradient that one process has for these rows.
 
-Invariant: padding to the degree has no gradient, for it is no token of the row.
+Invariant: padding to a multiple of the shard count has no gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ithaca.sequence.layout import SequenceLayout
 
 
 def cut_embeddings(whole_BSC: Tensor, cut: Callable[[Tensor], Tensor], layout: SequenceLayout, mesh: Mesh) -> Tensor:
-    """This rank's shard, `cut(whole)`; its backward is a collective of the sequence group."""
+    """Return this rank's shard, `cut(whole)`; its backward is a collective of the sequence group."""
     shard: Tensor = _CutEmbeddings.apply(whole_BSC, cut, layout, mesh)
     return shard
 
@@ -33,7 +32,7 @@ class _CutEmbeddings(torch.autograd.Function):
         ctx: Any, whole_BSC: Tensor, cut: Callable[[Tensor], Tensor], layout: SequenceLayout, mesh: Mesh
     ) -> Tensor:
         ctx.layout, ctx.mesh, ctx.device = layout, mesh, whole_BSC.device
-        # A copy even of a whole row: a model may scale its embeddings in place.
+        # A copy even if the shard is the whole row: a model may scale its embeddings in place.
         shard = cut(whole_BSC.detach())
         return shard.clone() if shard.data_ptr() == whole_BSC.data_ptr() else shard
 

@@ -1,9 +1,14 @@
-"""`SequenceLayout`: the one truth about a batch's tokens, in plain integers.
+"""`SequenceLayout`: document spans, padding and shards of a batch, in plain integers.
 
-Computed once from the whole batch, the same on every rank of a sequence group, and frozen. Masks, positions
-and labels all follow from it, so they cannot disagree. A row holds documents, which never attend to each
-other; a token that is in no document is padding, is attended by nobody and counts in no loss.
-Token t of a row lives on shard t // L, L = padded / shards.
+A row of 10 tokens with two documents and padding, over 4 shards:
+
+    token        0  1  2 | 3  4  5 | 6  7  8 | 9  .  .      padded to 12, shard length L = 3
+    document     A  A  A   A  B  B   B  B  -   -  -  -      documents ((0, 4), (4, 8)); the rest is padding
+    shard        0         1         2         3            token t is on shard t // L
+
+The layout is computed once from the whole batch, the same on every rank of a sequence group, and frozen. Masks,
+positions and labels all follow from it, so they cannot disagree. Documents never attend to each other. No token attends
+to padding, and padding counts in no loss.
 """
 
 from __future__ import annotations
@@ -18,15 +23,15 @@ from ithaca.arguments import check_count, shown
 from ithaca.errors import BatchError
 
 Span = tuple[int, int]
-# The attention of padding's own queries; see attention/padding_queries.py.
+# Rule for the attention of queries at padding; see attention/padding_queries.py.
 Padding = Literal["zero", "masked", "averaged"]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """`documents[b]` are the (start, end) spans of row b, in order, over the padded row.
+    """Layout of one batch. `documents[b]` are the (start, end) spans of row b, in order, over the padded row.
 
-    `padding` says what attention gives at padding: zeros, or what transformers gives there.
+    `padding`: attention's output at padding is zero, or that of transformers.
     """
 
     length: int
@@ -38,7 +43,7 @@ class SequenceLayout:
 
     @classmethod
     def whole_rows(cls, batch: int, length: int, shards: int) -> SequenceLayout:
-        """Every row one document: the layout of a plain batch."""
+        """Return the layout of a plain batch, in which every row is one document."""
         check_count("shards", shards)
         check_count("batch", batch, 0)
         check_count("length", length, 0)
@@ -48,7 +53,7 @@ class SequenceLayout:
 
     @classmethod
     def packed(cls, documents_BS: Tensor, shards: int, max_position: int) -> SequenceLayout:
-        """From a document number per token, [B, S], negative where the token is padding."""
+        """Return the layout of a document number per token, [B, S], negative for padding."""
         if not isinstance(documents_BS, Tensor) or documents_BS.dim() != 2:
             found = list(documents_BS.shape) if isinstance(documents_BS, Tensor) else shown(documents_BS)
             raise BatchError(f"documents_BS is {found}: a tensor [B, S] of a document number per token is needed")
@@ -71,16 +76,16 @@ class SequenceLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are no padding."""
+        """Number of tokens without padding."""
         return sum(end - start for row in self.documents for start, end in row)
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows have the same spans, so that one kernel call can take the whole batch."""
+        """True if all rows have the same spans, so that one kernel call can take the whole batch."""
         return all(row == self.documents[0] for row in self.documents[1:])
 
     def shard(self, rank: int) -> slice:
-        """The tokens of the padded row that live on `rank`."""
+        """Return the slice of the padded row that is on `rank`."""
         return slice(rank * self.shard_length, (rank + 1) * self.shard_length)
 
 
@@ -89,7 +94,7 @@ def _round_up(length: int, shards: int) -> int:
 
 
 def _spans(documents_S: Tensor, row: int) -> tuple[Span, ...]:
-    """The runs of equal, non-negative numbers; a number that comes back after another is refused."""
+    """Return the spans of equal, non-negative numbers; refuse a number that occurs in two spans."""
     values, counts = torch.unique_consecutive(documents_S, return_counts=True)
     ends = counts.cumsum(0)
     kept = values >= 0

@@ -23,7 +23,7 @@ def visible(length: int, spec: AttentionSpec) -> Tensor:
 def naive(
     q_BShD: Tensor, k_BSkD: Tensor, v_BSkE: Tensor, spec: AttentionSpec, sinks_h: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """With sinks, the softmax has one more key of that score and of value zero."""
+    """Return attention by one softmax; a sink is one more key of that score and of value zero."""
     group = q_BShD.shape[2] // k_BSkD.shape[2]
     k_BShD, v_BShE = (x.repeat_interleave(group, 2) for x in (k_BSkD, v_BSkE))
     scores = torch.einsum("bnhd,bmhd->bhnm", q_BShD, k_BShD) * spec.scale

@@ -68,7 +68,7 @@ def encode() -> dict[str, float]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_hand_written_encoder_matches_its_twin_in_one_process(world: int) -> None:
+def test_encoder_written_by_hand_equals_one_process(world: int) -> None:
     for errors in run_ranks(world, encode):
         assert len(errors) == 1 + 12
         assert max(errors.values()) < EXACT, errors

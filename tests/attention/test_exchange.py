@@ -33,7 +33,7 @@ COLLECTIVES = (
 
 @dataclass
 class Wire:
-    """What this rank sent to others, in bytes, and how many collectives it entered."""
+    """Bytes that this rank sent to others, and the number of its collectives."""
 
     collectives: int = 0
     sent: int = 0
@@ -67,7 +67,7 @@ def lanes_of(split: HeadSplit, key: int, value: int) -> list[Lane]:
 
 
 def whole(lane: Lane, tokens: int, batch: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """The same numbers on every rank."""
+    """Return equal numbers on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, tokens, lane.heads, lane.size, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -119,7 +119,7 @@ def check_to_heads(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, st
 
 
 def check_to_tokens(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, strided: bool) -> None:
-    """Every rank brings other numbers, so a sum over copies is a sum of different ones."""
+    """Compare sums over copies: every rank sends other numbers."""
     ranks, me = dist.get_world_size(), dist.get_rank()
     lanes = lanes_of(split_heads(heads, kv_heads, ranks), 4, 6)
     exact = torch.promote_types(dtype, torch.float32)
@@ -154,7 +154,7 @@ HEADS = [(12, 12), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2)]
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_against_gathering_and_slicing(world: int) -> None:
+def test_exchange_on_several_ranks_equals_gather_and_slice(world: int) -> None:
     assert run_ranks(world, check_all, HEADS) == [len(HEADS) * 6] * world
 
 
@@ -171,7 +171,7 @@ def sum_in_bf16() -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_a_kv_head_are_summed_in_fp32() -> None:
+def test_kv_gradients_of_several_ranks_are_summed_in_fp32() -> None:
     run_ranks(4, sum_in_bf16)
 
 
@@ -185,7 +185,7 @@ def swapped_ranges() -> None:
     assert torch.equal(got, x[:, :, start:end])
 
 
-def test_a_wrong_split_is_seen() -> None:
+def test_exchange_wrong_split_is_detected() -> None:
     with pytest.raises(RankError, match="AssertionError"):
         run_ranks(2, swapped_ranges)
 
@@ -208,7 +208,7 @@ def measure(heads: int, kv_heads: int, batch: int, length: int, sp: int) -> list
     ("world", "heads", "kv_heads"), [(2, 8, 8), (2, 7, 7), (3, 9, 3), (3, 14, 2), (4, 8, 2), (4, 4, 1), (4, 14, 2)]
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_bytes_on_the_wire(world: int, heads: int, kv_heads: int, batch: int) -> None:
+def test_exchange_sends_expected_bytes(world: int, heads: int, kv_heads: int, batch: int) -> None:
     split, length = split_heads(heads, kv_heads, world), 5
     h, k = ([end - start for start, end in ranges] for ranges in (split.q, split.kv))
     for me, (forward, backward) in enumerate(run_ranks(world, measure, heads, kv_heads, batch, length, world)):
@@ -222,5 +222,5 @@ def test_bytes_on_the_wire(world: int, heads: int, kv_heads: int, batch: int) ->
         assert backward == (2, 4 * out_and_back[1])
 
 
-def test_one_rank_alone_sends_nothing() -> None:
+def test_exchange_on_one_rank_sends_nothing() -> None:
     assert run_ranks(2, measure, 8, 2, 2, 6, 1) == [[(0, 0), (0, 0)]] * 2

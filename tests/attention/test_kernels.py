@@ -22,7 +22,7 @@ from ithaca.attention.kernels.cpu import CpuKernel
 from ithaca.attention.kernels.cudnn import CudnnKernel
 from ithaca.attention.kernels.flash import FlashKernel
 from ithaca.attention.kernels.flash_packages import FlashAttn2Kernel, FlashAttn3Kernel
-from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Gradients, Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets, Gradients, Kernel
 from ithaca.errors import UnsupportedError
 from tests.attention.reference import naive, naive_grads, visible
 
@@ -98,7 +98,7 @@ def reference(tensors: tuple[Tensor, Tensor, Tensor, Tensor], spec: AttentionSpe
 @pytest.mark.parametrize("kernel", EXACT, ids=label)
 @pytest.mark.parametrize("spec", SPECS, ids=label)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_output_and_gradients_equal_dense_attention(kernel: Kernel, spec: AttentionSpec, length: int) -> None:
+def test_kernel_output_and_gradients_equal_dense_attention(kernel: Kernel, spec: AttentionSpec, length: int) -> None:
     for i, (heads, sizes) in enumerate(product(HEADS, SIZES)):
         tensors = inputs(length, heads, sizes, strided=i % 2 == 0)
         found = differences(run(kernel, tensors, spec), reference(tensors, spec))
@@ -107,8 +107,8 @@ def test_output_and_gradients_equal_dense_attention(kernel: Kernel, spec: Attent
 
 @pytest.mark.parametrize("kernel", EXACT, ids=label)
 @pytest.mark.parametrize("spec", SPECS, ids=label)
-def test_backward_is_that_of_the_given_output(kernel: Kernel, spec: AttentionSpec) -> None:
-    """With sinks the caller rescales (out, lse); gradients are then those of the softmax with sinks."""
+def test_kernel_backward_rescaled_output_gives_gradients_with_sinks(kernel: Kernel, spec: AttentionSpec) -> None:
+    """Callers rescale (out, lse) by sinks; the gradients are then those of the softmax with sinks."""
     q, k, v, dout = inputs(65, (6, 2))
     sinks = torch.linspace(-1, 2, 6, dtype=torch.float64)
     out, lse = naive(q, k, v, spec, sinks)
@@ -119,14 +119,14 @@ def test_backward_is_that_of_the_given_output(kernel: Kernel, spec: AttentionSpe
 @pytest.mark.parametrize("kernel", EXACT, ids=label)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[4], SPECS[6]], ids=label)
-def test_narrow_types_round_no_more_than_they_must(kernel: Kernel, dtype: torch.dtype, spec: AttentionSpec) -> None:
+def test_kernel_low_precision_error_is_of_rounding(kernel: Kernel, dtype: torch.dtype, spec: AttentionSpec) -> None:
     tensors = inputs(300, (6, 2), dtype=dtype)
     got = run(kernel, tensors, spec)
     assert [x.dtype for x in got] == [dtype, torch.float32, dtype, dtype, dtype]
     assert max(differences(got, reference(tensors, spec))) < TOLERANCES[dtype]
 
 
-def test_the_lse_may_have_any_strides() -> None:
+def test_cpu_backward_strided_lse_equals_contiguous() -> None:
     """torch's kernel gives it by token; what comes back from elsewhere is by head."""
     q, k, v, dout = inputs(65)
     out, lse = CpuKernel().forward(QKV(q, k, v), SPECS[0])
@@ -137,7 +137,7 @@ def test_the_lse_may_have_any_strides() -> None:
     assert max(differences(*grads)) == 0
 
 
-def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_smaller_blocks_give_equal_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ithaca.attention.kernels.blockwise.BLOCK_SCORES", 1)
     for spec in SPECS:
         tensors = inputs(65)
@@ -155,7 +155,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=str,
 )
-def test_the_comparison_sees_a_planted_fault(fault: dict[str, float]) -> None:
+def test_kernel_comparison_planted_fault_is_detected(fault: dict[str, float]) -> None:
     spec = AttentionSpec(scale=0.3, window=5, softcap=2.0)
     tensors = inputs(65)
     wrong = run(BlockwiseKernel(), tensors, replace(spec, **fault))
@@ -163,23 +163,23 @@ def test_the_comparison_sees_a_planted_fault(fault: dict[str, float]) -> None:
     assert min(differences(wrong, reference(tensors, spec))) > 1e-6
 
 
-def test_the_comparison_sees_heads_in_the_wrong_order() -> None:
+def test_kernel_comparison_permuted_heads_are_detected() -> None:
     q, k, v, dout = inputs(65, (6, 2))
     wrong = run(CpuKernel(), (q, k.flip(2), v, dout), SPECS[0])
     assert min(differences(wrong, reference((q, k, v, dout), SPECS[0]))) > 1e-3
 
 
 @pytest.mark.parametrize("kernel", EXACT, ids=label)
-def test_unequal_groups_are_stopped(kernel: Kernel) -> None:
+def test_kernel_unequal_head_groups_fail_assertion(kernel: Kernel) -> None:
     q, k, v, _ = inputs(7, (5, 2))
     with pytest.raises(AssertionError, match="5 query heads over 2"):
         kernel.forward(QKV(q, k, v), SPECS[0])
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS.values() if not k.varlen], ids=label)
-def test_a_kernel_without_varlen_says_so(kernel: Kernel) -> None:
+def test_kernel_without_varlen_refuses_bounds(kernel: Kernel) -> None:
     q, k, v, _ = (x[0] for x in inputs(7))
-    bounds = Bounds(torch.tensor([0, 3, 7], dtype=torch.int32), 4)
+    bounds = DocumentOffsets(torch.tensor([0, 3, 7], dtype=torch.int32), 4)
     with pytest.raises(NotImplementedError, match=f"{kernel.name}.*document by document"):
         kernel.forward(QKV(q, k, v, bounds), SPECS[0])
 
@@ -203,29 +203,29 @@ class PaddedOnCpu(flash_family.FlashFamily):
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (16, 24), (20, 12), (3, 5)], ids=label)
-def test_padded_head_sizes_are_exact(sizes: tuple[int, int]) -> None:
+def test_flash_family_padded_head_sizes_equal_dense(sizes: tuple[int, int]) -> None:
     for spec in SPECS:
         tensors = inputs(65, sizes=sizes)
         assert max(differences(run(PaddedOnCpu(), tensors, spec), reference(tensors, spec))) < 1e-12, spec
 
 
-def test_windows_are_told_to_flash_attention_as_keys_on_each_side() -> None:
+def test_window_sides_give_keys_on_each_side() -> None:
     assert flash_family.window_sides(AttentionSpec(1.0)) == (-1, -1)
     assert flash_family.window_sides(AttentionSpec(1.0, window=5)) == (4, 0)
     assert flash_family.window_sides(AttentionSpec(1.0, window=1, causal=False)) == (0, 0)
 
 
 @pytest.mark.parametrize("kernel", [CudnnKernel(), FlashKernel()], ids=label)
-def test_calls_fit_torch_operators(kernel: Kernel) -> None:
+def test_aten_calls_on_meta_tensors_are_accepted(kernel: Kernel) -> None:
     """Arguments and shapes, as far as meta tensors show them."""
     q, k, v, dout = (x.to("meta") for x in inputs(64, (6, 2), (24, 16), torch.bfloat16))
     got = run(kernel, (q, k, v, dout), SPECS[0])
     assert [x.shape for x in got] == [dout.shape, (2, 6, 64), q.shape, k.shape, v.shape]
 
 
-def test_varlen_calls_fit_torch_operators() -> None:
+def test_aten_varlen_calls_on_meta_tensors_are_accepted() -> None:
     q, k, v, dout = (x[0].to("meta") for x in inputs(64, (6, 2), (24, 16), torch.bfloat16))
-    bounds = Bounds(torch.tensor([0, 40, 64], dtype=torch.int32, device="meta"), 40)
+    bounds = DocumentOffsets(torch.tensor([0, 40, 64], dtype=torch.int32, device="meta"), 40)
     qkv = QKV(q, k, v, bounds)
     out, lse = FlashKernel().forward(qkv, SPECS[3])
     grads = FlashKernel().backward(dout, qkv, out, lse, SPECS[3])
@@ -235,7 +235,7 @@ def test_varlen_calls_fit_torch_operators() -> None:
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.softcap is None], ids=label)
 @pytest.mark.parametrize("length", [1, 128, 300, 513])
 @pytest.mark.parametrize("block", [16, 128])
-def test_flex_knows_which_blocks_are_seen(spec: AttentionSpec, length: int, block: int) -> None:
+def test_flex_block_kinds_equal_dense_mask(spec: AttentionSpec, length: int, block: int) -> None:
     partial, full = flex._block_kinds(length, block, spec.causal, spec.window, torch.device("cpu"))
     count = -(-length // block)
     seen = torch.zeros(count * block, count * block, dtype=torch.bool)
@@ -245,7 +245,7 @@ def test_flex_knows_which_blocks_are_seen(spec: AttentionSpec, length: int, bloc
     assert torch.equal(full, blocks.all(-1))
 
 
-def test_flex_builds_the_mask_that_torch_would() -> None:
+def test_flex_block_mask_equals_torchs() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     for spec in (SPECS[0], SPECS[3], SPECS[4]):
@@ -262,7 +262,7 @@ def test_flex_builds_the_mask_that_torch_would() -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 2, 6)], ids=["plain", "sinks"])
-def test_flex_backward_is_that_of_the_given_output(sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_backward_given_output_gives_its_gradients(sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arithmetic, around a dense forward in place of the compiled one; fp32 as flex itself."""
 
     def dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -279,25 +279,25 @@ def test_flex_backward_is_that_of_the_given_output(sinks: Tensor | None, monkeyp
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash", "flex"])
-def test_gpu_kernels_refuse_the_cpu(name: str) -> None:
+def test_gpu_kernel_on_cpu_tensor_refuses(name: str) -> None:
     q, _, v, _ = inputs(64, dtype=torch.bfloat16)
     assert "NVIDIA GPU, got a tensor on cpu" in str(KERNELS[name].refusal(q, v, SPECS[0]))
 
 
-def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_package_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ithaca.attention.kernels.flash_packages.find_spec", lambda name: None)
     q, _, v, _ = inputs(64, dtype=torch.bfloat16)
     assert "pip install flash-attn" in str(FlashAttn2Kernel().refusal(q, v, SPECS[0]))
     assert "flash_attn_3 is not installed" in str(FlashAttn3Kernel().refusal(q, v, SPECS[0]))
 
 
-def test_auto_takes_nothing_untested_and_nothing_slow() -> None:
+def test_auto_kernels_are_tested_and_fast() -> None:
     assert list(KERNELS) == ["cudnn", "flash_attn_3", "flash_attn_2", "flash", "flex", "cpu", "blockwise"]
     assert {name for name in KERNELS if name not in AUTO} == {"flash_attn_3", "flash_attn_2", "blockwise"}
     assert all(KERNELS[name].tested for name in AUTO)
 
 
-def test_the_choice_on_a_cpu() -> None:
+def test_choose_on_cpu_returns_cpu_kernel() -> None:
     q, _, v, _ = inputs(64)
     assert choose("auto", q, v, SPECS[0]).name == "cpu"
     assert choose("blockwise", q, v, SPECS[0]).name == "blockwise"
@@ -305,7 +305,7 @@ def test_the_choice_on_a_cpu() -> None:
     assert choose("cpu", q, v, SPECS[0], varlen=True) is None
 
 
-def test_a_kernel_that_refuses_names_one_that_works() -> None:
+def test_choose_refusing_kernel_names_working_one() -> None:
     q, _, v, _ = inputs(64)
     with pytest.raises(UnsupportedError, match=r"'cudnn' cannot do this call: it needs an NVIDIA GPU.*Use 'cpu'"):
         choose("cudnn", q, v, SPECS[0])
@@ -313,13 +313,13 @@ def test_a_kernel_that_refuses_names_one_that_works() -> None:
         choose("sdpa", q, v, SPECS[0])
 
 
-def test_when_nothing_works_every_reason_is_given() -> None:
+def test_choose_no_working_kernel_lists_reasons() -> None:
     q, _, v, _ = (x.to("meta") for x in inputs(64))
     with pytest.raises(UnsupportedError, match=r"cudnn: .*flash: .*flex: .*cpu: .*kernel='blockwise'"):
         choose("auto", q, v, SPECS[0])
 
 
-def test_importing_the_kernels_imports_nothing_heavy() -> None:
+def test_kernels_import_loads_no_triton() -> None:
     heavy = ("transformers", "triton", "flash_attn", "torch._dynamo")
     code = f"import sys, ithaca.attention.kernels; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -72,19 +72,19 @@ def _off(kind: Padding, spec: AttentionSpec) -> float:
 @pytest.mark.parametrize("block", [512, 2])
 @pytest.mark.parametrize("kind", ["masked", "averaged"])
 @pytest.mark.parametrize("name", SPECS)
-def test_padding_attends_as_in_transformers(name: str, kind: Padding, block: int, monkeypatch: Any) -> None:
+def test_padding_queries_equal_transformers(name: str, kind: Padding, block: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(padding_queries, "BLOCK", block)
     assert _off(kind, SPECS[name]) < FP64
 
 
-def test_padding_left_at_zero_is_seen() -> None:
+def test_padding_queries_left_zero_are_detected() -> None:
     local = _local("zero", SPECS["causal"])
     assert (
         max(float((a - b).abs().max()) for a, b in zip(local, _dense("masked", SPECS["causal"]), strict=True)) > FAULT
     )
 
 
-def test_padding_of_rows_of_several_documents_stays_zero() -> None:
+def test_padding_queries_of_packed_rows_stay_zero() -> None:
     q, k, v, _ = _inputs()
     layout = SequenceLayout(S, PADDED, 2, (((0, 4), (4, 9)),) * len(ROWS), S - 1, "masked")
     out, _ = LocalAttention(layout, SPECS["causal"], (HeadRun((0, 4), (0, 2)),), "cpu").attend(QKV(q, k, v))

@@ -118,7 +118,7 @@ def dense(case: Case, layout: SequenceLayout) -> list[Tensor]:
 
 
 def parallel(case: Case, layout: SequenceLayout, mesh: Mesh, backward: Callable[..., None]) -> list[Tensor]:
-    """This rank's shard of the same five; dsinks summed over ranks, as any weight's gradient is."""
+    """Return this rank's shard of the five results; dsinks is summed over ranks, like any weight's gradient."""
     *leaves, dout = inputs(case, layout)
     mine = layout.shard(mesh.sequence_rank)
     q, k, v = (x[:, mine].clone().requires_grad_() for x in leaves[:3])
@@ -157,7 +157,7 @@ def plain_backward(out: Tensor, dout: Tensor) -> None:
 
 
 def backward_in_a_thread(out: Tensor, dout: Tensor) -> None:
-    """As CUDA does it: nothing thread-local of the forward pass is there."""
+    """Run backward on another thread, like CUDA: nothing thread-local of the forward pass exists there."""
     thread = threading.Thread(target=out.backward, args=(dout,))
     thread.start()
     thread.join()
@@ -195,7 +195,7 @@ HEADS = [(8, 8), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2)]
 @pytest.mark.few(8)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_feature_on_every_split_and_form(world: int, heads: tuple[int, int]) -> None:
+def test_ulysses_every_feature_equals_one_process(world: int, heads: tuple[int, int]) -> None:
     cases = {
         f"{name} {form}": replace(case, heads=heads, form=form) for name, case in VARIANTS.items() for form in FORMS
     }
@@ -205,8 +205,8 @@ def test_every_feature_on_every_split_and_form(world: int, heads: tuple[int, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [5, 8])
-def test_the_larger_matrix(world: int) -> None:
-    """Every feature with every other, on splits up to one head a rank."""
+def test_ulysses_feature_products_equal_one_process(world: int) -> None:
+    """Products of all features, on splits down to one head a rank."""
     splits = [pair for pair in [*HEADS, (28, 4), (8, 4), (12, 3)] if pair[0] >= world]
     cases = {
         f"{heads} {sinks} {window} {rows is None} {causal}": Case(
@@ -225,17 +225,17 @@ def test_the_larger_matrix(world: int) -> None:
 EVERY_FORM = {f"{name} {form}": replace(case, form=form) for name, case in VARIANTS.items() for form in FORMS}
 
 
-def test_one_rank_alone() -> None:
+def test_ulysses_on_one_rank_equals_reference() -> None:
     errors = over_ranks(1, EVERY_FORM)
     assert max(errors.values()) < EXACT, errors
 
 
-def test_backward_from_a_fresh_thread() -> None:
+def test_ulysses_backward_on_another_thread_equals_reference() -> None:
     errors = over_ranks(2, EVERY_FORM, threaded=True)
     assert max(errors.values()) < EXACT, errors
 
 
-def test_fp32() -> None:
+def test_ulysses_fp32_equals_reference() -> None:
     errors = over_ranks(
         3, {name: replace(case, dtype=torch.float32, heads=(9, 3)) for name, case in EVERY_FORM.items()}
     )
@@ -320,7 +320,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_planted_fault_is_seen_in_every_form(fault: str, case: Case) -> None:
+def test_ulysses_planted_fault_is_detected(fault: str, case: Case) -> None:
     forms = {form: replace(case, form=form) for form in FORMS}
     assert max(over_ranks(4, forms).values()) < EXACT
     assert min(over_ranks(4, forms, fault).values()) > SEEN
@@ -337,7 +337,7 @@ def frozen_inputs() -> float:
     return float(v.grad.abs().sum())
 
 
-def test_a_gradient_through_one_input_alone() -> None:
+def test_ulysses_frozen_inputs_give_gradient_of_v() -> None:
     assert min(run_ranks(2, frozen_inputs)) > 0
 
 

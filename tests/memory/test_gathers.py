@@ -55,14 +55,14 @@ def _step(modes: tuple[LayerMode, ...]) -> tuple[dict[int, int], int, int]:
 
 
 @pytest.mark.parametrize("mode", ["keep", "save", "recompute"])
-def test_twice_a_step(mode: LayerMode) -> None:
+def test_weights_of_recomputed_layer_are_gathered_twice(mode: LayerMode) -> None:
     for gathers, most, left in run_ranks(2, _step, (mode,) * LAYERS):
         assert gathers == dict.fromkeys(range(LAYERS), 2), "once forward, once backward"
         assert most <= GATHERED
         assert left == 0
 
 
-def test_once_more_for_a_rebuilt_input() -> None:
+def test_weights_of_rebuilt_layer_are_gathered_once_more() -> None:
     """The last layer of a chain is the one whose backward needs the others run again; it is not itself."""
     chain: tuple[LayerMode, ...] = ("save", "rebuild", "rebuild", "rebuild")
     for gathers, most, left in run_ranks(2, _step, chain * (LAYERS // 4)):

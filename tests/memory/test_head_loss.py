@@ -47,7 +47,7 @@ def operands(*, bias: bool, learned: float = 0.7) -> tuple[list[Tensor], Tensor]
 @pytest.mark.parametrize("tile", [1, 4, 11, 64])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_equals_the_whole(spec: LossSpec, bias: bool, tile: int) -> None:
+def test_head_loss_in_tiles_equals_whole_logits(spec: LossSpec, bias: bool, tile: int) -> None:
     """Value and every gradient, under a factor that arrives only in backward; 22 tokens leave a tail."""
     leaves, targets = operands(bias=bias)
     hidden, weight, *rest = leaves
@@ -60,7 +60,7 @@ def test_equals_the_whole(spec: LossSpec, bias: bool, tile: int) -> None:
         torch.testing.assert_close(got, want, rtol=FP64, atol=FP64)
 
 
-def test_nothing_learned_is_zero_with_a_graph() -> None:
+def test_head_loss_without_targets_is_zero_with_graph() -> None:
     leaves, targets = operands(bias=False, learned=-1.0)
     total, count = head_loss(*leaves, None, targets, 4, LossSpec())
     assert total.item() == count.item() == 0
@@ -68,7 +68,7 @@ def test_nothing_learned_is_zero_with_a_graph() -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_side_gets_no_gradient_and_the_other_its_own(frozen: int) -> None:
+def test_head_loss_frozen_side_gets_no_gradient(frozen: int) -> None:
     leaves, targets = operands(bias=False)
     leaves[frozen].requires_grad_(False)
     total, _ = head_loss(*leaves, None, targets, 4, LossSpec())
@@ -77,8 +77,8 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_its_own(frozen: int) -> No
     torch.testing.assert_close(got, want, rtol=FP64, atol=FP64)
 
 
-def test_no_more_logits_than_a_tile() -> None:
-    """What is wide as the vocabulary is as long as a tile, or is the weight."""
+def test_head_loss_allocates_one_tile_of_logits() -> None:
+    """Tensors as wide as the vocabulary are as long as a tile, or are the weight."""
     leaves, targets = operands(bias=False)
     longest = 0
 
@@ -96,7 +96,7 @@ def test_no_more_logits_than_a_tile() -> None:
     assert longest == 6, "the transposed weight; a tile has 4 tokens, the whole 22"
 
 
-def test_hidden_states_do_not_wait_for_backward() -> None:
+def test_head_loss_after_forward_frees_hidden_states() -> None:
     """The loss is there until backward ends: what its gradients were made of need not be."""
     (hidden, weight), targets = operands(bias=False)
     normed = hidden * 2
@@ -110,7 +110,7 @@ def test_hidden_states_do_not_wait_for_backward() -> None:
         torch.testing.assert_close(got, want, rtol=FP64, atol=FP64)
 
 
-def test_a_tile_is_gone_before_the_next_one_comes() -> None:
+def test_head_loss_tile_is_freed_before_next() -> None:
     leaves, targets = operands(bias=False)
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []

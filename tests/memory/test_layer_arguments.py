@@ -29,7 +29,7 @@ CONTAINERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_container_comes_back_as_a_copy(name: str) -> None:
+def test_arguments_container_is_rebuilt_as_copy(name: str) -> None:
     given = CONTAINERS[name]
     arguments, originals = Arguments.of((tensor(), given), {"again": given, "size": torch.Size([2]), "flag": True})
     assert len(originals) == 1, "one container at two places is one"
@@ -41,14 +41,14 @@ def test_a_container_comes_back_as_a_copy(name: str) -> None:
     assert arguments.changes(run.flat, run.containers, []) == ([], [])
 
 
-def test_a_container_may_hold_itself() -> None:
+def test_arguments_container_holding_itself_is_rebuilt() -> None:
     given: dict[str, Any] = {"x": tensor()}
     given["self"] = given
     run = Arguments.of((given,), {})[0].run_with([], [])
     assert run.args[0]["self"] is run.args[0] is not given
 
 
-def test_what_is_left_behind_reaches_the_callers_container() -> None:
+def test_arguments_changed_container_updates_callers() -> None:
     inner: list[Any] = [tensor()]
     outer: dict[str, Any] = {"inner": inner, "gone": tensor(), "swapped": (tensor(), tensor())}
     hidden = tensor(trains=True)
@@ -76,7 +76,7 @@ def test_what_is_left_behind_reaches_the_callers_container() -> None:
 
 
 @pytest.mark.parametrize("made", [[], {}, object(), SimpleNamespace(), {1}])
-def test_another_object_in_a_container_is_refused(made: Any) -> None:
+def test_arguments_other_object_in_container_is_refused(made: Any) -> None:
     arguments, _ = Arguments.of((tensor(),), {"other": 1, "state": (1, {"x": {}})})
     run = arguments.run_with([], [])
     run.kwargs["state"][1]["x"]["new"] = made
@@ -95,18 +95,18 @@ HOLDERS = [lambda x: SimpleNamespace(a={"b": [x]}), Slotted, lambda x: {x}, lamb
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_graph_inside_another_object_is_refused(holder: Any) -> None:
+def test_arguments_graph_inside_object_is_refused(holder: Any) -> None:
     Arguments.of((tensor(), holder(tensor())), {})[0].refuse_hidden_graphs()
     with pytest.raises(UnsupportedError, match=r"argument 2, a .*, holds tensors that want a gradient"):
         Arguments.of((tensor(), holder(tensor(trains=True))), {})[0].refuse_hidden_graphs()
 
 
-def test_changes_in_place_are_seen() -> None:
+def test_arguments_changed_in_place_are_reported() -> None:
     inside, shared = SimpleNamespace(a={"b": [1]}), tensor()
     arguments, _ = Arguments.of((tensor(), (shared, shared[:1])), {"bag": inside, "state": {"t": tensor()}})
 
     def changed(change: Any) -> str | None:
-        seen = arguments.seen(arguments.flat)
+        seen = arguments.object_versions(arguments.flat)
         change()
         return arguments.changed_in_place(arguments.flat, seen)
 

@@ -20,7 +20,7 @@ SPECS = [LossSpec(), LossSpec(softcap=5.0), LossSpec(smoothing=0.1), LossSpec(so
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """What was found before is looked for again."""
+    """Clear the cache before and after."""
     liger.tile_kernel.cache_clear()
     yield
     liger.tile_kernel.cache_clear()
@@ -34,19 +34,19 @@ def installed(*arguments: str) -> Any:
     return patch.dict(sys.modules, modules)
 
 
-def test_without_the_package_there_is_no_kernel() -> None:
+def test_liger_not_installed_gives_none() -> None:
     with patch.object(liger, "find_spec", lambda _: None):
         assert liger.tile_kernel() is None
 
 
-def test_a_package_that_cannot_be_imported_is_none() -> None:
+def test_liger_broken_import_gives_none() -> None:
     # Of a package that was imported before, too: what is asked for by its full name is looked up by it.
     broken = dict.fromkeys(("liger_kernel", "liger_kernel.ops.cross_entropy"))
     with patch.object(liger, "find_spec", lambda _: True), patch.dict(sys.modules, broken):
         assert liger.tile_kernel() is None
 
 
-def test_a_kernel_with_other_arguments_is_left_alone() -> None:
+def test_liger_other_arguments_give_none() -> None:
     known = sorted(liger.USED | liger.UNUSED.keys())
     with patch.object(liger, "find_spec", lambda _: True):
         with installed(*known):
@@ -80,7 +80,7 @@ class Standing:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_setting_reaches_the_kernel(spec: LossSpec) -> None:
+def test_liger_settings_reach_kernel(spec: LossSpec) -> None:
     logits, targets = torch.randn(7, 33), torch.randint(0, 33, (7,))
     targets[2] = IGNORE_INDEX
     loss, gradient = loss_and_gradient(logits, targets, spec)
@@ -94,7 +94,7 @@ def test_every_setting_reaches_the_kernel(spec: LossSpec) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("vocabulary", [1000, 128_256])
-def test_the_kernel_itself(spec: LossSpec, vocabulary: int) -> None:
+def test_liger_kernel_on_gpu_equals_reference(spec: LossSpec, vocabulary: int) -> None:
     kernel = liger.tile_kernel()
     if kernel is None:
         pytest.skip("needs liger-kernel")

@@ -46,7 +46,7 @@ def store() -> HostStore:
     return HostStore(torch.device("cuda", 0))
 
 
-def test_more_than_the_host_has_is_refused_before_anything_is_pinned(driver: Driver) -> None:
+def test_store_size_beyond_host_is_refused_unpinned(driver: Driver) -> None:
     pool = store()
     with patch.object(offload.psutil, "virtual_memory") as memory:
         memory.return_value.available = offload.RESERVE + 2**30
@@ -56,7 +56,7 @@ def test_more_than_the_host_has_is_refused_before_anything_is_pinned(driver: Dri
     assert pool.pinned == 0
 
 
-def test_a_shorter_row_finds_room_in_what_a_long_one_left(driver: Driver) -> None:
+def test_store_full_host_reuses_large_block(driver: Driver) -> None:
     """Free blocks are no use to a host that has no memory left: one far too large is taken, small ones are given back."""
     pool = store()
     pool.reserve([2**12, 2**20])
@@ -70,7 +70,7 @@ def test_a_shorter_row_finds_room_in_what_a_long_one_left(driver: Driver) -> Non
     assert list(driver.held.values()) == [2**20]
 
 
-def test_what_the_driver_does_not_pin_is_said_with_where_to_look(driver: Driver) -> None:
+def test_store_driver_error_names_ulimit(driver: Driver) -> None:
     with (
         patch.object(driver, "cudaHostRegister", lambda *_: 2),
         pytest.raises(HostMemoryError, match=r"did not pin .*error 2.*ulimit -l"),
@@ -79,7 +79,7 @@ def test_what_the_driver_does_not_pin_is_said_with_where_to_look(driver: Driver)
 
 
 def _pages(address: int, size: int) -> list[bool]:
-    """Of every whole page of this memory, whether it is there."""
+    """Return True for each resident page of this memory."""
     first, end = -(-address // mmap.PAGESIZE), (address + size) // mmap.PAGESIZE
     there = (ctypes.c_ubyte * (end - first))()
     length = ctypes.c_size_t((end - first) * mmap.PAGESIZE)
@@ -87,7 +87,7 @@ def _pages(address: int, size: int) -> list[bool]:
     return [bool(page & 1) for page in there]
 
 
-def test_every_page_is_there_before_the_driver_pins_it(driver: Driver) -> None:
+def test_store_pages_are_faulted_in_before_pinning(driver: Driver) -> None:
     """Pages that the driver would have to ask for take it four times as long."""
     seen: list[bool] = []
 
@@ -101,7 +101,7 @@ def test_every_page_is_there_before_the_driver_pins_it(driver: Driver) -> None:
     assert all(seen)
 
 
-def test_a_block_is_reused_where_it_is_not_far_too_large(driver: Driver) -> None:
+def test_store_block_of_up_to_twice_the_size_is_reused(driver: Driver) -> None:
     pool = store()
     pool.reserve([1024, 4096])
     assert pool._take(1000).memory.nbytes == 1024
@@ -111,7 +111,7 @@ def test_a_block_is_reused_where_it_is_not_far_too_large(driver: Driver) -> None
     assert pool.pinned == 1024 + 1000 + 4096
 
 
-def test_rows_of_many_lengths_do_not_take_the_whole_host(driver: Driver) -> None:
+def test_store_many_sizes_stay_below_spare(driver: Driver) -> None:
     pool, layers, longest = store(), 8, 0
     for size in (1000, 1100, 1200, 400, 1300, 300, 1400, 1500, 200, 1600):
         blocks = [pool._take(size) for _ in range(layers)]
@@ -123,7 +123,7 @@ def test_rows_of_many_lengths_do_not_take_the_whole_host(driver: Driver) -> None
         blocks.clear()
 
 
-def test_reserving_changes_what_lies_free_and_closing_gives_it_back(driver: Driver) -> None:
+def test_store_reserve_replaces_free_blocks(driver: Driver) -> None:
     pool = store()
     pool.reserve([512, 512])
     used = pool._take(512)
@@ -135,7 +135,7 @@ def test_reserving_changes_what_lies_free_and_closing_gives_it_back(driver: Driv
     assert pool.pinned == 512
 
 
-def test_a_pool_that_is_dropped_leaves_nothing_pinned(driver: Driver) -> None:
+def test_store_dropped_unpins_blocks(driver: Driver) -> None:
     pool = store()
     pool.reserve([512, 2048])
     ticket = Ticket(pool, None, pool._take(2048), [])
@@ -145,7 +145,7 @@ def test_a_pool_that_is_dropped_leaves_nothing_pinned(driver: Driver) -> None:
     assert not driver.held
 
 
-def test_a_graph_in_a_cycle_leaves_nothing_pinned_either(driver: Driver) -> None:
+def test_store_in_reference_cycle_unpins_blocks(driver: Driver) -> None:
     pool = store()
     pool.reserve([512, 2048])
     ticket = Ticket(pool, None, pool._take(2048), [])
@@ -155,7 +155,7 @@ def test_a_graph_in_a_cycle_leaves_nothing_pinned_either(driver: Driver) -> None
     assert not driver.held
 
 
-def test_on_a_cpu_tensors_stay_where_they_are() -> None:
+def test_store_on_cpu_keeps_tensors() -> None:
     kept: list[Tensor] = [torch.ones(3)]
     ticket = HostStore(torch.device("cpu")).put(kept)
     assert ticket.get()[0] is kept[0]

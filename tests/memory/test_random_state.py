@@ -26,7 +26,7 @@ MEMORIES = {"none": None} | {mode: MemoryPlan((mode,) * 2, (False,) * 2, 5, 7) f
 
 
 def dropout_masks(sp: int, memory: str, passes: int = 2) -> tuple[list[Tensor], Tensor]:
-    """What the embeddings' dropout drops in each pass, and the generator's state after the last; one seed on all ranks."""
+    """Return the embeddings' dropout mask of each pass and the last generator state; one seed on all ranks."""
     mesh = init_mesh(sp=sp)
     model = parallelize(small_model("gpt2", **DROPPED), mesh, memory=MEMORIES[memory]).train()
     masks: list[Tensor] = []
@@ -38,7 +38,7 @@ def dropout_masks(sp: int, memory: str, passes: int = 2) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("memory", list(MEMORIES))
-def test_shards_drop_different_numbers_and_ranks_stay_in_step(memory: str) -> None:
+def test_shard_rng_dropout_differs_by_shard(memory: str) -> None:
     (first, state), (second, other) = run_ranks(2, dropout_masks, 2, memory)
     assert torch.equal(state, other)
     assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -51,7 +51,7 @@ def _not_apart() -> tuple[list[Tensor], Tensor]:
         return dropout_masks(2, "none")
 
 
-def test_one_mask_for_all_shards_is_seen() -> None:
+def test_shard_rng_removed_equal_masks_are_detected() -> None:
     (first, _), (second, _) = run_ranks(2, _not_apart)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -70,12 +70,12 @@ def _like_plain() -> bool:
     return found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
-def test_one_process_draws_what_the_plain_model_draws() -> None:
+def test_shard_rng_one_process_draws_as_plain_model() -> None:
     assert run_ranks(1, _like_plain) == [True]
 
 
 def _untouched(train: bool, dropped: bool) -> bool:
-    """Whether a pass that draws nothing leaves the caller's generator where it was."""
+    """True if a pass that draws nothing leaves the caller's generator unchanged."""
     mesh = init_mesh(sp=2)
     model = parallelize(small_model("gpt2", **(DROPPED if dropped else NOTHING)), mesh).train(train)
     before = torch.get_rng_state()
@@ -84,7 +84,7 @@ def _untouched(train: bool, dropped: bool) -> bool:
 
 
 @pytest.mark.parametrize(("train", "dropped", "same"), [(True, False, True), (False, True, True), (True, True, False)])
-def test_the_caller_s_generator_moves_only_where_numbers_were_drawn(train: bool, dropped: bool, same: bool) -> None:
+def test_shard_rng_end_advances_generator_only_after_draws(train: bool, dropped: bool, same: bool) -> None:
     assert run_ranks(2, _untouched, train, dropped) == [same, same]
 
 
@@ -105,7 +105,7 @@ def _after_an_error() -> bool:
     return torch.equal(*states)
 
 
-def test_ranks_stay_in_step_after_an_error() -> None:
+def test_shard_rng_after_error_ranks_have_equal_states() -> None:
     assert run_ranks(2, _after_an_error) == [True, True]
 
 
@@ -120,6 +120,6 @@ def _unequal_experts() -> Tensor:
     return torch.get_rng_state()
 
 
-def test_ranks_stay_in_step_where_one_drew_and_another_did_not() -> None:
+def test_shard_rng_one_rank_drew_ranks_have_equal_states() -> None:
     first, second = run_ranks(2, _unequal_experts)
     assert torch.equal(first, second)

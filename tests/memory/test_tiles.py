@@ -1,4 +1,4 @@
-"""What a unit gives back when all its tokens are one tile, and when they are several."""
+"""Outputs and gradients of a unit whose tokens are one tile, or several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ithaca.memory.tiles import Unit
 
 
 @pytest.mark.parametrize(("tile", "copied"), [(8, False), (4, True)])
-def test_the_gradient_of_one_tile_is_handed_on_as_it_is(tile: int, copied: bool) -> None:
+def test_unit_of_one_tile_returns_gradient_uncopied(tile: int, copied: bool) -> None:
     """A second tensor of that size beside it would be one residual stream more at a layer's peak."""
     made: list[Tensor] = []
 
@@ -26,7 +26,7 @@ def test_the_gradient_of_one_tile_is_handed_on_as_it_is(tile: int, copied: bool)
 
 
 @pytest.mark.parametrize("tile", [8, 4])
-def test_an_input_that_wants_no_gradient_gets_none(tile: int) -> None:
+def test_unit_frozen_input_gets_no_gradient(tile: int) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     unit = Unit(lambda x_BtC: x_BtC * weight, lambda: [weight], tile=tile)
     x_BLC = torch.arange(16.0).view(1, 8, 2)
@@ -37,7 +37,7 @@ def test_an_input_that_wants_no_gradient_gets_none(tile: int) -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [(8, 3), (3, 8)])
-def test_tiles_that_change_before_backward_draw_what_they_drew(then: int, now: int) -> None:
+def test_unit_changed_tile_draws_forwards_numbers(then: int, now: int) -> None:
     def noise(x_BtC: Tensor) -> Tensor:
         return x_BtC * torch.rand(1)
 

@@ -32,7 +32,7 @@ def setup(sp: int = 2) -> tuple[Any, Mesh]:
 
 
 def swapped(ids: torch.Tensor, a: int, b: int) -> torch.Tensor:
-    """The same ids in another order: a plain sum would not tell."""
+    """Return a batch with the ids in another order: a plain sum is equal."""
     other = ids.clone()
     other[0, a], other[0, b] = ids[0, b], ids[0, a]
     return other
@@ -76,7 +76,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_different_batches_in_one_sequence_group_are_refused_on_all_ranks(what: str) -> None:
+def test_agree_different_batches_in_group_raise_on_all(what: str) -> None:
     batch, change, message = DIFFERENT[what]
     expect_refusal(
         2,
@@ -91,7 +91,7 @@ def test_different_batches_in_one_sequence_group_are_refused_on_all_ranks(what: 
 
 
 @pytest.mark.slow
-def test_a_group_elsewhere_stops_all_ranks() -> None:
+def test_agree_bad_group_elsewhere_raises_on_all() -> None:
     batch, change, _ = DIFFERENT["order"]
     expect_refusal(4, unlike, 3, batch, change, 2, error="BatchError", match="ranks 2 and 3 share one sequence")
 
@@ -119,7 +119,7 @@ def frozen_on_one(when: str, sp: int) -> None:
         ("no_grad", r"rank 1 runs under torch.no_grad\(\) and rank 0 does not"),
     ],
 )
-def test_ranks_that_train_different_weights_are_refused(when: str, match: str, sp: int) -> None:
+def test_agree_different_trained_weights_raise(when: str, match: str, sp: int) -> None:
     """A gradient is reduced by all ranks: without the refusal the others wait for ever."""
     expect_refusal(2, frozen_on_one, when, sp, error="UnsupportedError", match=match, timeout=60)
 
@@ -134,7 +134,7 @@ def own_options(options: dict[str, float], sp: int) -> None:
 @pytest.mark.parametrize(
     "options", [{"count": 11}, {}, {"count": 22, "z_loss": 1e-4}, {"count": 22, "label_smoothing": 0.1}], ids=str
 )
-def test_ranks_that_divide_by_different_numbers_are_refused(options: dict[str, float], sp: int) -> None:
+def test_agree_different_counts_raise(options: dict[str, float], sp: int) -> None:
     """Such as a number of targets that each rank counted by itself: the parts would add up to no mean."""
     said = "ranks 0 and 1 differ in count, label_smoothing, z_loss: pass the same on every rank; .*count_tokens"
     expect_refusal(2, own_options, options, sp, error="BatchError", match=said)
@@ -147,7 +147,7 @@ def by_data_rank() -> float:
 
 
 @pytest.mark.slow
-def test_ranks_of_different_data_may_differ() -> None:
+def test_agree_different_data_ranks_pass() -> None:
     assert len(set(run_ranks(4, by_data_rank))) == 1
 
 
@@ -155,7 +155,7 @@ GOOD = small_batch(1, 12)
 
 
 def recover(bad: dict[str, Any], culprit: int) -> tuple[str, float, float]:
-    """What this rank raised in a bad step, the loss of the next step, and the loss of a fresh model."""
+    """Return this rank's error in a bad step, the loss of the next step, and the loss of a fresh model."""
     model, mesh = setup()
     before = float(causal_loss(model, GOOD, mesh).detach())
     said = "nothing"
@@ -183,7 +183,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_batch_on_one_rank_ends_the_step_on_all_and_the_next_works(what: str) -> None:
+def test_agree_bad_batch_on_one_rank_next_step_works(what: str) -> None:
     bad, own = BAD[what]
     said = run_ranks(2, recover, bad, 1, timeout=30)
     assert_said(said[1][0], own)
@@ -207,7 +207,7 @@ def count(bad: bool) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_tokens_are_counted_once_a_sequence_and_a_bad_batch_stops_all() -> None:
+def test_count_tokens_counts_each_sequence_once() -> None:
     assert run_ranks(4, count, False, timeout=30) == [str((4 + 12) + (5 + 12))] * 4
     said = run_ranks(4, count, True, timeout=30)
     assert_said(said[1], r"BatchError: labels has shape \[2, 6\]")
@@ -220,7 +220,7 @@ def negative_count() -> None:
     causal_loss(model, GOOD, mesh, count=-1)
 
 
-def test_a_negative_count_is_refused() -> None:
+def test_causal_loss_negative_count_is_refused() -> None:
     expect_refusal(2, negative_count, error="BatchError", match="count=-1: pass what ithaca.count_tokens")
 
 
@@ -228,7 +228,7 @@ def unbound() -> None:
     causal_loss(small_model("llama"), GOOD, init_mesh(sp=2))
 
 
-def test_a_model_that_is_not_parallelized_is_named() -> None:
+def test_causal_loss_plain_model_is_refused() -> None:
     expect_refusal(
         2, unbound, error="UnsupportedError", match=r"LlamaForCausalLM is not parallelized: call ithaca\.para"
     )
@@ -238,12 +238,12 @@ def turned_arguments() -> None:
     causal_loss(GOOD, small_model("llama"), init_mesh(sp=2))  # type: ignore[arg-type]
 
 
-def test_a_batch_in_the_models_place_is_named() -> None:
+def test_causal_loss_batch_as_model_is_refused() -> None:
     expect_refusal(2, turned_arguments, error="UnsupportedError", match="the model is a dict: pass what ithaca.paral")
 
 
 def loss_of_nothing() -> tuple[float, float]:
-    """All labels -100, on all shards: zero and not NaN, and a backward that every rank takes part in."""
+    """Return loss and largest gradient of a batch with all labels -100: zero and not NaN, and backward runs on every rank."""
     model, mesh = setup()
     loss = causal_loss(model, GOOD | {"labels": torch.full_like(GOOD["input_ids"], -100)}, mesh)
     loss.backward()
@@ -252,5 +252,5 @@ def loss_of_nothing() -> tuple[float, float]:
     return float(loss.detach()), largest
 
 
-def test_a_batch_without_targets_costs_nothing() -> None:
+def test_causal_loss_without_targets_is_zero() -> None:
     assert run_ranks(2, loss_of_nothing, timeout=30) == [(0.0, 0.0)] * 2

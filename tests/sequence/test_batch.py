@@ -57,7 +57,7 @@ SPANS = ((0, 3), (3, 5), (5, 6), (6, 7))
     ],
     ids=lambda d: "+".join(d),
 )
-def test_the_ways_to_name_documents_agree(documents: dict[str, Any]) -> None:
+def test_document_keys_give_equal_layouts(documents: dict[str, Any]) -> None:
     """One-token documents among them."""
     shard = cut({"input_ids": TOKENS, **documents})
     assert shard.layout.documents == (SPANS,)
@@ -66,7 +66,7 @@ def test_the_ways_to_name_documents_agree(documents: dict[str, Any]) -> None:
     assert shard.count == count_targets({"input_ids": TOKENS, **documents}) == 3
 
 
-def test_cu_seqlens_over_several_rows() -> None:
+def test_cu_seqlens_over_rows_give_documents() -> None:
     shard = cut({"input_ids": ids([1, 2, 3], [4, 5, 6]), "cu_seqlens": torch.tensor([0, 2, 3, 6])})
     assert shard.layout.documents == (((0, 2), (2, 3)), ((0, 3),))
     assert shard.inputs["position_ids"].tolist() == [[0, 1, 0], [0, 1, 2]]
@@ -85,7 +85,9 @@ def test_cu_seqlens_over_several_rows() -> None:
     ids=["full", "left", "right", "both", "one", "none"],
 )
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
-def test_padding_masks(mask: list[int], spans: tuple[Any, ...], targets: list[int], dtype: torch.dtype) -> None:
+def test_padding_mask_gives_documents(
+    mask: list[int], spans: tuple[Any, ...], targets: list[int], dtype: torch.dtype
+) -> None:
     shard = cut({"input_ids": TOKENS, "attention_mask": ids(mask).to(dtype)})
     assert shard.layout.documents == (spans,)
     assert shard.targets.tolist() == [targets]
@@ -95,7 +97,7 @@ def test_padding_masks(mask: list[int], spans: tuple[Any, ...], targets: list[in
     assert shard.inputs["position_ids"].tolist() == [list(range(7))]
 
 
-def test_padding_with_positions_that_restart_in_it() -> None:
+def test_padding_positions_begin_no_document() -> None:
     """A collator's padded positions stay 0: that must not number documents, left nor right."""
     left = {"attention_mask": ids([0, 0, 0, 1, 1, 1, 1]), "position_ids": ids([0, 0, 0, 0, 1, 2, 3])}
     right = {"attention_mask": ids([1, 1, 1, 1, 0, 0, 0]), "position_ids": ids([0, 1, 2, 3, 0, 0, 0])}
@@ -108,21 +110,21 @@ def test_padding_with_positions_that_restart_in_it() -> None:
     assert cut({"input_ids": TOKENS, **left, "document_ids": ids([0] * 7)}).layout.documents == (((3, 7),),)
 
 
-def test_document_ids_below_zero_are_padding() -> None:
+def test_document_ids_negative_are_padding() -> None:
     shard = cut({"input_ids": TOKENS, "document_ids": ids([-1, 0, 0, 1, 1, -1, -1])})
     assert shard.layout.documents == (((1, 3), (3, 5)),)
     assert shard.targets.tolist() == [[N, 13, N, 15, N, N, N]]
     assert shard.inputs["position_ids"].tolist()[0][1:5] == [0, 1, 0, 1]
 
 
-def test_a_row_of_padding_beside_a_real_one() -> None:
+def test_row_of_padding_has_no_documents() -> None:
     batch = {"input_ids": ids([1, 2, 3], [4, 5, 6]), "attention_mask": ids([1, 1, 1], [0, 0, 0])}
     shard = cut(batch)
     assert shard.layout.documents == (((0, 3),), ())
     assert shard.count == 2
 
 
-def test_documents_with_positions_that_go_on_are_taken_as_given() -> None:
+def test_documents_with_continued_positions_keep_them() -> None:
     shard = cut({"input_ids": TOKENS, "position_ids": ids(list(range(7))), "cu_seqlens": [0, 3, 7]})
     assert shard.layout.documents == (((0, 3), (3, 7)),)
     assert shard.inputs["position_ids"].tolist() == [list(range(7))]
@@ -142,9 +144,7 @@ SPREAD = {
 
 @pytest.mark.parametrize("name", list(SPREAD))
 @pytest.mark.parametrize("beside", [{"attention_mask": ids([1] * 7)}, {"document_ids": ids([3] * 7)}])
-def test_positions_beside_a_mask_or_named_documents_are_positions_and_no_more(
-    name: str, beside: dict[str, Any]
-) -> None:
+def test_positions_beside_mask_name_no_documents(name: str, beside: dict[str, Any]) -> None:
     positions = ids(SPREAD[name])
     shard = cut({"input_ids": TOKENS, "position_ids": positions, **beside})
     assert shard.layout.documents == (((0, 7),),)
@@ -152,26 +152,26 @@ def test_positions_beside_a_mask_or_named_documents_are_positions_and_no_more(
     assert shard.count == 6
 
 
-def test_documents_of_positions_that_begin_anywhere_but_at_zero() -> None:
+def test_positions_from_nonzero_start_give_documents() -> None:
     """A row that goes on with the last one's document, and collators for models whose positions begin at 2."""
     goes_on, from_two = ids([90, 91, 92, 0, 1, 0, 1]), ids([2, 3, 4, 2, 2, 2, 3])
     assert cut({"input_ids": TOKENS, "position_ids": goes_on}).layout.documents == (((0, 3), (3, 5), (5, 7)),)
     assert cut({"input_ids": TOKENS, "position_ids": from_two}).layout.documents == (((0, 3), (3, 4), (4, 5), (5, 7)),)
 
 
-def test_a_row_of_padding_without_a_mask_is_no_jump() -> None:
+def test_row_of_equal_positions_is_accepted() -> None:
     """A packed batch with a row that is padding alone: nothing is to be learned there."""
     batch = {"position_ids": ids(list(range(7)), [0] * 7), "labels": ids([1] * 7, [N] * 7)}
     assert cut({"input_ids": TOKENS.expand(2, 7), **batch}).count == 6
 
 
-def test_unsigned_positions_that_fall_begin_documents() -> None:
+def test_positions_unsigned_restart_gives_documents() -> None:
     shard = cut({"input_ids": TOKENS, "position_ids": POSITIONS.to(torch.uint8)})
     assert shard.layout.documents == (SPANS,)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 8])
-def test_pieces_put_together_are_the_padded_whole(shards: int) -> None:
+def test_shards_concatenated_equal_padded_batch(shards: int) -> None:
     batch = {
         "input_ids": torch.stack([TOKENS[0], TOKENS[0] + 10]),
         "position_ids": torch.stack([POSITIONS[0], torch.arange(7)]),
@@ -186,7 +186,7 @@ def test_pieces_put_together_are_the_padded_whole(shards: int) -> None:
     assert real.tolist() == [[True] * 7 + [False] * pad] * 2
 
 
-def test_the_last_token_of_a_shard_learns_the_first_of_the_next() -> None:
+def test_targets_of_last_shard_token_are_next_shards() -> None:
     first, second = (cut({"input_ids": ids([1, 2, 3, 4])}, 2, rank) for rank in (0, 1))
     assert first.targets.tolist() == [[2, 3]]
     assert second.targets.tolist() == [[4, N]]
@@ -194,14 +194,14 @@ def test_the_last_token_of_a_shard_learns_the_first_of_the_next() -> None:
     assert first.count == second.count == 3
 
 
-def test_more_shards_than_tokens() -> None:
+def test_shards_beyond_tokens_are_padding() -> None:
     got_ids, _, targets, real = whole({"input_ids": ids([5, 6])}, 8)
     assert got_ids.tolist() == [[5, 6, 6, 6, 6, 6, 6, 6]]
     assert targets.tolist() == [[6, N, N, N, N, N, N, N]]
     assert real.sum() == 2
 
 
-def test_labels() -> None:
+def test_labels_give_targets_within_documents() -> None:
     """Labels are shifted, shift_labels are not; without labels the ids are learned."""
     assert cut({"input_ids": ids([1, 2, 3])}).targets.tolist() == [[2, 3, N]]
     assert cut({"input_ids": ids([1, 2, 3]), "labels": ids([7, 8, N])}).targets.tolist() == [[8, N, N]]
@@ -211,7 +211,7 @@ def test_labels() -> None:
     assert cut({"input_ids": ids([1, 2]), "labels": ids([N, N])}).count == 0
 
 
-def test_ids_of_any_integer_type_make_ids_and_targets_that_a_model_takes() -> None:
+def test_ids_of_any_integer_dtype_become_int64() -> None:
     for dtype in (torch.int32, torch.int16, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.uint32):
         shard = cut({"input_ids": ids([1, 2, 3]).to(dtype), "labels": ids([1, 2, 3]).to(dtype)}, vocab_size=20)
         assert shard.inputs["input_ids"].dtype == torch.int64
@@ -220,12 +220,12 @@ def test_ids_of_any_integer_type_make_ids_and_targets_that_a_model_takes() -> No
         assert shard.targets.tolist() == [[2, 3, N]]
 
 
-def test_what_is_no_batch_is_named() -> None:
+def test_batch_of_other_type_is_refused() -> None:
     with pytest.raises(BatchError, match="the batch is a list: a dict with input_ids"):
         cut([1, 2, 3])  # type: ignore[arg-type]
 
 
-def test_embeddings() -> None:
+def test_embeddings_give_shards_with_gradient() -> None:
     embeds = torch.arange(24.0).view(2, 3, 4)
     batch = {"inputs_embeds": embeds, "labels": ids([1, 2, 3], [4, 5, 6])}
     pieces = [cut(batch, 2, rank) for rank in (0, 1)]
@@ -239,13 +239,13 @@ def test_embeddings() -> None:
         cut({"inputs_embeds": embeds})
 
 
-def test_max_position_is_of_the_whole_row_on_every_shard() -> None:
+def test_max_position_is_of_whole_row() -> None:
     assert [cut({"input_ids": TOKENS}, 4, rank).layout.max_position for rank in range(4)] == [6] * 4
     far = {"input_ids": ids([1, 2, 3]), "position_ids": ids([90, 91, 92])}
     assert [cut(far, 3, rank).layout.max_position for rank in range(3)] == [92] * 3
 
 
-def test_flags_travel_and_redundant_keys_do_not() -> None:
+def test_flags_are_inputs_redundant_keys_are_not() -> None:
     shard = cut({"input_ids": TOKENS, "output_router_logits": True, "use_cache": False, "num_items_in_batch": 3})
     assert sorted(shard.inputs) == ["input_ids", "output_router_logits", "position_ids", "sequence_layout"]
     assert shard.inputs["output_router_logits"] is True
@@ -331,14 +331,14 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD, ids=[message[:44] for _, _, message in BAD])
-def test_a_bad_batch_says_what_is_wrong(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_batch_is_refused_by_name(change: dict[str, Any], error: type[Exception], message: str) -> None:
     assert cut(GOOD, 2, 1, vocab_size=20).count == 6
     for rank in (0, 1):
         with pytest.raises(error, match=message):
             cut(GOOD | change, 2, rank, vocab_size=20)
 
 
-def test_random_packed_batches() -> None:
+def test_random_packed_batches_equal_reference() -> None:
     """Any documents, padding and shard count: cut, put together, compared token by token with a plain loop."""
     draw = random.Random(1)
     for _ in range(100):

@@ -26,7 +26,7 @@ def examples(*lengths: int) -> list[dict[str, Any]]:
     return [{"input_ids": [10 * i + t for t in range(n)]} for i, n in enumerate(lengths, 1)]
 
 
-def test_rows_are_padded_to_the_longest() -> None:
+def test_collator_pads_to_longest() -> None:
     batch = SequenceCollator(pad_token_id=99)(examples(3, 1, 2))
     assert batch["input_ids"].tolist() == [[10, 11, 12], [20, 99, 99], [30, 31, 99]]
     assert batch["labels"].tolist() == [[N, 11, 12], [N, N, N], [N, 31, N]]
@@ -35,13 +35,13 @@ def test_rows_are_padded_to_the_longest() -> None:
 
 
 @pytest.mark.parametrize(("length", "multiple_of", "width"), [(None, 1, 3), (5, 1, 5), (None, 4, 4), (5, 4, 8)])
-def test_the_width_of_rows(length: int | None, multiple_of: int, width: int) -> None:
+def test_collator_length_and_multiple_set_width(length: int | None, multiple_of: int, width: int) -> None:
     batch = SequenceCollator(length=length, multiple_of=multiple_of)(examples(3, 2))
     assert {tuple(value.shape) for value in batch.values()} == {(2, width)}
     assert batch["attention_mask"].sum() == 5
 
 
-def test_packing_takes_the_first_row_with_room() -> None:
+def test_collator_packs_by_first_fit() -> None:
     batch = SequenceCollator(pack=True, length=5)(examples(3, 4, 2, 1, 5))
     assert batch["input_ids"].tolist() == [[10, 11, 12, 30, 31], [20, 21, 22, 23, 40], [50, 51, 52, 53, 54]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0], [0, 1, 2, 3, 4]]
@@ -49,13 +49,13 @@ def test_packing_takes_the_first_row_with_room() -> None:
     assert "attention_mask" not in batch, "full rows need none, and with one transformers forgets the documents"
 
 
-def test_packing_without_a_length_makes_one_row() -> None:
+def test_collator_pack_without_length_makes_one_row() -> None:
     batch = SequenceCollator(pack=True)(examples(3, 1, 2))
     assert batch["input_ids"].tolist() == [[10, 11, 12, 20, 30, 31]]
     assert "attention_mask" not in batch
 
 
-def test_packing_with_padding_keeps_the_documents_for_ithaca() -> None:
+def test_collator_pack_with_padding_names_documents() -> None:
     batch = SequenceCollator(pack=True, length=8)(examples(3, 2, 8))
     assert "attention_mask" not in batch
     assert batch["document_ids"].tolist() == [[0, 0, 0, 1, 1, -1, -1, -1], [0] * 8]
@@ -64,13 +64,13 @@ def test_packing_with_padding_keeps_the_documents_for_ithaca() -> None:
     assert shard.count == count_targets(batch) == 2 + 1 + 7
 
 
-def test_labels_are_kept_but_for_the_first_of_a_document() -> None:
+def test_collator_labels_drop_first_of_document() -> None:
     rows = [{"input_ids": [5, 6, 7], "labels": [5, N, 7]}, {"input_ids": torch.tensor([8, 9])}]
     assert SequenceCollator(pack=True)(rows)["labels"].tolist() == [[N, N, 7, N, 9]]
     assert rows[0]["labels"] == [5, N, 7]
 
 
-def test_given_label_tensors_are_not_written_to() -> None:
+def test_collator_given_labels_stay_unchanged() -> None:
     labels = torch.tensor([5, 6, 7])
     ids = torch.tensor([5, 6, 7])
     SequenceCollator()([{"input_ids": ids, "labels": labels}, {"input_ids": ids}])
@@ -90,7 +90,7 @@ def test_given_label_tensors_are_not_written_to() -> None:
     ],
 )
 @pytest.mark.parametrize("pack", [False, True])
-def test_bad_examples_are_refused(rows: list[dict[str, Any]], message: str, pack: bool) -> None:
+def test_collator_bad_examples_are_refused(rows: list[dict[str, Any]], message: str, pack: bool) -> None:
     with pytest.raises(BatchError, match=message):
         SequenceCollator(pack=pack, length=8)(rows)
 
@@ -104,7 +104,7 @@ def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> float:
         return float(model(**batch, use_cache=False).loss) * int((batch["labels"][:, 1:] != N).sum())
 
 
-def test_a_packed_batch_costs_transformers_what_its_documents_cost_alone() -> None:
+def test_packed_batch_loss_equals_documents_alone() -> None:
     model = small_model("llama").eval()
     packed = SequenceCollator(pack=True)(DOCUMENTS)
     assert packed["input_ids"].shape == (1, 20)
@@ -118,7 +118,7 @@ def test_a_packed_batch_costs_transformers_what_its_documents_cost_alone() -> No
     assert abs(summed_loss(model, crossing) - expected) > 1e-3
 
 
-def test_a_padded_batch_costs_transformers_what_its_documents_cost_alone() -> None:
+def test_padded_batch_loss_equals_documents_alone() -> None:
     model = small_model("llama").eval()
     padded = SequenceCollator()(DOCUMENTS)
     alone = [SequenceCollator()([document]) for document in DOCUMENTS if len(document["input_ids"]) > 1]
@@ -126,7 +126,7 @@ def test_a_padded_batch_costs_transformers_what_its_documents_cost_alone() -> No
     assert summed_loss(model, padded) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_packed_and_padded_batch_costs_transformers_what_its_documents_cost_alone() -> None:
+def test_packed_padded_batch_loss_equals_documents_alone() -> None:
     model = small_model("llama").eval()
     batch = SequenceCollator(pack=True, length=13)(DOCUMENTS)
     assert batch["input_ids"].shape == (2, 13)
@@ -152,7 +152,7 @@ def test_a_packed_and_padded_batch_costs_transformers_what_its_documents_cost_al
         ({"pack": 512}, "pack=512: pass True or False"),
     ],
 )
-def test_wrong_settings_are_refused_at_once(given: dict[str, Any], said: str) -> None:
+def test_collator_wrong_settings_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         SequenceCollator(**given)
     assert str(caught.value).startswith(said)
@@ -169,12 +169,12 @@ def test_wrong_settings_are_refused_at_once(given: dict[str, Any], said: str) ->
         ([{"input_ids": None}], "example 0: input_ids is None"),
     ],
 )
-def test_what_is_no_list_of_examples_is_refused(rows: Any, said: str) -> None:
+def test_collator_no_list_of_examples_is_refused(rows: Any, said: str) -> None:
     with pytest.raises(BatchError) as caught:
         SequenceCollator()(rows)
     assert str(caught.value).startswith(said)
 
 
-def test_examples_may_come_one_by_one_and_without_labels() -> None:
+def test_collator_iterator_without_labels_is_accepted() -> None:
     batch = SequenceCollator()(iter([{"input_ids": [1, 2], "labels": None}]))
     assert batch["labels"].tolist() == [[IGNORE_INDEX, 2]]

@@ -35,19 +35,19 @@ def layout_of(*rows: list[int], shards: int = 2) -> SequenceLayout:
         ([-7, -1, 0, 0], ((2, 4),)),
     ],
 )
-def test_spans_of_a_row(row: list[int], spans: tuple[Span, ...]) -> None:
+def test_layout_packed_row_gives_spans(row: list[int], spans: tuple[Span, ...]) -> None:
     assert layout_of(row).documents == (spans,)
 
 
 @pytest.mark.parametrize("row", [[0, -1, 0], [0, 1, 0], [3, 3, -1, 4, 3]])
-def test_a_document_with_a_hole_is_refused(row: list[int]) -> None:
+def test_layout_document_with_hole_is_refused(row: list[int]) -> None:
     with pytest.raises(BatchError, match=rf"row 1: document {row[0]} is not in one piece .*left, right or between"):
         layout_of([9] * len(row), row)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 23])
-def test_padding_to_the_shards(length: int, shards: int) -> None:
+def test_layout_pads_to_multiple_of_shards(length: int, shards: int) -> None:
     for layout in (SequenceLayout.whole_rows(2, length, shards), layout_of([0] * length, [0] * length, shards=shards)):
         assert layout.documents == (((0, length),),) * 2
         assert layout.padded % shards == 0
@@ -58,7 +58,7 @@ def test_padding_to_the_shards(length: int, shards: int) -> None:
         assert layout.max_position == length - 1
 
 
-def test_properties() -> None:
+def test_layout_properties_of_packed_rows() -> None:
     layout = layout_of([-1, 0, 0, 1, 1, 1, 2], [-1] * 7, shards=3)
     assert (layout.batch, layout.length, layout.padded, layout.shard_length) == (2, 7, 9, 3)
     assert (layout.longest, layout.tokens, layout.uniform) == (3, 6, False)
@@ -68,7 +68,7 @@ def test_properties() -> None:
     assert not layout_of([0, 0, 1], [0, 1, 1]).uniform
 
 
-def test_a_layout_is_a_frozen_value() -> None:
+def test_layout_is_frozen() -> None:
     layout = SequenceLayout.whole_rows(1, 4, 2)
     assert layout == layout_of([0, 0, 0, 0])
     assert hash(layout) == hash(layout_of([0, 0, 0, 0]))
@@ -77,12 +77,12 @@ def test_a_layout_is_a_frozen_value() -> None:
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 4), (1, 0)])
-def test_an_empty_batch_is_refused(batch: int, length: int) -> None:
+def test_layout_empty_batch_is_refused(batch: int, length: int) -> None:
     with pytest.raises(BatchError, match=f"{batch} rows of {length} tokens is empty: at least one token"):
         SequenceLayout.whole_rows(batch, length, 2)
 
 
-def test_spans_of_random_rows_cover_the_real_tokens_in_order() -> None:
+def test_layout_random_rows_spans_cover_tokens() -> None:
     draw = random.Random(0)
     for _ in range(200):
         rows = [random_row(draw, length := draw.randint(1, 40)) for _ in range(draw.randint(1, 3))]

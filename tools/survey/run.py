@@ -33,8 +33,9 @@ from ithaca.models.bound import NAME
 from ithaca.models.layers.install import install_memory
 from ithaca.models.support import decoder_layers
 from ithaca.planning.plan import LayerMode, MemoryPlan
-from ithaca.state.weights.placement import place_weights
-from ithaca.verify.parity import Batch, compare
+from ithaca.state.weights.placement import WeightOptions, place_weights
+from ithaca.verify.parity import compare
+from ithaca.verify.reference import Batch
 from ithaca.verify.small_models.features import build, small_batch
 from ithaca.verify.small_models.types import survey_config
 
@@ -96,7 +97,7 @@ def _packed(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 def bind_unchecked(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
     """`parallelize` without its verdicts, which are what the survey is there to find."""
     bind(model, mesh)
-    place_weights(model, decoder_layers(model), mesh, "shard")
+    place_weights(model, decoder_layers(model), WeightOptions(mesh))
     return model
 
 
@@ -106,7 +107,7 @@ def bind_with_memory(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
     modes: tuple[LayerMode, ...] = tuple("recompute" if index % 2 else "save" for index in range(len(layers)))
     plan = MemoryPlan(modes, (True,) * len(layers), mlp_tile=5, loss_tile=7)
     install_memory(bind(model, mesh), layers, plan)
-    place_weights(model, layers, mesh, "shard")
+    place_weights(model, layers, WeightOptions(mesh))
     return model
 
 

@@ -1,8 +1,8 @@
-"""The attention kernels, and the choice among them.
+"""Table of the attention kernels, and the choice among them.
 
-`KERNELS` maps names to kernels, fastest first. `choose` picks one from device, dtype, shapes and what is
-asked, or refuses with each kernel's reason. Importing this package imports neither triton nor a
-flash-attn package, and asks no device anything.
+`KERNELS` maps names to kernels, fastest first. `choose` picks one by device, dtype, shapes and settings, or refuses
+with each kernel's reason. `interface.py` lists the steps to add a kernel. Importing this package imports neither triton
+nor a flash-attn package, and queries no device.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from ithaca.attention.kernels.cudnn import CudnnKernel
 from ithaca.attention.kernels.flash import FlashKernel
 from ithaca.attention.kernels.flash_packages import FlashAttn2Kernel, FlashAttn3Kernel
 from ithaca.attention.kernels.flex import FlexKernel
-from ithaca.attention.kernels.interface import QKV, AttentionSpec, Bounds, Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets, Kernel
 from ithaca.errors import UnsupportedError
 
+# Fastest first. What each computes is in its `refusal`; in short:
 _ORDERED: tuple[Kernel, ...] = (
-    CudnnKernel(),
-    FlashAttn3Kernel(),
-    FlashAttn2Kernel(),
-    FlashKernel(),
-    FlexKernel(),
-    CpuKernel(),
-    BlockwiseKernel(),
+    CudnnKernel(),  # dense, head sizes to 128; Hopper's fastest
+    FlashAttn3Kernel(),  # dense, varlen, window, softcap; package flash_attn_3, Hopper; never run here
+    FlashAttn2Kernel(),  # dense, varlen, window, softcap; package flash-attn; never run here
+    FlashKernel(),  # dense, varlen, window; head sizes to 256; part of torch
+    FlexKernel(),  # dense, window, softcap; compiled
+    CpuKernel(),  # everything, on the CPU
+    BlockwiseKernel(),  # everything, everywhere, slow
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ORDERED})
 
-# What "auto" may take. Not the flash-attn packages, which are untested here, and not blockwise, whose
-# slowness on a GPU must be asked for.
+# Kernels that "auto" chooses from. Not the flash-attn packages, which are untested here, and not blockwise, which is so
+# slow on a GPU that only a user who names it gets it.
 AUTO = ("cudnn", "flash", "flex", "cpu")
 
 
@@ -52,9 +53,9 @@ def choose(
 
 
 def choose(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec, *, varlen: bool = False) -> Kernel | None:
-    """The kernel called `name`, or for "auto" the fastest that does not refuse.
+    """Return the kernel called `name`, or for "auto" the fastest that does not refuse.
 
-    With `varlen`, only kernels that have a varlen form, and None where there is none to be had.
+    With `varlen` return a kernel that has a varlen form; None if there is none.
     """
     if name != "auto":
         kernel = _named(name, q_BShD, v_BSkE, spec)
@@ -72,7 +73,7 @@ def choose(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec, *, va
 
 
 def check_name(name: str) -> None:
-    """Refuse a name no kernel has."""
+    """Refuse a name that no kernel has."""
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise UnsupportedError(f"no attention kernel is called {shown(name)}: use one of auto, {', '.join(KERNELS)}")
 
@@ -86,4 +87,4 @@ def _named(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> Ke
     raise UnsupportedError(f"the attention kernel {name!r} cannot do this call: {refused}. Use {works!r}")
 
 
-__all__ = ["AUTO", "KERNELS", "QKV", "AttentionSpec", "Bounds", "Kernel", "check_name", "choose"]
+__all__ = ["AUTO", "KERNELS", "QKV", "AttentionSpec", "DocumentOffsets", "Kernel", "check_name", "choose"]

@@ -1,8 +1,8 @@
 """Exact attention in plain torch, a block of queries at a time: any device, any dtype, every feature, slow.
 
-`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`. The reference for the other kernels, and what runs where no
-fast kernel does. No [S, S] tensor ever exists: a block of queries meets only the keys it can see, and the
-number of queries in it keeps its scores within a fixed size. Scores are fp32, or fp64 for fp64 inputs.
+`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`. The reference for the other kernels, and the fallback on the CPU. No
+[S, S] tensor ever exists: a block of queries is multiplied with the keys it can see only, and has as many queries as
+keep its scores within a fixed size. Scores are fp32, or fp64 for fp64 inputs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients, Kernel
 
-# Scores of one block, at most: 256 MiB in fp32, of which backward holds about four.
+# Largest number of scores in a block: 256 MiB in fp32, of which backward holds about four.
 BLOCK_SCORES = 2**26
 
 
 class BlockwiseKernel(Kernel):
-    """Refuses nothing. Inside, heads are grouped: [B, k, g, n, D] with g query heads to a kv head."""
+    """Kernel that refuses nothing. Inside, heads are grouped: [B, k, g, n, D] with g query heads to a kv head."""
 
     name = "blockwise"
 
@@ -34,7 +34,7 @@ class BlockwiseKernel(Kernel):
         out_BShE = q_BShD.new_empty(batch, length, heads, v_BSkE.shape[-1])
         lse_BhS = q_BShD.new_empty((batch, heads, length), dtype=_exact(q_BShD.dtype))
 
-        # A function, so that a block is gone when the next one begins.
+        # A function, so that a block's tensors are freed before the next block begins.
         def attend(queries: slice, keys: slice) -> None:
             q, k, v = _grouped(q_BShD, queries, k_BSkD), _headed(k_BSkD, keys), _headed(v_BSkE, keys)
             scores, _ = _scores(q, k, queries, keys, spec)
@@ -78,8 +78,10 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _blocks(q_BShD: Tensor, spec: AttentionSpec) -> Iterable[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of them sees; of tensors without values only the largest, which
-    has all that can be asked of them: how much memory they take."""
+    """Return blocks of queries, each with the keys that any of its queries sees.
+
+    For fake tensors, which a rehearsal measures memory with, only the largest block is returned.
+    """
     blocks = _all_blocks(q_BShD, spec)
     return [max(blocks, key=_pairs)] if isinstance(q_BShD, FakeTensor) else blocks
 

@@ -1,11 +1,10 @@
-"""cuDNN's fused attention through torch's aten operators: the fastest dense kernel on Hopper.
+"""cuDNN's fused attention through torch's ATen operators: the fastest dense kernel on Hopper.
 
-`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`. The operator wants [B, h, S, D], which a transposed view
-is; the output comes back in q's memory order. Fewer kv heads are native in both directions.
+`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`. The operators take [B, h, S, D] views; the output has q's memory
+order. Fewer kv heads than query heads are native in both directions.
 
-The invariant to keep: torch caches cuDNN's plans by the shapes and strides of q, k, v alone. A plan is
-then run on whatever `out`, `dout` and `lse` are passed, so those always go in with the same, dense
-strides; other strides would be read as if they were these, without an error.
+Invariant: `out`, `dout` and `lse` go into backward dense. torch caches cuDNN's plans by the shapes and strides of q, k
+and v alone, and runs a cached plan on any `out`, `dout` and `lse`: other strides would be read wrongly, without an error.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ithaca.attention.kernels import aten
 from ithaca.attention.kernels.flash import FlashKernel
 from ithaca.attention.kernels.interface import (
     HALF_DTYPES,
@@ -27,10 +27,11 @@ from ithaca.errors import UnsupportedError
 
 
 class CudnnKernel(Kernel):
-    """Full attention, causal or not, fp16 or bf16, head sizes up to 128 (or 192 with values of 128)."""
+    """Attention without a window, causal or not, fp16 or bf16, head sizes up to 128 (or 192 with values of 128)."""
 
     name = "cudnn"
-    _single = FlashKernel()  # a document of one token, which cuDNN does not do
+    # cuDNN refuses a document of one token.
+    _single = FlashKernel()
 
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         refused = cuda_refusal(q_BShD, HALF_DTYPES) or _spec_refusal(spec, q_BShD.shape[1])
@@ -43,12 +44,10 @@ class CudnnKernel(Kernel):
         self.check(qkv)
         if length == 1:
             return self._single.forward(qkv, spec)
-        q, k, v = (_normal(x).transpose(1, 2) for x in qkv.tensors)
-        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale
-        )
-        out_BhSE, lse_BhS1 = results[0], results[1]
-        # torch lays lse out by token, not by head, only in this mode; backward below assumes by head.
+        # A new length costs a plan. Contiguous inputs get normal strides, so that they share plans; a strided view stays.
+        q, k, v = ((_dense(x) if x.is_contiguous() else x).transpose(1, 2) for x in qkv.tensors)
+        out_BhSE, lse_BhS1 = aten.cudnn_forward(q, k, v, causal=spec.causal, scale=spec.scale)
+        # In this mode alone torch lays lse out by token; backward below assumes the layout by head.
         if not lse_BhS1.is_contiguous():
             raise UnsupportedError("TORCH_CUDNN_SDPA_AVOID_RECOMPILE is set: unset it, or choose the kernel 'flash'")
         return out_BhSE.transpose(1, 2), lse_BhS1.squeeze(-1)
@@ -60,40 +59,21 @@ class CudnnKernel(Kernel):
         if length == 1:
             return self._single.backward(dout_BShE, qkv, out_BShE, lse_BhS, spec)
         # q, k, v are dense here too: gradients are allocated dense, and some versions of torch require
-        # that their strides equal those of q, k, v. A strided view costs one copy.
+        # that their strides equal those of q, k, v. A strided view costs one copy. dout gets out's strides, see
+        # https://github.com/pytorch/pytorch/issues/134001
         dout, q, k, v, out = (_dense(x).transpose(1, 2) for x in (dout_BShE, *qkv.tensors, out_BShE))
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox seed and offset: no dropout
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            _dense(lse_BhS).unsqueeze(-1),
-            unused,
-            unused,
-            None,
-            None,
-            None,
-            length,
-            length,
-            0.0,
-            spec.causal,
-            scale=spec.scale,
-        )
+        lse_BhS1 = _dense(lse_BhS).unsqueeze(-1)
+        grads = aten.cudnn_backward(dout, q, k, v, out, lse_BhS1, causal=spec.causal, scale=spec.scale)
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Contiguous, with exactly the strides of a new tensor: dims of size 1 may carry any stride, as in a
-    document cut out of a single row."""
+    """Return `x` contiguous, with exactly the strides of a new tensor.
+
+    A contiguous tensor may carry any stride in dims of size 1, as a document cut out of a single row does.
+    """
     return x.contiguous().view(-1).view(x.shape)
-
-
-def _normal(x: Tensor) -> Tensor:
-    """The same for what is contiguous already, so that plans are shared; a strided view stays as it is."""
-    return _dense(x) if x.is_contiguous() else x
 
 
 def _spec_refusal(spec: AttentionSpec, length: int) -> str | None:
@@ -107,7 +87,7 @@ def _spec_refusal(spec: AttentionSpec, length: int) -> str | None:
 
 
 def _shape_refusal(q_BShD: Tensor, value_size: int) -> str | None:
-    """The rules of torch's own dispatcher, for a call that will be differentiated."""
+    """Return a refusal by the rules of torch's own dispatcher for a differentiated call; None if it would run."""
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if version is None or version < 90000:
         return f"it needs cuDNN 9 or newer, got {version}"

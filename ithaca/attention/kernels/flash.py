@@ -1,7 +1,7 @@
-"""FlashAttention-2 as torch ships it, dense and varlen, with sliding windows.
+"""FlashAttention-2 as part of torch, dense and varlen, with sliding windows.
 
-`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`, or `q_ThD, k_TkD, v_TkE -> out_ThE, lse_hT`. Fewer kv
-heads are native. Both aten operators take the sequence dim before the heads, so nothing is transposed.
+`q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`, or `q_ThD, k_TkD, v_TkE -> out_ThE, lse_hT`. Fewer kv heads than query
+heads are native. The operators take the sequence dim before the heads, so nothing is transposed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ithaca.attention.kernels import aten
 from ithaca.attention.kernels.flash_family import FlashFamily, window_sides
 from ithaca.attention.kernels.interface import HALF_DTYPES, QKV, AttentionSpec, Gradients, cuda_refusal
 
@@ -31,54 +32,23 @@ class FlashKernel(FlashFamily):
         if size > 256:
             return f"head sizes go up to 256, got {q_BShD.shape[-1]} and {value_size}"
         capability = torch.cuda.get_device_capability(q_BShD.device)
-        # The shared memory of these GPUs is too small for the backward of this range.
+        # These GPUs have too little shared memory for the backward of this range; torch's dispatcher has the same rule.
+        # https://github.com/Dao-AILab/flash-attention/issues/277
         if 192 < size <= 224 and (capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12):
             return f"head size {size} has no backward on compute capability {capability[0]}.{capability[1]}"
         return None
 
     def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        offsets, longest = _extent(qkv)
-        left, right = window_sides(spec)
-        results = torch.ops.aten._flash_attention_forward(
-            *qkv.tensors,
-            offsets,
-            offsets,
-            longest,
-            longest,
-            0.0,
-            spec.causal,
-            False,
-            scale=spec.scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
-        return results[0], results[1]
+        window = window_sides(spec)
+        return aten.flash_forward(*qkv.tensors, *_extent(qkv), causal=spec.causal, scale=spec.scale, window=window)
 
     def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
-        offsets, longest = _extent(qkv)
-        left, right = window_sides(spec)
-        # The state of the dropout generator, of the type the operator reads; without dropout never used.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=dout.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout,
-            *qkv.tensors,
-            out,
-            lse,
-            offsets,
-            offsets,
-            longest,
-            longest,
-            0.0,
-            spec.causal,
-            rng_state,
-            torch.empty(0, device=dout.device),
-            scale=spec.scale,
-            window_size_left=left,
-            window_size_right=right,
+        window = window_sides(spec)
+        return aten.flash_backward(
+            dout, *qkv.tensors, out, lse, *_extent(qkv), causal=spec.causal, scale=spec.scale, window=window
         )
-        return dq, dk, dv
 
 
 def _extent(qkv: QKV) -> tuple[Tensor | None, int]:
-    """Document offsets (None if dense) and the longest row."""
+    """Return the document offsets (None if dense) and the longest length."""
     return (None, qkv.q.shape[1]) if qkv.bounds is None else (qkv.bounds.offsets, qkv.bounds.longest)

@@ -1,7 +1,7 @@
-"""The frame around the FlashAttention kernels: head sizes padded, outputs cut, dense and varlen alike.
+"""Base class of the FlashAttention kernels: pads head sizes and cuts the outputs, for dense and varlen calls.
 
-A kernel of this family fills in `run_forward` and `run_backward`, which see padded tensors of the dense
-shape [B, S, h, D] or, with bounds, the varlen shape [T, h, D]. Zero columns are exact: they add
+A kernel of this family implements `run_forward` and `run_backward`, which get padded tensors of the dense
+shape [B, S, h, D] or, with bounds, the varlen shape [T, h, D]. Padding with zero columns is exact: they add
 nothing to the scores (the scale is explicit) and only zero columns to the output and the gradients.
 """
 
@@ -16,20 +16,20 @@ from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients, Ke
 
 
 class FlashFamily(Kernel):
-    """Dense and varlen calls reduced to two functions."""
+    """Kernel of the FlashAttention kind, given by two functions of padded tensors."""
 
     varlen = True
 
     @abstractmethod
     def run_forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` with lse [B, h, S] or [h, T], fp32."""
+        """Return `(out, lse)`, lse [B, h, S] or [h, T] in fp32."""
 
     @abstractmethod
     def run_backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
-        """`(dq, dk, dv)`; `lse` is contiguous."""
+        """Return `(dq, dk, dv)`; `lse` is contiguous."""
 
     def padded_sizes(self, size: int, value_size: int) -> tuple[int, int]:
-        """The head sizes of q and k, and of v, that the kernel is called with."""
+        """Return the padded head size of q and k, and that of v."""
         common = multiple_of_8(max(size, value_size))
         return common, common
 
@@ -51,7 +51,7 @@ class FlashFamily(Kernel):
 
 
 def widen(x: Tensor, size: int) -> Tensor:
-    """Zero columns up to `size`; the tensor itself where there is nothing to add."""
+    """Pad the last dim with zeros up to `size`; return the tensor itself if it has that size."""
     return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
 
 
@@ -60,7 +60,7 @@ def multiple_of_8(size: int) -> int:
 
 
 def window_sides(spec: AttentionSpec) -> tuple[int, int]:
-    """How many keys before and after itself a query sees; -1 for all that the causal flag leaves."""
+    """Return the numbers of keys that a query sees before and after itself; -1 for no limit but the causal mask."""
     if spec.window is None:
         return -1, -1
     return spec.window - 1, 0 if spec.causal else spec.window - 1

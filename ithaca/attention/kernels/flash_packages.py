@@ -1,8 +1,8 @@
 """The flash-attn packages, where they are installed: FlashAttention-2 (`flash_attn`) and -3 (`flash_attn_3`).
 
-Written from the packages' sources (2.8 and 3.0) and untested until someone ran them: `tested` is False,
-and only a user who asks for one by name gets it. The packages are imported inside the calls. Shapes as in
-`flash.py`; both also do softcap.
+Written from the packages' sources (2.8 and 3.0) and never run: `tested` is False, and only a user who names a kernel
+gets it. The functions called here are private to the packages. The packages are imported inside the calls. Shapes as
+in `flash.py`; both also have a softcap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ithaca.attention.kernels.interface import (
     HALF_DTYPES,
     QKV,
     AttentionSpec,
-    Bounds,
+    DocumentOffsets,
     Gradients,
     cuda_refusal,
     must_be_deterministic,
@@ -27,7 +27,7 @@ from ithaca.attention.kernels.interface import (
 
 
 class FlashAttn2Kernel(FlashFamily):
-    """flash-attn 2.7 or newer. Untested until someone ran it."""
+    """FlashAttention-2 of the package flash-attn, 2.7 or newer; never run here."""
 
     name = "flash_attn_2"
     tested = False
@@ -64,7 +64,7 @@ class FlashAttn2Kernel(FlashFamily):
 
 
 class FlashAttn3Kernel(FlashFamily):
-    """flash_attn_3 (the `hopper` folder of flash-attention). Untested until someone ran it."""
+    """FlashAttention-3 of the package flash_attn_3 (the `hopper` folder of flash-attention); never run here."""
 
     name = "flash_attn_3"
     tested = False
@@ -86,7 +86,7 @@ class FlashAttn3Kernel(FlashFamily):
         return None
 
     def padded_sizes(self, size: int, value_size: int) -> tuple[int, int]:
-        """Two ranges of uneven sizes are native; the rest is padded to one size."""
+        """Return the sizes themselves in the two uneven ranges that are native, else one common size."""
         wide, wide_value = multiple_of_8(size), multiple_of_8(value_size)
         if (128 < wide <= 192 and 96 < wide_value <= 128) or (wide <= 64 and wide_value <= 256):
             return wide, wide_value
@@ -106,13 +106,13 @@ class FlashAttn3Kernel(FlashFamily):
 
 
 def _flash_attn_3() -> ModuleType:
-    """Releases put the module beside the package or inside it."""
+    """Import the interface, which releases put beside the package or inside it."""
     beside = find_spec("flash_attn_interface") is not None
     return import_module("flash_attn_interface" if beside else "flash_attn_3.flash_attn_interface")
 
 
 def _settings(spec: AttentionSpec) -> dict[str, float | int | bool | None]:
-    """The arguments that both packages name alike."""
+    """Return the arguments that have the same names in both packages."""
     left, right = window_sides(spec)
     return {
         "softmax_scale": spec.scale,
@@ -122,7 +122,7 @@ def _settings(spec: AttentionSpec) -> dict[str, float | int | bool | None]:
     }
 
 
-def _extents(bounds: Bounds) -> dict[str, Tensor | int]:
+def _extents(bounds: DocumentOffsets) -> dict[str, Tensor | int]:
     return {
         "cu_seqlens_q": bounds.offsets,
         "cu_seqlens_k": bounds.offsets,

@@ -1,10 +1,10 @@
-"""torch's flex attention, compiled: what has a softcap, and any other mask, on the GPU.
+"""torch's flex attention, compiled: windows and softcap on a GPU.
 
 `q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`. The first call of a shape compiles, which takes seconds.
-Block masks are computed block by block, never from an [S, S] mask, and kept for the last few lengths.
+Block masks are computed from block indices, never from an [S, S] mask, and cached for the last few lengths.
 
-Backward runs forward once more: torch offers no way to start the compiled backward from a saved
-`(out, lse)`. Its gradients are nevertheless those of the `(out, lse)` it is given.
+Backward runs forward once more, because torch cannot start the compiled backward from a saved `(out, lse)`. Its
+gradients are nevertheless those of the given `(out, lse)`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ithaca.attention.kernels.interface import HALF_DTYPES, QKV, AttentionSpec, Gradients, Kernel, cuda_refusal
 
-# Masks over longer rows use larger blocks: the tables of a mask hold (S / block)^2 entries, four times.
+# Longer rows use larger blocks: the four tables of a mask hold (S / block)^2 entries each.
 SMALL_BLOCK, LARGE_BLOCK, LONG_ROW = 128, 1024, 131_072
-# One form is compiled for each mask, cap and head count; torch's limit of 8 is soon met.
+# Limit of recompilations: flex is compiled once for each mask, cap and head count, and torch's default of 8 is too few.
 COMPILED_FORMS = 64
 
 Mod = Callable[..., Tensor]
@@ -64,7 +64,10 @@ def _rowsum(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _run(qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """out [B, h, S, E] and lse with their graph, and its leaves; always with one, so that one form is compiled."""
+    """Return out [B, h, S, E] and lse with their graph, and the graph's leaves.
+
+    Forward builds a graph too, so that one form is compiled for forward and backward.
+    """
     q, k, v = (x.detach().requires_grad_() for x in qkv.by_head())
     with torch.enable_grad():
         out_BhSE, lse_BhS = _attention(q, k, v, spec)
@@ -75,7 +78,8 @@ def _attention(q_BhSD: Tensor, k_BkSD: Tensor, v_BkSE: Tensor, spec: AttentionSp
     from torch.nn.attention.flex_attention import AuxRequest
 
     mask = _block_mask(q_BhSD.shape[2], spec.causal, spec.window, q_BhSD.device)
-    # Caps stay constants of the kernel; lengths may become symbols, so that a new one need not compile.
+    # Caps stay constants of the kernel; lengths may become symbolic, so that a new length does not compile.
+    # torch._dynamo.config.patch is private; checked with torch 2.11 to 2.13.
     with torch._dynamo.config.patch(recompile_limit=COMPILED_FORMS, specialize_float=True):
         out_BhSE, aux = _compiled()(
             q_BhSD,
@@ -85,7 +89,7 @@ def _attention(q_BhSD: Tensor, k_BkSD: Tensor, v_BkSE: Tensor, spec: AttentionSp
             block_mask=mask,
             scale=spec.scale,
             enable_gqa=q_BhSD.shape[1] != k_BkSD.shape[1],
-            # The ordinary kernel also for short rows: the decoding kernel is another path to verify.
+            # Not the decoding kernel, which torch takes for short rows: one kernel to verify is enough.
             kernel_options={"BACKEND": "TRITON"},
             return_aux=AuxRequest(lse=True),
         )
@@ -94,7 +98,7 @@ def _attention(q_BhSD: Tensor, k_BkSD: Tensor, v_BkSE: Tensor, spec: AttentionSp
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """One compiled function for the process. `fullgraph`: uncompiled, flex would build [S, S] scores."""
+    """Return the compiled function. `fullgraph`: a graph break would run flex eagerly, with [S, S] scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, fullgraph=True)
@@ -135,7 +139,7 @@ def _near_mod(window: int) -> Mod:
 
 @lru_cache(maxsize=8)
 def _block_mask(length: int, causal: bool, window: int | None, device: torch.device) -> Any:
-    """The mask of one row of `length` tokens, None where every query sees every key."""
+    """Return the mask of a row of `length` tokens; None if every query sees every key."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if not causal and (window is None or window >= length):
@@ -154,7 +158,7 @@ def _block_mask(length: int, causal: bool, window: int | None, device: torch.dev
 def _block_kinds(
     length: int, block: int, causal: bool, window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Which [query block, key block] pairs are seen in part, and which in full; bool, [N, N]."""
+    """Return the [query block, key block] pairs that the mask keeps in part, and those in full; bool, [N, N]."""
     starts = torch.arange(0, length, block, device=device)
     # Distances n - m over a pair of blocks go from `lead - (block - 1)` to `lead + (block - 1)`.
     lead = starts[:, None] - starts[None, :]
@@ -168,7 +172,7 @@ def _block_kinds(
 
 
 def _ordered(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, N] bool -> how many key blocks each query block has, and which, first ones first."""
+    """Return each query block's number of key blocks and their indices, from pairs [N, N]; kept ones come first."""
     counts = pairs.sum(-1, dtype=torch.int32)
     order = pairs.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None].contiguous(), order[None, None].contiguous()

@@ -1,7 +1,7 @@
-"""One signature over all attention kernels.
+"""Interface of the attention kernels, and how to add a kernel.
 
-A kernel is a pair of plain functions of tensors, outside autograd: `forward` gives `(out, lse)` and `backward` takes
-them back. Both take a `QKV`, in one of two forms:
+A kernel is a pair of plain functions of tensors, outside autograd: `forward` returns `(out, lse)` and `backward` takes
+them. Both take a `QKV`, in one of two forms:
 
     dense                             q [B, S, h, D]   k [B, S, k, D]   v [B, S, k, E]   out [B, S, h, E]   lse [B, h, S]
     varlen (bounds of documents       q [T, h, D]      k [T, k, D]      v [T, k, E]      out [T, h, E]      lse [h, T]
@@ -14,7 +14,20 @@ dim is contiguous. `lse` is the natural logarithm of the sum of exponentials of 
 fp64 for fp64 inputs. `backward` computes from whatever `(out, lse)` it is given: with attention sinks those are
 rescaled, and the same formula stays exact.
 
-To add a kernel, derive from `Kernel` in a file of its own and put it into the list of `kernels/__init__.py`.
+To add a kernel:
+
+1. Write `kernels/<name>.py` with a class derived from `Kernel`: `name`, `varlen` (True if the second form works), and
+   the methods `refusal`, `forward`, `backward`. Imports of optional packages stand inside the methods. A kernel of the
+   flash-attn kind derives from `FlashFamily` (`flash_family.py`), which pads head sizes. `cpu.py` is a short example.
+2. In `refusal` return a reason for every call that the kernel would compute wrongly, sizes included. `cuda_refusal`
+   checks device and dtype; with `must_be_deterministic()` a kernel refuses if its backward does not repeat.
+3. Add an instance to `_ORDERED` in `kernels/__init__.py`, at its rank in speed. The name is then valid everywhere
+   (`kernel="<name>"`, run files, `--help`, `ithaca doctor`). Until someone has run the kernel set `tested = False`.
+4. Add the name to `AUTO` in the same file if "auto" may choose the kernel.
+5. Add an instance to the lists at the head of `tests/attention/test_kernels.py`, which compares outputs and gradients
+   with dense attention; GPU kernels are compared by `benchmarks/exact.py` and timed by `benchmarks/kernels.py`.
+
+`attention/local.py` cuts rows into documents and heads into equal groups, and applies sinks: a kernel does neither.
 """
 
 from __future__ import annotations
@@ -32,7 +45,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What is computed, apart from the tensors.
+    """Settings of an attention call.
 
     `window`: a query sees the keys less than `window` tokens away (before it, and after it too when
     not causal). `softcap`: scores become `softcap * tanh(scores / softcap)` before the mask.
@@ -44,12 +57,12 @@ class AttentionSpec:
     softcap: float | None = None
 
     def hides(self, length: int) -> bool:
-        """True if the window hides something in a row of `length` tokens."""
+        """True if the window hides a key in a row of `length` tokens."""
         return self.window is not None and self.window < length
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class DocumentOffsets:
     """Documents laid end to end: int32 offsets on the device, N + 1 of them, and the longest length."""
 
     offsets: Tensor
@@ -63,28 +76,31 @@ class QKV:
     q: Tensor
     k: Tensor
     v: Tensor
-    bounds: Bounds | None = None
+    bounds: DocumentOffsets | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
 
     def by_head(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Dense q, k and v as torch's operators want them: `[B, h, S, D]` views."""
+        """Return dense q, k and v as `[B, h, S, D]` views, the layout of torch's operators."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
 
 class Kernel(ABC):
-    """What every kernel offers; `attention/local.py` is the only caller."""
+    """Base class of all kernels; `attention/local.py` is the only caller."""
 
     name: ClassVar[str]
     varlen: ClassVar[bool] = False
-    # False: written from a package's source and not run yet, so that only who asks for it by name gets it.
+    # False: written from a package's source and never run, so never chosen by "auto".
     tested: ClassVar[bool] = True
 
     @abstractmethod
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
-        """Why this kernel cannot do this call exactly, or None. Reads shapes, dtype and device only."""
+        """Return the reason that this kernel cannot compute the call exactly; None if it can.
+
+        Reads shapes, dtype and device, no values.
+        """
 
     @abstractmethod
     def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -95,7 +111,7 @@ class Kernel(ABC):
         """Return `(dq, dk, dv)`."""
 
     def check(self, qkv: QKV) -> None:
-        """Stop a call that this kernel might answer wrongly: our own callers make none."""
+        """Assert what the callers in this package guarantee."""
         q, k = qkv.q.shape[-2], qkv.k.shape[-2]
         assert q % k == 0, f"{q} query heads over {k} key-value heads"
         if qkv.bounds is not None and not self.varlen:
@@ -103,7 +119,7 @@ class Kernel(ABC):
 
 
 def cuda_refusal(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Say so where `x` is not on an NVIDIA GPU of capability 8.0 or newer, or not of one of `dtypes`."""
+    """Return a refusal unless `x` is on an NVIDIA GPU of capability 8.0 or newer and of one of `dtypes`; else None."""
     if not x.is_cuda or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, got a tensor on {x.device.type}"
     capability = torch.cuda.get_device_capability(x.device)
@@ -115,5 +131,5 @@ def cuda_refusal(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
 
 
 def must_be_deterministic() -> bool:
-    """True if torch raises, not merely warns, on what does not repeat bit for bit."""
+    """True if torch raises, not merely warns, on operations that do not repeat bit for bit."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -23,8 +23,8 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
-from ithaca.memory.layer_arguments import INSTEAD, Arguments, Seen, reachable, same, version
-from ithaca.memory.replay import Chain, unlinked
+from ithaca.memory.layer_arguments import INSTEAD, Arguments, ObjectVersion, reachable, same_versions, version
+from ithaca.memory.replay import ReplayChain, rebuild_refusal
 from ithaca.models.bound import Binding, logger, unsharded
 from ithaca.models.discover.roles import few_tokens
 from ithaca.models.planner.plan_in_force import AutoMemory
@@ -62,7 +62,7 @@ class Passing:
             raise UnsupportedError(f"{self.refused}: {INSTEAD}")
         for index, mode in enumerate(modes):
             if mode == "rebuild" and index in self.unlinked:
-                raise UnsupportedError(unlinked(index))
+                raise UnsupportedError(rebuild_refusal(index))
         return given
 
     def inform(self, auto: AutoMemory, given: MemoryPlan | Decided) -> None:
@@ -79,7 +79,7 @@ class PassingWatch:
 
     model: PreTrainedModel
     layers: list[nn.Module]
-    chain: Chain = field(default_factory=Chain)
+    chain: ReplayChain = field(default_factory=ReplayChain)
     before: int = -1
     unlinked: set[int] = field(default_factory=set)
     refused: str | None = None
@@ -92,19 +92,19 @@ class PassingWatch:
 
     def hooks(self, index: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """What is done ahead of a call of layer `index`, and after it."""
-        calls: list[tuple[Arguments, list[Any], list[list[Seen]], dict[str, list[Seen]]]] = []
+        calls: list[tuple[Arguments, list[Any], list[list[ObjectVersion]], dict[str, list[ObjectVersion]]]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             arguments, containers = Arguments.of(args, kwargs)
             hidden = arguments.flat[arguments.differentiable[0]]
-            if self.before != index - 1 or not self.chain.gives(hidden):
+            if self.before != index - 1 or not self.chain.is_last_output(hidden):
                 self.unlinked.add(index)
-            calls.append((arguments, containers, arguments.seen(arguments.flat), self._attributes(index)))
+            calls.append((arguments, containers, arguments.object_versions(arguments.flat), self._attributes(index)))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             arguments, containers, seen, attributes = calls.pop()
             outputs = tree_flatten(output)[0]
-            self.before, self.chain.gave = index, (outputs[0], version(outputs[0]))
+            self.before, self.chain.last_output = index, (outputs[0], version(outputs[0]))
             changed = arguments.changed_in_place(arguments.flat, seen)
             if changed is not None:
                 self.refused = self.refused or f"layer {index} {changed}"
@@ -117,16 +117,16 @@ class PassingWatch:
             except UnsupportedError as error:
                 self.refused = self.refused or f"layer {index}: {str(error).removesuffix(f': {INSTEAD}')}"
             now = self._attributes(index)
-            name = next((name for name in now if not same(now[name], attributes.get(name, []))), None)
+            name = next((name for name in now if not same_versions(now[name], attributes.get(name, []))), None)
             if name is not None:
                 self.left = self.left or f"layer {index} leaves tensors on a module ({name})"
 
         return enter, leave
 
-    def _attributes(self, index: int) -> dict[str, list[Seen]]:
+    def _attributes(self, index: int) -> dict[str, list[ObjectVersion]]:
         """Tensors on the layer's modules, and on those outside the layers, beside their parameters."""
         within = [(f"layer {index}: {name}", module) for name, module in self.layers[index].named_modules()]
-        found: dict[str, list[Seen]] = {}
+        found: dict[str, list[ObjectVersion]] = {}
         for path, module in (*within, *self.outside):
             own = {key: value for key, value in vars(module).items() if key not in _OF_ANY_MODULE}
             for key, value in (own | module._buffers).items():

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from ithaca.attention.tape import Anchor, AttentionCall, Tape
 from ithaca.errors import UnsupportedError
 from ithaca.memory.head_loss import LossSpec
-from ithaca.memory.replay import Layer, Outcome
+from ithaca.memory.layer_function import LayerResult
+from ithaca.memory.replay import Layer
 from ithaca.memory.replay_guard import adapters_now
 from ithaca.memory.tiles import Unit
-from ithaca.models.bound import LAYOUT, Binding, logger
+from ithaca.models.bound import CALL, Binding, logger
 from ithaca.models.discover.findings import discovered, surveyed
 from ithaca.models.discover.random_weights import randomized
 from ithaca.models.discover.roles import UnitRole, shapes
@@ -44,18 +45,18 @@ class LayerRunner:
     value: bool = True
     aside: list[Tensor] = field(default_factory=list)
 
-    def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> Outcome:
-        own = kwargs.get(LAYOUT) or self.binding.call
+    def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> LayerResult:
+        own = kwargs.get(CALL) or self.binding.call
         if own is None:
             try:
-                return Outcome(self.forward(*args, **kwargs), [], [])
+                return LayerResult(self.forward(*args, **kwargs), [], [])
             finally:
                 # transformers gathers those of a whole pass itself.
                 self.aside.clear()
         tape = Tape([Anchor.of(anchors)], replaying=True) if anchors else None if self.keeps else Tape()
         call = AttentionCall(own.layout, tape)
-        if LAYOUT in kwargs:
-            kwargs = {**kwargs, LAYOUT: call}
+        if CALL in kwargs:
+            kwargs = {**kwargs, CALL: call}
         before, self.binding.call = self.binding.call, call
         self.value, self.aside = value, []
         try:
@@ -66,9 +67,9 @@ class LayerRunner:
         if len(left) > 1:
             raise UnsupportedError(f"a layer attends {len(left)} times: only 'keep' is exact for this architecture")
         aside, self.aside = self.aside, []
-        return Outcome(output, aside, [t for anchor in left for t in anchor.tensors])
+        return LayerResult(output, aside, [t for anchor in left for t in anchor.tensors])
 
-    def say_aside(self, tensors: list[Tensor]) -> None:
+    def emit_side_outputs(self, tensors: list[Tensor]) -> None:
         self.binding.router_logits += tensors
 
     def accounting(self) -> AbstractContextManager[None]:
@@ -241,7 +242,7 @@ def _install_unit(
     forward = UnitForward(children, [c.forward for c in children], router, index, fused)
     split = None if fused is None else fused.split
     backward = None if split is None else UnitBackward(role.until_main(layer), split, forward)
-    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, note=forward.note)
+    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, snapshot=forward.note)
     installed.units.append(unit)
     if not role.draws:
         installed.assumed.drawless(children)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ithaca.errors import UnsupportedError
 from ithaca.handle import Handle
 from ithaca.memory.offload import HostStore
-from ithaca.memory.replay import Chain, Layer
+from ithaca.memory.replay import Layer, ReplayChain
 from ithaca.memory.tiles import Unit
 from ithaca.models.layers.head import HeadForward
 from ithaca.models.layers.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked
@@ -35,7 +35,7 @@ class Installed:
 
     handle: Handle
     model: PreTrainedModel
-    chain: Chain = field(default_factory=Chain)
+    chain: ReplayChain = field(default_factory=ReplayChain)
     layers: list[Layer] = field(default_factory=list)
     runners: list[Any] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from transformers import PreTrainedModel
 
-from ithaca.memory.replay_guard import Noted, adapters_now
+from ithaca.memory.replay_guard import ModuleSnapshot, adapters_now
 from ithaca.models.discover.roles import UnitRole
 from ithaca.models.layers.fuse import Chain as CompiledChain
 from ithaca.models.layers.fuse import WayBack, compiled_chain, compiled_way_back, weights_of
@@ -106,8 +106,8 @@ class UnitForward:
         model has its own."""
         return list(dict.fromkeys(p for child in self.children for p in child.parameters()))
 
-    def note(self) -> Noted:
-        return Noted.of(self.children)
+    def note(self) -> ModuleSnapshot:
+        return ModuleSnapshot.of(self.children)
 
 
 @dataclass(eq=False)

@@ -1,1 +1,1 @@
-"""Checkpoints: named tensors by torch's distributed checkpointing, proven whole by a manifest."""
+"""Checkpoints: named tensors by torch's distributed checkpointing, verified by a manifest of checksums."""

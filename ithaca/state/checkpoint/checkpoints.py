@@ -1,12 +1,18 @@
-"""`Checkpoints`: named tensors and a few facts in a folder a step, by torch's distributed checkpointing.
+"""Sharded checkpoints: named tensors and a few facts, a folder for each step, written in the background.
 
-Every rank writes its own shards as safetensors (no pickle is ever read back); any number of ranks reads them again,
-each its own part. `save` copies the tensors to host memory and returns; the rest happens in a thread with a process
-group of its own. A checkpoint is whole or not there (`manifest.py`), and the last whole one outlives any failure to
-write the next: a failure is logged at once and told by `wait`, and the run may go on. Whole means that every byte was summed:
-while it was written, or when it was first read (`proven.py`). Only whole checkpoints count when old ones are removed.
+    checkpoints/
+      .step-00000300.part/          being written; removed after a kill
+      step-00000200/                manifest.json, facts.json, shard-00001-model-....safetensors, ...
+      step-00000100/                a stage's end: `pinned`, never rotated away
+      corrupt-step-00000150/        damaged, set aside, never deleted
 
-Invariant: all ranks make the same calls in the same order, and succeed or fail alike.
+Every rank writes its own shards as safetensors (no pickle is ever read); any number of ranks can read them, each its own
+part. `save` copies the tensors to host memory and returns; a thread with a process group of its own writes them. A
+checkpoint is whole or not there (`manifest.py`). A failed write is logged at once and raised by `wait`, and the last
+whole checkpoint stays. Whole means that all bytes have been summed, while they were written or when they were first
+read (`verified_files.py`). Only whole checkpoints count when old ones are removed.
+
+Invariant: all ranks make the same calls in the same order, and succeed or fail together.
 """
 
 from __future__ import annotations
@@ -33,8 +39,8 @@ from ithaca.quantities import show_bytes
 from ithaca.ranks import gather_objects, on_all_ranks, on_rank_0
 from ithaca.state.checkpoint import manifest
 from ithaca.state.checkpoint.dcp import read_tensors, write_tensors
-from ithaca.state.checkpoint.proven import Proven
 from ithaca.state.checkpoint.state_tensors import fingerprint, state_tensors
+from ithaca.state.checkpoint.verified_files import VerifiedFiles
 
 __all__ = ["Checkpoints", "fingerprint", "state_tensors"]
 
@@ -43,7 +49,7 @@ logger = logging.getLogger("ithaca")
 
 @dataclass(eq=False, slots=True)
 class _Writing:
-    """A checkpoint on its way to the disk."""
+    """Checkpoint that is being written."""
 
     step: int
     thread: threading.Thread | None = None
@@ -51,10 +57,10 @@ class _Writing:
 
 
 class Checkpoints:
-    """The checkpoints of one run. `keep`: how many are kept besides pinned ones. Every rank makes one, at the start.
+    """Checkpoints of one run; every rank makes the object, at the start. `keep`: number kept besides pinned ones.
 
-    `background`: write while training goes on, from a copy in host memory; where there is no room for the copy, and
-    where it is False, `save` returns when all is written.
+    `background`: write from a copy in host memory while training continues. If False, or if the host has no memory for
+    the copy, `save` returns when everything is written.
     """
 
     def __init__(self, folder: Path, keep: int, mesh: Mesh, background: bool) -> None:
@@ -64,7 +70,7 @@ class Checkpoints:
         self._mesh = mesh
         self._group = dist.new_group(backend="gloo")
         self._writing: _Writing | None = None
-        self._proven = Proven()
+        self._verified = VerifiedFiles()
         self._on_rank_0(self._prepare)
         self._check_shared()
 
@@ -73,14 +79,14 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint of `step`; the tensors may change once this returns. `pin`: never rotated away.
 
-        What failed in the background before has been logged and is not raised here; what fails now, the want of room
-        first of all, raises CheckpointError on every rank.
+        An earlier failure in the background has been logged and is not raised here. A failure now, such as too little
+        free disk, raises CheckpointError on every rank.
         """
         self._join()
         self._on_rank_0(lambda: _check_room(self.folder, bytes_of(tensors)))
-        behind = self.background and not wait and self._fits_host(tensors)
+        in_background = self.background and not wait and self._fits_host(tensors)
         writing = _Writing(step)
-        if not behind:
+        if not in_background:
             self._write(writing, tensors, facts, pin)
             if writing.failure is not None:
                 raise writing.failure
@@ -93,16 +99,15 @@ class Checkpoints:
         writing.thread.start()
 
     def wait(self) -> None:
-        """Until the checkpoint in flight is written; raises CheckpointError if it could not be."""
+        """Wait until the running write ends; raise CheckpointError if the write failed."""
         failure = self._join()
         if failure is not None:
             raise failure
 
     def latest(self, *, restart: bool = False) -> Path | None:
-        """Return the newest whole checkpoint; damaged ones above it are set aside under another name, and said.
+        """Return the newest whole checkpoint, None if there is none; set newer, damaged ones aside and log them.
 
-        Where there are checkpoints but none is whole, CheckpointError says so; `restart`: all are set aside instead,
-        and None is returned.
+        If there are checkpoints but none is whole, raise CheckpointError; with `restart` set all aside and return None.
         """
         self._join()
         whole, damaged = self._survey(1, among=self._listed())
@@ -113,7 +118,7 @@ class Checkpoints:
         return whole[0] if whole else None
 
     def at(self, step: int) -> Path:
-        """Return the checkpoint of `step`, which this run has written; CheckpointError where it is whole no more."""
+        """Return the checkpoint of `step`, which this run has written; raise CheckpointError if it is damaged."""
         self._join()
         path = self.folder / manifest.name_of(step)
         problem = self._check(path)
@@ -122,21 +127,16 @@ class Checkpoints:
         return path
 
     def read_facts(self, path: Path) -> dict[str, Any]:
-        """What was kept beside the tensors."""
+        """Return the facts that were saved beside the tensors."""
         return manifest.read_facts(path)
 
     def load(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Read a checkpoint into `tensors`, in place, whatever degrees it was written at.
+        """Read a checkpoint of any number of ranks into `tensors`, in place.
 
         Names, shapes and dtypes must be those that were saved: CheckpointError names what differs.
         """
         self._join()
         read_tensors(path, tensors, self._group)
-
-    def drop_after(self, step: int) -> None:
-        """Remove checkpoints beyond `step`, for a run that goes on from there on another way."""
-        self._join()
-        self._on_rank_0(lambda: manifest.drop_after(self.folder, step))
 
     def _join(self) -> CheckpointError | None:
         writing, self._writing = self._writing, None
@@ -146,9 +146,9 @@ class Checkpoints:
         return writing.failure
 
     def _write(self, writing: _Writing, tensors: dict[str, Tensor], facts: dict[str, Any], pin: bool) -> None:
-        """All of a checkpoint but the copy; never raises. Ranks learn of each other's failures at every stage."""
+        """Write a checkpoint from host memory; never raises. Ranks exchange failures after every stage."""
         if self._mesh.device.type == "cuda":
-            # A thread starts out on the first device, and would open a context there.
+            # A new thread's current device is the first GPU, on which it would create a context.
             torch.cuda.set_device(self._mesh.device)
         part = manifest.part_of(self.folder, writing.step)
         try:
@@ -169,25 +169,25 @@ class Checkpoints:
                 logger.warning("old checkpoints in %s were not removed: %s", self.folder, error)
 
     def _seal(self, part: Path, step: int, files: manifest.Sums, facts: dict[str, Any], pin: bool) -> None:
-        place = self.folder / manifest.name_of(step)
-        self._proven.add(place, manifest.seal(part, place, files, {**facts, "step": step}, pin=pin))
+        path = self.folder / manifest.name_of(step)
+        self._verified.add(path, manifest.seal(part, path, files, {**facts, "step": step}, pin=pin))
 
     def _rotate(self) -> None:
-        """Remove what is older than the `keep` newest whole checkpoints, and set damaged ones among these aside.
+        """Remove checkpoints older than the `keep` newest whole ones; set damaged ones among those aside.
 
-        Stages' ends are pinned and do not take part. While fewer than `keep` are whole nothing is removed.
+        Pinned checkpoints (stages' ends) are not counted. While fewer than `keep` are whole nothing is removed.
         """
         listed = self._listed(pinned=False)
         whole, damaged = self._survey(self.keep, among=listed)
         oldest = whole[-1] if len(whole) == self.keep else None
         self._on_rank_0(lambda: self._set_aside(damaged))
         if oldest is not None:
-            self._on_rank_0(lambda: _remove_all(listed[listed.index(oldest) + 1 :]))
+            self._on_rank_0(lambda: [manifest.remove(path) for path in listed[listed.index(oldest) + 1 :]])
 
     def _set_aside(self, damaged: dict[Path, str]) -> None:
         for path, problem in damaged.items():
-            place = manifest.set_aside(path)
-            logger.warning("%s; it is kept as %s and counts no more", problem, place.name)
+            aside = manifest.set_aside(path)
+            logger.warning("%s; it is kept as %s and counts no more", problem, aside.name)
 
     def _prepare(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
@@ -196,7 +196,7 @@ class Checkpoints:
         manifest.recover(self.folder)
 
     def _check_shared(self) -> None:
-        """A folder that every node has of its own would hold a part of each checkpoint only."""
+        """Refuse a folder that is local to each node, which would hold a part of each checkpoint only."""
         probe = self.folder / f".probe-{self._on_rank_0(lambda: uuid.uuid4().hex)}"
         self._on_rank_0(probe.touch)
         seen = gather_objects(probe.exists(), self._group)
@@ -208,7 +208,7 @@ class Checkpoints:
             )
 
     def _survey(self, enough: int, among: list[Path]) -> tuple[list[Path], dict[Path, str]]:
-        """Go through checkpoints, newest first, until `enough` are whole: these, and why those between are not."""
+        """Check checkpoints, newest first, until `enough` are whole; return them, and the damaged with their problems."""
         whole: list[Path] = []
         damaged: dict[Path, str] = {}
         for path in among:
@@ -222,19 +222,19 @@ class Checkpoints:
         return whole, damaged
 
     def _check(self, path: Path) -> str | None:
-        """Return why a checkpoint is not whole, the same on all ranks.
+        """Return the problem of a damaged checkpoint, the same on all ranks; None if it is whole.
 
-        The first rank reads the manifest and knows which files were summed before; each rank sums its share of the others.
+        Rank 0 reads the manifest and the record of verified files; the other files are summed, each rank its share.
         """
-        problem, files, doubtful = self._on_rank_0(lambda: self._begin_check(path))
-        if problem is None and doubtful:
+        problem, files, changed = self._on_rank_0(lambda: self._begin_check(path))
+        if problem is None and changed:
             try:
-                manifest.check_files(path, files, doubtful[self._mesh.rank :: self._mesh.world])
+                manifest.check_files(path, files, changed[self._mesh.rank :: self._mesh.world])
             except CheckpointError as error:
                 problem = str(error)
-            problem = next((said for said in gather_objects(problem, self._group) if said is not None), None)
+            problem = next((found for found in gather_objects(problem, self._group) if found is not None), None)
             if problem is None and self._mesh.rank == 0:
-                self._proven.add(path, files)
+                self._verified.add(path, files)
         return problem
 
     def _begin_check(self, path: Path) -> tuple[str | None, manifest.Sums, list[str]]:
@@ -244,10 +244,10 @@ class Checkpoints:
             manifest.check_name(path)
         except CheckpointError as error:
             return str(error), {}, []
-        return None, files, self._proven.doubtful(path, files)
+        return None, files, self._verified.changed_files(path, files)
 
     def _listed(self, *, pinned: bool = True) -> list[Path]:
-        """Return the checkpoints of the folder as the first rank sees them, newest first; stages' ends if `pinned`."""
+        """Return the checkpoints in the folder as rank 0 sees it, newest first; pinned ones too if `pinned`."""
         return self._on_rank_0(
             lambda: [path for path in manifest.listed(self.folder) if pinned or not manifest.is_pinned(path)]
         )
@@ -263,17 +263,12 @@ class Checkpoints:
         return on_rank_0(action, self._group, failed=lambda error: CheckpointError(_reason(error)))
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        who = f"(rank {self._mesh.rank})"
-        return on_all_ranks(action, self._group, failed=lambda error: CheckpointError(f"{_reason(error)} {who}"))
-
-
-def _remove_all(paths: list[Path]) -> None:
-    for path in paths:
-        manifest.remove(path)
+        rank = f"(rank {self._mesh.rank})"
+        return on_all_ranks(action, self._group, failed=lambda error: CheckpointError(f"{_reason(error)} {rank}"))
 
 
 def _none_whole(folder: Path, damaged: dict[Path, str], aside: list[str]) -> str:
-    """What is said where a run has checkpoints and cannot go on from any."""
+    """Return the message for a run that has checkpoints of which none is whole."""
     reasons = "; ".join(list(damaged.values())[:3]) or f"{', '.join(aside[:3])} were set aside as damaged"
     count = len(damaged) + len(aside)
     return (
@@ -283,7 +278,7 @@ def _none_whole(folder: Path, damaged: dict[Path, str], aside: list[str]) -> str
 
 
 def bytes_of(tensors: dict[str, Tensor]) -> int:
-    """Bytes of a checkpoint: each tensor once, whole."""
+    """Return the bytes of a checkpoint: each whole tensor once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

@@ -1,9 +1,9 @@
 """Tensors of all ranks into one folder and back, by torch's distributed checkpointing (DCP) over safetensors.
 
-DCP plans who writes which piece (copies are written once) and which pieces a rank of another world needs. Its own
-storage in Hugging Face's format is used, because its metadata are the files' headers: no pickle is read.
+DCP plans the pieces that each rank writes (copies are written once) and the pieces that a rank of another world
+reads. Its storage in Hugging Face's format is used, whose metadata are the files' headers: no pickle is read.
 
-Files are summed on their way to the disk, and only those that the manifest names are read.
+Files are summed while they are written, and only files that the manifest names are read.
 
 Invariant: a tensor is written and read without any change of dtype or value.
 """
@@ -35,13 +35,13 @@ from ithaca.ranks import gather_objects
 from ithaca.state.checkpoint.low_bit_moments import BY_SHARD
 from ithaca.state.checkpoint.manifest import Sums, read_manifest, sum_of
 
-# A file is built in memory before it is written: the most that a rank holds twice.
+# Bytes of a file. DCP builds a file in memory before it writes it, so a rank holds this much twice.
 _FILE = 512 * 2**20
 _NAMED = 5
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Flat names; a rank that has nothing of a tensor writes nothing of it."""
+    """Save planner with flat names; a rank with an empty shard of a tensor writes nothing."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -54,7 +54,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _SummedStream:
-    """A file that is open for writing, and the sum of what was written to it."""
+    """File open for writing, with the checksum of the written bytes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.sum = stream, sum_of(b"")
@@ -69,7 +69,7 @@ class _SummedStream:
 
 
 class _SummedFiles(FileSystem):
-    """DCP's way to files, which keeps the sum of each that it writes. Checked with torch 2.9 to 2.13."""
+    """DCP's file system, with the checksum of each file that it writes. Checked with torch 2.9 to 2.13."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
@@ -79,13 +79,13 @@ class _SummedFiles(FileSystem):
         with super().create_stream(path, mode) as stream:
             summed = _SummedStream(stream)
             yield summed
-        # DCP does so while the end of a file may still be in the stream's buffer.
+        # DCP calls fsync itself, but while the end of a file may still be in the stream's buffer.
         force_to_disk(path)
         self.sums[Path(path).name] = summed.sum
 
 
 class _NamedFiles(FileSystem):
-    """DCP's way to files, which lists those that a manifest names and no others."""
+    """DCP's file system, listing only the files that a manifest names."""
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
@@ -94,8 +94,11 @@ class _NamedFiles(FileSystem):
         return [file for file in super().ls(path) if Path(file).name in self.names]
 
 
-class _Writer(HuggingFaceStorageWriter):
-    """Says what went wrong in words: DCP sends exceptions to rank 0, and one that cannot travel would leave it waiting."""
+class _TextErrorWriter(HuggingFaceStorageWriter):
+    """Storage writer that raises CheckpointError with the message of any error.
+
+    DCP pickles exceptions for rank 0, and an exception that cannot be pickled would leave rank 0 waiting.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -105,11 +108,11 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Sums:
-    """Write this rank's part of `tensors` into `folder`, forced onto the disk; every rank of `group` calls it.
+    """Write this rank's part of `tensors` into `folder`, forced to disk; every rank of `group` calls this.
 
-    Returns this rank's files with the size and checksum of what was written to them.
+    Return this rank's files with size and checksum.
     """
-    writer = _Writer(str(folder), fqn_to_index_mapping=_filed(tensors, group), save_distributed=True)
+    writer = _TextErrorWriter(str(folder), fqn_to_index_mapping=_filed(tensors, group), save_distributed=True)
     writer.fs = files = _SummedFiles()
     _run(lambda: dcp.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group))
     own = f"shard-{dist.get_rank(group) + 1:05d}-"
@@ -118,18 +121,18 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
 
 
 def _reader(folder: Path) -> tuple[HuggingFaceStorageReader, Metadata]:
-    """A reader of a checkpoint's own files, and what their headers say."""
+    """Return a reader of a checkpoint's own files, and the metadata of their headers."""
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _NamedFiles(set(read_manifest(folder)))
     try:
         return reader, reader.read_metadata()
     except Exception as error:
-        # A header may be anything: safetensors, JSON and torch each have errors of their own for it.
+        # A damaged header raises errors of safetensors, of JSON or of torch.
         raise CheckpointError(f"{folder} cannot be read ({error}): resume from another checkpoint") from None
 
 
 def _filed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, int]:
-    """Which file of a rank's each tensor goes to, the same on all ranks; a file is about `_FILE` bytes."""
+    """Return the number of the file that each tensor goes to, the same on all ranks; a file is about `_FILE` bytes."""
     world = dist.get_world_size(group)
     shares = {key: tensor.numel() * tensor.element_size() // world for key, tensor in tensors.items()}
     if any(BY_SHARD in key for key in shares):
@@ -145,7 +148,7 @@ def _filed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, in
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Read this rank's part of `tensors` from `folder`, in place; every rank of `group` calls it."""
+    """Read this rank's part of `tensors` from `folder`, in place; every rank of `group` calls this."""
     reader, metadata = _reader(folder)
     _check(folder, metadata, tensors)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -153,8 +156,8 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
     _run(lambda: dcp.load(found, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None))
 
 
-class Saved:
-    """A checkpoint's tensors, made whole one at a time; no process group is needed."""
+class SavedTensors:
+    """Tensors of a checkpoint, assembled one at a time without a process group."""
 
     def __init__(self, folder: Path) -> None:
         metadata: Any = _reader(folder)[1]
@@ -164,7 +167,7 @@ class Saved:
             self._pieces.setdefault(index.fqn, []).append((index.offset, info.relative_path))
 
     def whole(self, key: str) -> Tensor:
-        """The tensor `key`, on the host."""
+        """Return the whole tensor `key`, on the host."""
         from safetensors import safe_open
 
         meta = self.tensors[key]
@@ -177,10 +180,10 @@ class Saved:
 
 
 def _check(folder: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
-    """A difference of names, shapes or dtypes, before anything is overwritten."""
+    """Refuse other names, shapes or dtypes than the run's, before anything is overwritten."""
     saved: Any = metadata.state_dict_metadata
     missing = sorted(tensors.keys() - saved.keys())
-    # Shards under names of their own: every rank asks for its one.
+    # 8-bit moments saved shard by shard have a name for each shard, and a rank reads only its own.
     unexpected = sorted(key for key in saved.keys() - tensors.keys() if BY_SHARD not in key)
     if any(BY_SHARD in key or key.endswith((".codes", ".scale")) for key in missing + unexpected):
         raise CheckpointError(
@@ -211,7 +214,7 @@ def _refuse(folder: Path, what: str, names: list[str]) -> None:
 
 
 def _run(action: Any) -> None:
-    """DCP's failures carry every rank's; the first is said in one line."""
+    """Run a DCP action; raise the first rank's failure as CheckpointError of one line."""
     try:
         action()
     except CheckpointException as error:

@@ -1,11 +1,11 @@
-"""An optimizer's moment as tensors that a checkpoint can hold and other degrees can read: torchao's 8-bit ones too.
+"""Optimizer moments as tensors for a checkpoint that other numbers of ranks can read, torchao's 8-bit ones too.
 
-torchao codes a shard of 4,096 numbers or more whose count is a multiple of the block (256): a byte for each number, a
-scale for each block of the shard's numbers in a row. Codes are cut over ranks as the weight is. Scales can be cut
-alike where a row of the weight is a number of blocks, or where all shards are equal; then blocks are the same at all
-degrees of that kind. Elsewhere each shard is kept under a name of its own, and other degrees do not find theirs.
+torchao quantizes a shard of 4,096 numbers or more whose count is a multiple of the block (256): a byte for each number
+and a scale for each block of consecutive numbers. Codes are sharded like the weight. Scales can be sharded like the
+weight if a row is a whole number of blocks, or if all shards are equal. Elsewhere each shard is saved under a name of
+its own, which only the same number of ranks can read.
 
-Invariant: what is given shares memory with the optimizer's state.
+Invariant: the returned tensors share memory with the optimizer's state.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ithaca.errors import CheckpointError
 
-# torchao's own bound, below which a moment is kept whole.
+# torchao's own bound, below which a moment is not quantized.
 _LEAST = 4096
 BY_SHARD = "@"
 
 
 def moment(key: str, value: Any, parameter: nn.Parameter, block: float) -> dict[str, Tensor]:
-    """`value`, a part of the optimizer's state of `parameter`, under names that begin with `key`.
+    """Return `value`, an entry of the optimizer's state of `parameter`, under names that begin with `key`.
 
-    `block`: how many numbers share a scale where the optimizer codes moments, else 0 or infinity.
+    `block`: the numbers that share a scale if the optimizer quantizes moments, else 0 or infinity.
     """
     if not isinstance(value, Tensor):
         raise CheckpointError(f"{key} is a {type(value).__name__}: only tensors can be kept exactly")
@@ -52,14 +52,15 @@ def moment(key: str, value: Any, parameter: nn.Parameter, block: float) -> dict[
 
 
 def _coded(key: str, local: Any, shape: torch.Size) -> dict[str, Tensor]:
-    """Codes, and scales as rows where a row is a number of blocks, else all in one row."""
+    """Return codes and scales; the scales in rows if a row is a whole number of blocks, else flat."""
+    # codes, scale and block_size are private attributes of torchao's moments (torchao 0.16 and newer).
     columns, rest = divmod(shape[1:].numel(), local.block_size)
     scale = local.scale if rest or not columns else local.scale.view(-1, columns)
     return {f"{key}.codes": local.codes, f"{key}.scale": scale}
 
 
 def shard_sizes(tensor: DTensor) -> list[int]:
-    """How many numbers each shard has: rows are dealt out in equal pieces, the last ones shorter or empty."""
+    """Return the number of elements of each shard: FSDP2 splits rows into equal pieces, the last ones shorter or empty."""
     ways = 1
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         ways *= size if placement.is_shard() else 1
@@ -69,7 +70,7 @@ def shard_sizes(tensor: DTensor) -> list[int]:
 
 
 def _shard(tensor: DTensor) -> int:
-    """This rank's shard, counted over the axes that cut."""
+    """Return the number of this rank's shard, counted over the sharded mesh axes."""
     where: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     number = 0
     for at, placement, size in zip(where, tensor.placements, tensor.device_mesh.shape, strict=True):
@@ -78,10 +79,9 @@ def _shard(tensor: DTensor) -> int:
 
 
 def _cut_as(like: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
-    """`local` as this rank's part of a whole of `shape`, cut over the ranks as `like` is, in the memory it has.
-
-    Not `DTensor.from_local`, which would move what is kept on the host to the mesh's device.
-    """
+    """Return `local` as this rank's part of a DTensor of `shape`, sharded like `like`, without a copy."""
+    # Not DTensor.from_local, which would move tensors on the host to the mesh's device. The constructor and DTensorSpec
+    # are private, checked with torch 2.11 to 2.13.
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)

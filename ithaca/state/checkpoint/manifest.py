@@ -1,13 +1,13 @@
-"""What makes a checkpoint whole: a manifest of its files with sizes and checksums, and a rename.
+"""Atomic write of a checkpoint: a manifest of files with sizes and checksums, then a rename.
 
-A checkpoint is written into a hidden folder beside its place. When every file is on the disk and summed, the manifest
-is written and the folder is renamed, which either happens or does not: at no moment is there a folder of that name
-that is not whole. A checkpoint of the same name steps aside under a hidden name until the new one is in place.
+    1. .step-00000300.part/    shards and facts are written, forced to disk and summed
+    2. manifest.json           written last
+    3. rename                  .step-00000300.part -> step-00000300: no folder of that name is ever incomplete
 
-A checkpoint that is found damaged is set aside under another name (`corrupt-step-...`) and never deleted: rotation counts
-whole ones only.
+An older checkpoint of the same name is renamed to a hidden one until the new one is in place. A checkpoint that is
+found damaged is renamed to `corrupt-step-...` and never deleted: rotation counts whole ones only.
 
-Invariant: what `recover` leaves after any kill is either the old checkpoint or the new one, whole.
+Invariant: after a kill at any time, `recover` leaves either the old checkpoint or the new one, whole.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder."""
+    """Return the step of a checkpoint's folder."""
     if not _named(path):
         raise CheckpointError(f"{path} is no checkpoint: its name would be like {name_of(200)}")
     return int(path.name.partition("-")[2])
 
 
 def _named(path: Path) -> bool:
-    """True for `step-` and a number as `name_of` writes it."""
+    """True if the name is one that `name_of` writes."""
     found = _NAME.fullmatch(path.name)
     return found is not None and path.name == name_of(int(found[1]))
 
 
 def part_of(folder: Path, step: int) -> Path:
-    """The hidden folder that a checkpoint is written into."""
+    """Return the hidden folder that a checkpoint is written into."""
     return atomic.part_of(folder / name_of(step))
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest first, whole or not."""
+    """Return the checkpoints of a folder, newest first, whole or not."""
     try:
         found = [path for path in folder.iterdir() if _named(path) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -68,7 +68,7 @@ def listed(folder: Path) -> list[Path]:
 
 
 def _sum(file: Path) -> dict[str, int]:
-    """Size and checksum of a file, read once."""
+    """Return the size and the checksum of a file."""
     total, size = 0, 0
     with file.open("rb") as stream:
         while piece := stream.read(_PIECE):
@@ -77,15 +77,15 @@ def _sum(file: Path) -> dict[str, int]:
 
 
 def sum_of(data: bytes | memoryview, before: dict[str, int] | None = None) -> dict[str, int]:
-    """The same of bytes on their way to a file, after those that `before` is of."""
+    """Return the size and the checksum of bytes that follow those of `before`."""
     before = before or {"size": 0, "crc32": 0}
     return {"size": before["size"] + len(data), "crc32": zlib.crc32(data, before["crc32"])}
 
 
-def seal(part: Path, place: Path, sums: Sums, facts: dict[str, Any], *, pin: bool) -> Sums:
-    """Write facts and manifest, and put the folder in its place; returns the sums of all its files.
+def seal(part: Path, path: Path, sums: Sums, facts: dict[str, Any], *, pin: bool) -> Sums:
+    """Write facts and manifest, and rename the folder to `path`; return the sums of all its files.
 
-    `sums` are of the bytes that were handed to the file system: a file of another size was not written whole.
+    `sums` are of the bytes that were passed to the file system: a file of another size was not written whole.
     """
     for name, due in sums.items():
         _check_size(part, name, due)
@@ -94,26 +94,26 @@ def seal(part: Path, place: Path, sums: Sums, facts: dict[str, Any], *, pin: boo
         _write(part / PINNED, {})
     files = sums | {FACTS: facts_sum}
     _write(part / MANIFEST, {"format": 1, "files": files, "pinned": pin, "sum": _own_sum(files)})
-    atomic.replace_folder(part, place, place.with_name(f".{place.name}{_ASIDE}"), durable=True)
+    atomic.replace_folder(part, path, path.with_name(f".{path.name}{_ASIDE}"), durable=True)
     return files
 
 
 def recover(folder: Path) -> None:
-    """Clear what a killed writer left; a checkpoint that had stepped aside for one that never came steps back."""
+    """Remove a killed writer's files; rename an older checkpoint back if its replacement is not whole."""
     for left in folder.glob(f".step-*{_ASIDE}"):
-        place = folder / left.name.removesuffix(_ASIDE)[1:]
-        if place.exists() and problem_of(place) is None:
+        path = folder / left.name.removesuffix(_ASIDE)[1:]
+        if path.exists() and problem_of(path) is None:
             atomic.remove(left)
             continue
-        if place.exists():
-            set_aside(place)
-        left.rename(place)
+        if path.exists():
+            set_aside(path)
+        left.rename(path)
     for left in (*folder.glob(".step-*.part"), *folder.glob(f"{_PROBE}*")):
         atomic.remove(left)
 
 
 def remove(path: Path) -> None:
-    """Take a checkpoint away: hidden at once, then deleted, so that none is ever there in part."""
+    """Remove a checkpoint: rename it to a hidden name first, so that no half-deleted folder is taken for one."""
     hidden = atomic.part_of(path)
     atomic.remove(hidden)
     path.rename(hidden)
@@ -121,22 +121,22 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a damaged checkpoint a name under which it is no checkpoint any more; returns that place."""
-    number, place = 1, path.with_name(_CORRUPT + path.name)
-    while place.exists() or place.is_symlink():
+    """Rename a damaged checkpoint to `corrupt-...`; return the new path."""
+    number, aside = 1, path.with_name(_CORRUPT + path.name)
+    while aside.exists() or aside.is_symlink():
         number += 1
-        place = path.with_name(f"{_CORRUPT}{path.name}-{number}")
-    path.rename(place)
-    return place
+        aside = path.with_name(f"{_CORRUPT}{path.name}-{number}")
+    path.rename(aside)
+    return aside
 
 
 def found_aside(folder: Path) -> list[Path]:
-    """The damaged checkpoints that were set aside in a folder."""
+    """Return the damaged checkpoints of a folder that were set aside."""
     return sorted(path for path in folder.glob(f"{_CORRUPT}step-*") if path.is_dir())
 
 
 def is_pinned(path: Path) -> bool:
-    """True for a stage's end, which is never rotated away; known from either of two places."""
+    """True for a stage's end, which is never rotated away; a marker file and the manifest both say so."""
     if (path / PINNED).exists():
         return True
     try:
@@ -145,20 +145,13 @@ def is_pinned(path: Path) -> bool:
         return False
 
 
-def drop_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints beyond `step`."""
-    for path in listed(folder):
-        if step_of(path) > step:
-            remove(path)
-
-
 def read_manifest(path: Path) -> Sums:
-    """The manifest's files; CheckpointError says why it cannot be trusted."""
+    """Return the manifest's files; raise CheckpointError if the manifest cannot be trusted."""
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files: Sums = content["files"]
         other = content["format"] != 1
-        sound = FACTS in files and all(_plain(name, entry) for name, entry in files.items())
+        sound = FACTS in files and all(_is_entry(name, entry) for name, entry in files.items())
         own = content.get("sum")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not whole: its {MANIFEST} cannot be read ({error})") from None
@@ -169,8 +162,8 @@ def read_manifest(path: Path) -> Sums:
     return files
 
 
-def _plain(name: str, entry: Any) -> bool:
-    """True for a file of the folder itself, with the two numbers that are held against it."""
+def _is_entry(name: str, entry: Any) -> bool:
+    """True for a file name without folders, with a size and a checksum."""
     numbers = [entry["size"], entry["crc32"]]
     return name == Path(name).name and name not in ("", ".", "..") and all(type(number) is int for number in numbers)
 
@@ -205,7 +198,7 @@ def _check_size(path: Path, name: str, due: dict[str, int]) -> None:
 
 
 def check_name(path: Path) -> None:
-    """Raise CheckpointError where the folder is called by another step than the one it was written at."""
+    """Raise CheckpointError if the folder's name has another step than its facts."""
     step = read_facts(path).get("step")
     if step != step_of(path):
         raise CheckpointError(
@@ -214,7 +207,7 @@ def check_name(path: Path) -> None:
 
 
 def problem_of(path: Path) -> str | None:
-    """Why a checkpoint is not whole, every byte of it read by this process; None where it is."""
+    """Return the problem of a damaged checkpoint, after reading every byte; None if it is whole."""
     try:
         files = read_manifest(path)
         check_files(path, files, files)
@@ -225,7 +218,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What was kept beside the tensors."""
+    """Return the facts that were saved beside the tensors."""
     try:
         facts: Any = json.loads((path / FACTS).read_text(encoding="utf-8"))
         if not isinstance(facts, dict):
@@ -236,7 +229,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, content: dict[str, Any]) -> dict[str, int]:
-    """Write JSON onto the disk; returns its size and checksum."""
+    """Write JSON and force it to disk; return its size and checksum."""
     data = json.dumps(content, indent=1, sort_keys=True).encode()
     file.write_bytes(data)
     atomic.force_to_disk(file)

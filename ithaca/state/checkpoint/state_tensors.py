@@ -1,8 +1,11 @@
-"""`state_tensors`: everything a step changes, as named tensors: weights, moments and step counts.
+"""`state_tensors`: all training state as named tensors: weights, moments and step counts.
 
-Names do not depend on the degrees, so that a checkpoint written by four ranks is read by one. Tensors share memory
-with the model and the optimizer: what is read into them is in force. Take them once, while the model is at rest;
-they stay right while FSDP2 has layers gathered, because they are the shards themselves.
+    model.layers.0.self_attn.q_proj.weight
+    optimizer.layers.0.self_attn.q_proj.weight.exp_avg
+
+Names do not depend on the number of ranks, so a checkpoint of four ranks can be read by one. The tensors share memory
+with the model and the optimizer, so reading into them loads the state. Call `state_tensors` between two steps; the
+tensors stay valid while FSDP2 has layers gathered, because they are the shards themselves.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ _STEP = "step"
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Weights and buffers that are kept (of a model with adapters: what trains), and the optimizer's state by weight.
+    """Return weights and persistent buffers (with adapters: trained weights alone), and the optimizer's state by weight.
 
-    An optimizer that has not stepped is given the state it starts from.
+    An optimizer that has not stepped gets its initial state.
     """
     adapted = hasattr(model, "peft_config")
     trained = dict(model.named_parameters())
@@ -35,12 +38,12 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         for key, parameter in trained.items():
             for name, value in optimizer.state.get(parameter, {}).items():
                 tensors |= moment(f"optimizer.{key}.{name}", value, parameter, getattr(optimizer, "block_size", 0))
-    # A tensor without dims has no slices in a file: its one number as a row of one.
+    # DCP cannot slice a tensor without dims in a file, so its number is saved as a row of one.
     return {key: tensor.view(1) if tensor.ndim == 0 else tensor for key, tensor in tensors.items()}
 
 
 def fingerprint(model: nn.Module) -> str:
-    """The architecture with names and shapes of all weights, in few letters; the same at all degrees."""
+    """Return a short digest of the architecture and of all weights' names and shapes, the same at any number of ranks."""
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     lines = sorted(f"{key} {list(p.shape)} {p.requires_grad}" for key, p in model.named_parameters())
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -61,14 +64,14 @@ def check_fingerprint(saved: str, model: nn.Module) -> None:
 
 
 def start(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the first step would make, all zero; weights, gradients and rates stay as they are.
+    """Create the state that the first step would create, all zero; weights, gradients and learning rates stay.
 
-    The way torch's own checkpointing does it: a step at a rate of zero, here one parameter at a time, so that no
-    second copy of the weights is needed for the gradients.
+    A step at learning rate 0, as in torch's own checkpointing, but one parameter at a time, so that the zero gradients
+    need no second copy of the weights.
     """
     groups = optimizer.param_groups
     whole = [list(group["params"]) for group in groups]
-    rates = [_copied(group["lr"]) for group in groups]
+    rates = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
     try:
         for group in groups:
             set_rate(group, 0.0)
@@ -97,12 +100,8 @@ def _start_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
         steps.zero_()
 
 
-def _copied(rate: Any) -> Any:
-    return rate.clone() if isinstance(rate, Tensor) else rate
-
-
 def set_rate(group: dict[str, Any], rate: Any) -> None:
-    """torchao keeps its rate in a tensor, and refuses another object."""
+    """Set the learning rate of a group; torchao keeps it in a tensor that must not be exchanged."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate) if not isinstance(rate, Tensor) else group["lr"].copy_(rate)
     else:

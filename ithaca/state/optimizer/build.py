@@ -1,18 +1,18 @@
-"""`build_optimizer`: AdamW in three kinds, over plain or FSDP2-sharded parameters; and the step inside backward.
+"""`build_optimizer`: three kinds of AdamW over plain or FSDP2-sharded parameters, and the optimizer step in backward.
 
-    adamw      torch's fused AdamW: two moments like the weight
-    adamw8bit  torchao's: both moments in 8 bits, a scale for each 256 numbers; small or odd shards keep theirs whole
-    bf16_sr    torchao's: bf16 weights and moments, and a weight's update rounded up or down at random, so that
-               changes too small for bf16 are not lost but happen as often as they should
+    adamw      torch's fused AdamW: two moments in the weight's dtype
+    adamw8bit  torchao's: both moments in 8 bits, a scale for each 256 numbers; small or odd shards are not quantized
+    bf16_sr    torchao's: bf16 weights and moments with stochastic rounding, so that changes too small for bf16 still
+               happen, as often as they should
 
-Matrices are decayed; norms, biases and other vectors are not. Frozen parameters are left out.
+Weight decay applies to matrices, not to norms, biases and other vectors. Frozen parameters are left out.
 
-Invariant: ranks that hold a copy of the same weights keep them the same. Random rounding therefore draws from numbers
-of its own, a function of the seed, the shard and the step; dropout's numbers are left as they were.
+Invariant: ranks that hold copies of the same weights keep them equal. Stochastic rounding therefore draws from a
+separate stream, seeded by the seed, the shard and the step; the generators of dropout stay untouched.
 
-With `in_backward` a parameter is stepped and its gradient freed as soon as that is reduced: at no time do all
-gradients exist. FSDP2 calls a sharded parameter's hooks after its reduction, on the stream that reduced it, and ends
-backward after them. What needs all gradients before the first step is refused beside it.
+With `in_backward` a parameter is stepped and its gradient freed as soon as the gradient is reduced, so the gradients
+never exist all at once. FSDP2 calls a sharded parameter's hooks after its reduction, on the stream that reduced it, and
+ends backward after the hooks. Clipping, accumulation and skipped steps need all gradients first and are refused.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ithaca.arguments import check_flag, check_kind, named_arguments, shown
 from ithaca.errors import UnsupportedError
 from ithaca.handle import handle_of
 from ithaca.planning.plan import Optimizer as Name
-from ithaca.quantities import as_number
-from ithaca.state.optimizer.made_before import FOLLOWER
+from ithaca.quantities import finite_or_nan
+from ithaca.state.optimizer.existing_optimizers import FOLLOWER
 from ithaca.state.optimizer.whole_step import CODES_SHARDS
 from ithaca.state.weights.placement import averages_gradients
 
@@ -45,7 +45,7 @@ _DTYPES = {
     "adamw8bit": (torch.float32, torch.bfloat16, torch.float16),
     "bf16_sr": (torch.bfloat16,),
 }
-# A moment in bf16 that loses less than this share of itself in a step is rounded back to where it was, for ever.
+# Smallest decay of a bf16 moment: a step that changes the moment by a smaller share is rounded back, for ever.
 _LEAST_DECAY = 2**-8
 
 
@@ -64,18 +64,18 @@ def build_optimizer(
     accumulates: bool = False,
     skips_bad_steps: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer of what `model` trains; call it after `parallelize`, with the same name as there.
+    """Return an optimizer of the trained parameters; call it after `parallelize`, with the same name as there.
 
     `in_backward`: step each parameter in backward; `optimizer.step()` is still called after every backward, and ends
-    the step. `clips`, `accumulates` and `skips_bad_steps` say what the caller's loop does, to be refused beside it.
-    `seed` is that of `"bf16_sr"`'s rounding.
+    the step. `clips`, `accumulates` and `skips_bad_steps` describe the caller's loop, and are refused with `in_backward`.
+    `seed`: the seed of stochastic rounding.
     """
     _check_settings(model, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas)
     _check_name(name, betas)
     check_kind("seed", seed, int, "pass a whole number, the same on every rank")
-    says = {"in_backward": in_backward, "clips": clips, "accumulates": accumulates, "skips_bad_steps": skips_bad_steps}
-    for said, flag in says.items():
-        check_flag(said, flag)
+    flags = {"in_backward": in_backward, "clips": clips, "accumulates": accumulates, "skips_bad_steps": skips_bad_steps}
+    for key, flag in flags.items():
+        check_flag(key, flag)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     _check_parameters(name, trained)
     if in_backward:
@@ -83,9 +83,9 @@ def build_optimizer(
     settings = {"lr": lr, "betas": betas, "eps": eps}
     optimizer = _make(name, _groups(trained, weight_decay), settings)
     if name != "adamw":
-        _OwnCode(optimizer).install()
+        _WithoutCodeCache(optimizer).install()
     if name == "bf16_sr":
-        _Rounding(optimizer, {p: place for place, p in enumerate(trained.values())}, seed).install()
+        _Rounding(optimizer, {p: number for number, p in enumerate(trained.values())}, seed).install()
     if in_backward:
         _InBackward(optimizer, {p: key for key, p in trained.items()}).install()
     handle = handle_of(model)
@@ -97,31 +97,24 @@ def build_optimizer(
 def _make(name: Name, groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **settings)
-    low_bit = _torchao(name)
-    if name == "adamw8bit":
-        return low_bit.AdamW8bit(groups, **settings)
-    # torchao's plain AdamW, the only one that rounds at random and keeps moments unquantized, has no public name.
-    return low_bit._AdamW(groups, bf16_stochastic_round=True, **settings)
-
-
-def _torchao(name: Name) -> Any:
     try:
-        return import_module("torchao.optim")
+        low_bit: Any = import_module("torchao.optim")
     except ImportError as error:
         raise UnsupportedError(
             f"optimizer {name!r} is torchao's, which cannot be imported ({error}): pip install 'ithaca[torchao]', or "
             "use 'adamw'"
         ) from error
-
-
-def _owner(key: str) -> str:
-    """The name of the module that has the parameter."""
-    return key.rpartition(".")[0].rpartition(".")[2].lower()
+    if name == "adamw8bit":
+        return low_bit.AdamW8bit(groups, **settings)
+    # torchao's AdamW with stochastic rounding and unquantized moments has no public name (torchao 0.16 and newer).
+    return low_bit._AdamW(groups, bf16_stochastic_round=True, **settings)
 
 
 def _groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with decay, vectors without; by name too, since biases of stacked experts and norms by head are matrices."""
-    vectors = {key for key, p in trained.items() if p.ndim < 2 or key.endswith("bias") or "norm" in _owner(key)}
+    """Return parameter groups: matrices with weight decay, vectors without."""
+    # By name too: biases of stacked experts and norms by head are matrices.
+    owners = {key: key.rpartition(".")[0].rpartition(".")[2].lower() for key in trained}
+    vectors = {key for key, p in trained.items() if p.ndim < 2 or key.endswith("bias") or "norm" in owners[key]}
     groups = [
         {"params": [p for key, p in trained.items() if key not in vectors], "weight_decay": weight_decay},
         {"params": [p for key, p in trained.items() if key in vectors], "weight_decay": 0.0},
@@ -133,9 +126,13 @@ def _check_settings(model: object, numbers: dict[str, float], betas: object) -> 
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"build_optimizer was given {shown(model)}: pass the model itself")
     for key, value in numbers.items():
-        if not as_number(value) >= 0:
+        if not finite_or_nan(value) >= 0:
             raise UnsupportedError(f"{key}={shown(value)}: a number of at least 0 is needed, such as {key}=1e-5")
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= as_number(beta) < 1 for beta in betas):
+    if (
+        not isinstance(betas, tuple | list)
+        or len(betas) != 2
+        or not all(0 <= finite_or_nan(beta) < 1 for beta in betas)
+    ):
         raise UnsupportedError(
             f"betas={shown(betas)}: two numbers of at least 0 and below 1 are needed, such as (0.9, 0.95)"
         )
@@ -199,7 +196,7 @@ def _or(names: Iterable[str]) -> str:
 
 @dataclass(eq=False, slots=True)
 class _InBackward:
-    """Steps one parameter at a time, of an optimizer that keeps its groups and state as ever."""
+    """Steps one parameter at a time, with an optimizer that keeps its groups and state."""
 
     optimizer: torch.optim.Optimizer
     names: dict[nn.Parameter, str]
@@ -207,26 +204,26 @@ class _InBackward:
     inside: bool = False
 
     def install(self) -> None:
-        for place, group in enumerate(self.optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(partial(self._take, place))
+                parameter.register_post_accumulate_grad_hook(partial(self._take, number))
         self.optimizer.register_step_pre_hook(self._end)
 
-    def _take(self, place: int, parameter: nn.Parameter) -> None:
+    def _take(self, group: int, parameter: nn.Parameter) -> None:
         if parameter in self.stepped:
             raise UnsupportedError(
                 f"in_backward=True: a second gradient of {self.names[parameter]} came before optimizer.step(), and the "
                 "first has been stepped: call it after every backward, or use in_backward=False"
             )
         self.stepped.add(parameter)
-        self._step_alone(place, parameter)
+        self._step_alone(group, parameter)
         parameter.grad = None
 
-    def _step_alone(self, place: int, parameter: nn.Parameter) -> None:
+    def _step_alone(self, own: int, parameter: nn.Parameter) -> None:
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for at, group in enumerate(groups):
-            group["params"] = [parameter] if at == place else []
+            group["params"] = [parameter] if at == own else []
         self.inside = True
         try:
             self.optimizer.step()
@@ -236,18 +233,21 @@ class _InBackward:
                 group["params"] = parameters
 
     def _end(self, *_: Any) -> None:
-        """The caller's own call finds no gradients; it says that the next ones belong to the next step."""
+        """End the step: the caller's own `step()` finds no gradients, and later gradients belong to the next step."""
         if not self.inside:
             self.stepped.clear()
 
 
 @dataclass(eq=False, slots=True)
-class _OwnCode:
-    """torchao compiles its steps, and torch's cache of compiled code knows a sharded parameter by its whole shape alone:
-    a rank whose shard is a row shorter would be handed the code of another. So that cache is left aside."""
+class _WithoutCodeCache:
+    """Switches off torch's cache of compiled code during torchao's compiled steps.
+
+    The cache identifies a sharded parameter by its whole shape: a rank whose shard is a row shorter would get another
+    rank's code. A false hit of that kind is https://github.com/pytorch/pytorch/issues/188390
+    """
 
     optimizer: torch.optim.Optimizer
-    aside: ExitStack = field(default_factory=ExitStack)
+    switched_off: ExitStack = field(default_factory=ExitStack)
 
     def install(self) -> None:
         self.optimizer.__dict__[CODES_SHARDS] = True
@@ -255,18 +255,19 @@ class _OwnCode:
         self.optimizer.register_step_post_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
-        self.aside.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        # Private, checked with torch 2.11 to 2.13.
+        self.switched_off.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
 
     def _end(self, *_: Any) -> None:
-        self.aside.close()
+        self.switched_off.close()
 
 
 @dataclass(eq=False, slots=True)
 class _Rounding:
-    """Random numbers for one step at a time, alike on all ranks that hold the same shard."""
+    """Seeds the generators for each step of stochastic rounding, equally on all ranks that hold the same shard."""
 
     optimizer: torch.optim.Optimizer
-    places: dict[nn.Parameter, int]
+    numbers: dict[nn.Parameter, int]
     seed: int
     forked: ExitStack = field(default_factory=ExitStack)
 
@@ -276,25 +277,25 @@ class _Rounding:
         self.optimizer.__dict__[FOLLOWER] = self._follow
 
     def _follow(self, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        self.places = {moved.get(p, p): place for p, place in self.places.items()}
+        self.numbers = {moved.get(p, p): number for p, number in self.numbers.items()}
 
     def _begin(self, *_: Any) -> None:
         groups = self.optimizer.param_groups
         first = next((p for group in groups for p in group["params"] if p.grad is not None), None)
         if first is None:
             return
-        # The count is part of the optimizer's state, so a run that is resumed draws what it would have drawn.
+        # The step count is part of the optimizer's state, so a resumed run draws the same numbers.
         steps = int(self.optimizer.state[first].get("step", 0))
         devices = [first.device] if first.device.type == "cuda" else []
         self.forked.enter_context(torch.random.fork_rng(devices=devices))
-        torch.manual_seed(_mix(self.seed, *_shard_of(first), self.places[first], steps))
+        torch.manual_seed(_mix(self.seed, *_shard_of(first), self.numbers[first], steps))
 
     def _end(self, *_: Any) -> None:
         self.forked.close()
 
 
 def _shard_of(parameter: nn.Parameter) -> list[int]:
-    """Where this rank's shard lies on the mesh; the same on all ranks that hold a copy of it."""
+    """Return the mesh coordinates of this rank's shard, equal on all ranks that hold a copy of the shard."""
     if not isinstance(parameter, DTensor):
         return []
     where: Sequence[int] = parameter.device_mesh.get_coordinate() or ()

@@ -1,10 +1,12 @@
-"""The norm of all gradients, and a step that is clipped by it and left out where something is not finite.
+"""Gradient norm, gradient clipping and skipped steps, without waiting for the device.
 
-Both stay on the device: the norm is of local shards, summed over the ranks that hold the others, and torch's fused AdamW
-takes the factor and the verdict as tensors, by the attributes that `torch.amp.GradScaler` sets (`grad_scale`,
-`found_inf`). The host reads them afterwards and never waits before a step. Other optimizers wait.
+    norm = gradient_norm(parameters, device)         # a tensor: local shards, then one sum over ranks
+    clipped_step(optimizer, norm, loss, clip=1.0)    # skipped on the device if loss or norm is not finite
 
-Invariant: a step left out changes neither weights nor moments nor their count of steps.
+torch's fused AdamW takes the clipping factor and the flag to skip as tensors, in the attributes that
+`torch.amp.GradScaler` sets (`grad_scale`, `found_inf`). The host reads them afterwards. With other optimizers the host waits.
+
+Invariant: a skipped step changes neither weights nor moments nor their step counts.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# As torch.nn.utils.clip_grad_norm_ has it: no division by nothing.
+# The epsilon of torch.nn.utils.clip_grad_norm_, against division by zero.
 _EPS = 1e-6
-# Numbers of a CPU's gradient that are summed in fp32, and that are widened at once.
+# On the CPU: numbers that are summed in fp32, and numbers that are cast at once.
 _BLOCK, _PIECE = 512, 2**22
 
 
@@ -43,14 +45,17 @@ def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> Tensor 
 def _square(grads: list[Tensor]) -> Tensor:
     if grads[0].device.type == "cpu":
         return torch.stack([_square_on_cpu(grad) for grad in grads]).sum()
-    # In bf16 the norm of a bf16 gradient would have two digits.
+    # torch.nn.utils.get_total_norm sums a bf16 gradient in bf16, to two digits. _foreach_norm is private but is what
+    # torch's own function calls (torch 2.11 to 2.13).
     norms = torch._foreach_norm(grads, 2, torch.promote_types(grads[0].dtype, torch.float32))
     return torch.stack(list(norms)).square().sum()
 
 
 def _square_on_cpu(grad: Tensor) -> Tensor:
-    """Sum in fp64 over blocks of fp32: a CPU's fp32 sum of millions has three digits, and its fp64 norm takes far longer
-    than the step; this has seven, as fast as the gradient is read."""
+    """Return the sum of squares in fp64 of blocks summed in fp32: seven digits, as fast as memory is read.
+
+    A CPU's fp32 sum of millions of numbers has three digits, and its fp64 norm takes far longer than the step.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for piece in grad.reshape(-1).split(_PIECE):
         wide = piece.to(torch.promote_types(piece.dtype, torch.float32))
@@ -61,7 +66,7 @@ def _square_on_cpu(grad: Tensor) -> Tensor:
 
 
 def _summed(key: Any, square: Tensor) -> Tensor:
-    """Sum over the ranks that hold the other shards; a copy of a shard is not counted again."""
+    """Return the sum over the ranks that hold other shards; copies of a shard are not counted again."""
     if key is not None:
         mesh, placements = key
         for dim, placement in enumerate(placements):
@@ -71,49 +76,37 @@ def _summed(key: Any, square: Tensor) -> Tensor:
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, norm: Tensor | None, loss: Tensor, clip: float) -> None:
-    """Step unless loss or norm is not finite, with gradients whose norm is `clip` at most (0: as they are).
+    """Step with gradients clipped to norm `clip` (0: unclipped); skip the step if loss or norm is not finite.
 
-    Where the optimizer clips and skips by itself nothing is waited for. `norm` is None where gradients were stepped as
-    they came: the call then ends that step.
+    `norm` is None where parameters were stepped inside backward: the call then ends that step.
     """
     if norm is None:
         optimizer.step()
         return
     finite = torch.isfinite(loss) & torch.isfinite(norm)
-    factor = _factor(norm, clip) if clip else torch.ones_like(norm)
-    if not _scales_itself(optimizer):
+    factor = ((norm + _EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+    # Private: the attribute by which torch.amp.GradScaler finds fused optimizers (torch 2.11 to 2.13).
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         if bool(finite):
-            _divide([p for group in optimizer.param_groups for p in group["params"]], factor)
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            local = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
+            torch._foreach_div_(local, factor.to(local[0].device))
             optimizer.step()
         return
-    # Moved here, where that is waited for: the optimizer would read what is still on its way to the host.
+    # A blocking move: with weights on the host the optimizer would read numbers that have not arrived yet.
     where = optimizer.param_groups[0]["params"][0].device
     scale, clips, finite = factor.float().to(where), (factor > 1).to(where), finite.to(where)
-    # A step that divides also writes gradients back, a sixth more of its time: two are launched, and one is left out.
+    # A step that divides also writes gradients back, which takes a sixth longer. So two steps are launched, with and
+    # without division, and the device skips one.
     _step_where(optimizer, finite & ~clips)
     if clip:
         _step_where(optimizer, finite & clips, scale)
 
 
 def _step_where(optimizer: Any, taken: Tensor, scale: Tensor | None = None) -> None:
-    """Take a step of gradients divided by `scale`; where `taken` is false it changes nothing."""
+    """Take a step with gradients divided by `scale`; if `taken` is false the step changes nothing."""
     optimizer.grad_scale, optimizer.found_inf = scale, (~taken).float()
     try:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def _scales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _factor(norm: Tensor, clip: float) -> Tensor:
-    """Return the number that gradients are divided by."""
-    return ((norm + _EPS) / clip).clamp(min=1.0)
-
-
-def _divide(parameters: list[Tensor], factor: Tensor) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    local = [g._local_tensor if isinstance(g, DTensor) else g for g in grads]
-    torch._foreach_div_(local, factor.to(local[0].device))

@@ -1,4 +1,4 @@
-"""What of a model's training state is in host memory by now: a plan that is made later must not want room for it twice."""
+"""Bytes of training state that are in host memory already, so that a later memory plan does not count them twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ithaca.handle import handle_of
 
 
 def held_on_host(model: nn.Module) -> int:
-    """Bytes of this rank's weights, gradients and optimizer state that are on the host."""
+    """Return the bytes of this rank's weights, gradients and optimizer state in host memory."""
     return sum(_bytes(tensor) for tensor in _tensors(model))
 
 
@@ -30,5 +30,5 @@ def _bytes(tensor: Tensor) -> int:
     local: Any = getattr(tensor, "_local_tensor", tensor)
     if local.device.type != "cpu":
         return 0
-    # torchao's 8-bit moments show the shape and type that they stand for.
+    # torchao's 8-bit moments (private attributes, torchao 0.16 and newer) report the shape and dtype of what they encode.
     return int(local.codes.nbytes + local.scale.nbytes if hasattr(local, "codes") else local.nbytes)

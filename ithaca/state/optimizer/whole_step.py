@@ -1,13 +1,16 @@
-"""Optimizers that read a weight as a whole, over weights that are sharded: one weight at a time is gathered and stepped.
+"""Steps of whole weights for optimizers that do not work element by element, such as Adafactor and Muon.
 
-AdamW, SGD and most others treat every number alone, so a shard is stepped as it stands. Adafactor keeps means of a
-matrix's rows and columns and scales by the weight's norm, Muon makes a matrix orthogonal: over a shard both would be
-another optimizer. Here each weight and its gradient are gathered in turn, all ranks make the same step on the whole, and
-each keeps its shard. What it costs: one all-gather of weights and gradients a step, room for the largest weight twice,
-and state that is whole on every rank (Adafactor's is small).
+AdamW, SGD and most others are elementwise, so they step a shard as it is. Adafactor keeps means of a matrix's rows and
+columns and Muon makes a matrix orthogonal: over a shard both would be another optimizer. For them
 
-Frameworks hand their optimizer to `step_whole`. Of a plain loop's optimizer nothing is seen before its step, so a hook
-that torch calls before every optimizer's step does the same. An optimizer that reads all weights as one vector is refused.
+    for each weight:   all-gather weight and gradient -> the optimizer's own step on the whole -> keep this rank's shard
+
+The cost is one all-gather of weights and gradients a step, memory for the largest weight twice, and state that is whole
+on every rank (Adafactor's is small).
+
+Trainer integrations pass their optimizer to `step_whole`. An optimizer of a plain loop is unknown before its first step,
+so a hook that torch calls before every optimizer's step does the same. An optimizer that reads all weights as one vector
+(LBFGS) is refused.
 """
 
 from __future__ import annotations
@@ -23,24 +26,24 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ithaca.errors import UnsupportedError
-from ithaca.state.optimizer.made_before import cut_loaded_state
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.optimizer.existing_optimizers import cut_loaded_state
+from ithaca.state.weights.partial_values import is_spread
 from ithaca.state.weights.shards import bounds
 
 # By name: transformers has an Adafactor of its own. Rprop writes by index, which DTensor refuses. As of torch 2.13 and
 # transformers 5.23.
 _READ_WHOLE = ("Adafactor", "Muon", "Rprop")
 _READ_ALL = ("LBFGS",)
-# torchao's, which code 128 or 256 numbers of a tensor together: of a shard other ones than of the whole.
+# torchao's, which quantize blocks of 128 or 256 numbers: a shard's blocks are not those of the whole weight.
 _CODE_BLOCKS = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 # Their fused kernels take no DTensor; Adam's and AdamW's do.
 _FUSED_ALONE = ("SGD", "Adagrad")
-# Under this name a torchao optimizer says that `build_optimizer` made it, for shards.
+# Attribute of torchao optimizers that `build_optimizer` made, whose blocks are the shards'.
 CODES_SHARDS = "_ithaca_codes_shards"
 
 
 def reads_whole(optimizer: Optimizer) -> bool:
-    """True if a step of this optimizer is not done number by number."""
+    """True if a step of this optimizer is not elementwise."""
     return _is_one_of(optimizer, _READ_WHOLE)
 
 
@@ -50,12 +53,16 @@ def _is_one_of(optimizer: Optimizer, names: tuple[str, ...]) -> bool:
 
 @cache
 def watch_steps() -> None:
-    """From now on let every optimizer of the process that has spread weights step as one process would, or refuse it."""
+    """Register a hook, once, by which every optimizer of sharded weights steps as on one process, or is refused."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook: an optimizer without weights makes the step, and its closure is the step of whole weights."""
+    """Return arguments that replace a step of sharded weights by a step of whole weights; None to leave the step alone.
+
+    torch lets a hook exchange the arguments of `step` only. So the step runs on an optimizer without weights, whose
+    closure steps the whole weights.
+    """
     fused = _is_one_of(optimizer, _FUSED_ALONE) and any(group.get("fused") for group in optimizer.param_groups)
     coded = _is_one_of(optimizer, _CODE_BLOCKS) and CODES_SHARDS not in optimizer.__dict__
     special = fused or coded or _is_one_of(optimizer, _READ_WHOLE + _READ_ALL)
@@ -87,7 +94,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def step_whole(optimizer: Optimizer) -> None:
-    """Let this one optimizer step whole weights; its groups, schedulers and hooks stay as they are."""
+    """Make one optimizer step whole weights; its groups, schedulers and hooks stay."""
     own = type(optimizer)
     if issubclass(own, _StepsWhole):
         return
@@ -101,7 +108,7 @@ def step_whole(optimizer: Optimizer) -> None:
 
 
 class _StepsWhole(Optimizer):
-    """Before the optimizer's own class in the order of classes."""
+    """Mixin whose `step` comes before the optimizer's own in the method resolution order."""
 
     def step(self, closure: Any = None) -> Any:
         loss = None
@@ -123,7 +130,7 @@ class _StepsWhole(Optimizer):
 def _step_one(optimizer: Any, group: dict[str, Any], parameter: nn.Parameter) -> None:
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    # A tensor of its own: what the optimizer does to it in place is done to no other.
+    # A separate tensor, since the optimizer changes it in place.
     stepped = nn.Parameter(whole.detach().clone())
     stepped.grad = gradient
     if parameter in optimizer.state:
@@ -137,7 +144,7 @@ def _step_one(optimizer: Any, group: dict[str, Any], parameter: nn.Parameter) ->
 
 
 def _own_step(made: type) -> Any:
-    """The optimizer's own step without the hooks that torch puts around one: they belong to the step of all weights."""
+    """Return the optimizer's own step without torch's hooks, which run around the step of all weights."""
     step = next(own for own in made.__mro__ if "step" in own.__dict__ and not issubclass(own, _StepsWhole)).__dict__[
         "step"
     ]
@@ -145,7 +152,11 @@ def _own_step(made: type) -> Any:
 
 
 def _keep_tracked(optimizer: Optimizer) -> None:
-    """A scheduler that was made before has put a method of the old class on the optimizer, to see that it steps."""
+    """Put a scheduler's tracking of `step` on the new class's method.
+
+    A scheduler patches `optimizer.step` to see that the optimizer steps (`_opt_called`, `_wrapped_by_lr_sched`: private,
+    torch 2.11 to 2.13). A scheduler made before has patched the old class's method.
+    """
     if "step" not in optimizer.__dict__:
         return
     del optimizer.__dict__["step"]

@@ -1,8 +1,8 @@
-"""Weights that were assigned, `p.data = backup[name]`, as averages and adversarial steps do: torch drops the values.
+"""Refusal of assigned weights, `p.data = backup[name]`, whose values torch drops.
 
-A weight that is spread over ranks is a DTensor, a wrapper around this rank's part. An assignment of `data` puts another
-wrapper's storage under it and leaves the part as it was, with no word. The storage of a wrapper holds nothing, and has
-an address all the same, which is how an assignment is seen before the next forward. Seen in torch 2.11 to 2.13.
+A sharded weight is a DTensor, a wrapper around this rank's part. An assignment of `data` replaces the wrapper's storage
+and leaves the part unchanged, without an error. The storage of a wrapper is empty but has an address, and the address
+shows the assignment before the next forward. WeightAddress in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ithaca.state.weights.shardable import refuse_exchanged
 
 
 def refuse_assigned(handle: Handle, model: nn.Module) -> None:
-    """Before every forward of a sharded model, refuse weights whose `data` was assigned since now."""
-    # The root comes before the layers. In front of FSDP2's own hook its weights are still spread.
+    """Refuse, before every forward of a sharded model, weights whose `data` was assigned since this call."""
+    # The root comes first in modules(). Prepended: before FSDP2's own hook the weights are still sharded.
     root: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is not None:
         watch = _Watch()
@@ -29,15 +29,15 @@ def refuse_assigned(handle: Handle, model: nn.Module) -> None:
         handle.add(root.register_forward_pre_hook(watch, prepend=True), while_sharded=True)
 
 
-# The weight, its wrapper's storage, and where its part lies.
-Seen = tuple[int, int, int]
+# The weight's id, the address of its wrapper's storage, and the address of its part.
+WeightAddress = tuple[int, int, int]
 
 
 @dataclass(eq=False)
 class _Watch:
-    """A hook, and what each weight was when it was last seen. No weak references: torch swaps no tensor that has one."""
+    """Forward hook with each weight's last addresses. No weak references: torch cannot swap a tensor that has one."""
 
-    seen: dict[str, Seen] = field(default_factory=dict)
+    seen: dict[str, WeightAddress] = field(default_factory=dict)
 
     def __call__(self, root: nn.Module, _args: Any = ()) -> None:
         refuse_exchanged(root)
@@ -45,10 +45,10 @@ class _Watch:
             if not isinstance(weight, DTensor):
                 continue
             part = weight._local_tensor
-            # An empty or fake part lies nowhere.
+            # An empty or fake part has no address.
             now = id(weight), weight.untyped_storage()._cdata, part.data_ptr() or id(part)
             before = self.seen.get(name, now)
-            # A model that moves or is filled has other parts too.
+            # A model that is moved or loaded has another part too.
             if before[0] == now[0] and before[1] != now[1] and before[2] == now[2]:
                 raise UnsupportedError(
                     f"the data of {name} was assigned (weight.data = ...), which torch drops without a word where weights "

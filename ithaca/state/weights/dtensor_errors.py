@@ -1,9 +1,9 @@
-"""Operations that torch cannot do with a weight that is split over ranks: its words about DTensors become one sentence.
+"""Plain error messages for operations that DTensor does not support on sharded weights.
 
-DTensor has no rule for some operations (sorting, selecting by a mask, a collective), and takes no plain tensor beside a
-split one. Nothing wrong comes of it, but the error speaks of placements. The two methods of torch that raise it are asked
-through ours, which speak for the meshes that weights were spread over and leave other errors as they are. Seen in torch
-2.11 to 2.13; a torch that has no such methods keeps its own words.
+DTensor has no rule for some operations (sorting, masked selection, a collective), and refuses plain tensors beside
+DTensors. Its error speaks of placements. The two private methods that raise the error are wrapped: for meshes of sharded
+weights the message says what works instead, other errors stay. Checked with torch 2.11 to 2.13; a torch without these
+methods keeps its own messages.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import IthacaError, UnsupportedError
-from ithaca.state.weights.one_ranks_numbers import is_spread_over
+from ithaca.state.weights.partial_values import is_spread_over
 
 _METHODS = ("_propagate_op_sharding_dispatch_slow_path", "_try_replicate_spec_for_scalar_tensor")
 
 
 def name_unknown_operations() -> None:
-    """From now on let errors about operations on spread weights say what works instead."""
+    """Wrap torch's dispatcher, in this process, so that errors about sharded weights say what works instead."""
     dispatcher: Any = DTensor._op_dispatcher
     for name in _METHODS:
         if hasattr(dispatcher, name) and name not in dispatcher.__dict__:
@@ -30,7 +30,7 @@ def name_unknown_operations() -> None:
 
 @dataclass(frozen=True)
 class _Named:
-    """In place of one method of torch's dispatcher; an operation is its first argument."""
+    """Wrapper of one method of torch's dispatcher, whose first argument is the operation."""
 
     original: Callable[..., Any]
 

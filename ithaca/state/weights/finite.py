@@ -1,7 +1,7 @@
-"""Weights that no training can mend: numbers that are not finite, and types that have no gradient.
+"""Refusal of weights that cannot be trained: numbers that are not finite, and dtypes without gradients.
 
-A NaN in one weight makes every later loss NaN, and each step would be skipped; so weights are looked at while they are
-read, and again before a model is exported.
+A NaN in one weight makes every later loss NaN, so that every step would be skipped. Weights are therefore checked while
+they are read, and again before a model is exported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TRAINED = ("F64", "F32", "F16", "BF16")
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return False where a tensor of floating point has NaN or infinity; one pass, and no copy of it."""
+    """True unless a floating-point tensor has NaN or infinity; reads the tensor once, without a copy."""
     if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
         return True
     low, high = tensor.aminmax()
@@ -26,7 +26,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def check_finite(tensor: Tensor, key: str, where: object) -> Tensor:
-    """Return `tensor`; CheckpointError where it has NaN or infinity."""
+    """Return `tensor`; raise CheckpointError if it has NaN or infinity."""
     if not is_finite(tensor):
         raise CheckpointError(
             f"{where} has NaN or infinite numbers in {key}: copy the model anew, or take an earlier checkpoint of it"
@@ -35,7 +35,7 @@ def check_finite(tensor: Tensor, key: str, where: object) -> Tensor:
 
 
 def check_types(folder: object, found: Mapping[str, str], trained: Iterable[str]) -> None:
-    """Refuse weights to be trained that a file holds in a type without gradients; `found`: the types by name."""
+    """Refuse trained weights that a file holds in a dtype without gradients; `found`: the dtypes by name."""
     wrong = [f"{key} as {found[key]}" for key in trained if found[key] not in _TRAINED]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

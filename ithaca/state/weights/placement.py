@@ -1,14 +1,19 @@
-"""Where the weights live: FSDP2 over all ranks, copies on all ranks, or left to the caller.
+"""Weight sharding by FSDP2: over all ranks, over copies on groups of ranks (HSDP), or left to the caller.
 
-`"shard"`: each decoder layer is one FSDP2 group, the rest another; gradients are summed (divide factor 1: the loss
-has already been divided by the global token count), in fp32 where the weights are of lower precision. With
-`replicas` > 1 (HSDP) neighbouring ranks shard one copy, so that gathers stay inside a node; gradients are summed over
-the copies too. `"replicate"` is the same machinery on a mesh of world x 1: every rank keeps whole weights. Either way
-ranks that come with different weights are given rank 0's first.
-`"none"`: weights are the caller's, whose wrapper is expected to average gradients over all ranks.
+Four ranks hold a layer's weights w0 w1 w2 w3, with their gradients and optimizer state:
 
-`on_host="everything"` keeps sharded weights, their gradients and so the optimizer's state in pinned host memory; a
-layer's weights are on the device while it runs. Where the device is the host there is nothing to move.
+    weights           rank 0       rank 1       rank 2       rank 3
+    shard             w0           w1           w2           w3
+    shard, replicas=2 w0 w1        w2 w3        w0 w1        w2 w3      neighbouring ranks: gathers stay inside a node
+    replicate         w0 w1 w2 w3  w0 w1 w2 w3  w0 w1 w2 w3  w0 w1 w2 w3   the same on a mesh of world x 1
+    none              the caller's own wrapper, which averages gradients over all ranks
+
+Each decoder layer is one FSDP2 group and the rest of the model another. Gradients are summed over all ranks and copies
+(divide factor 1: the loss is already divided by the global token count), in fp32 if the weights are of lower precision.
+Ranks with different weights get rank 0's first.
+
+`on_host="everything"` keeps sharded weights, gradients and so the optimizer's state in pinned host memory; a layer's
+weights are on the device while the layer runs. On a CPU device this changes nothing.
 """
 
 from __future__ import annotations
@@ -26,92 +31,105 @@ from ithaca.arguments import check_kind, named_arguments
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.handle import Handle, handle_of
 from ithaca.mesh import Mesh
-from ithaca.state.weights.same_start import make_alike
-from ithaca.state.weights.shardable import Counted
+from ithaca.state.weights.same_start import make_equal
+from ithaca.state.weights.shardable import ParameterCount
 from ithaca.state.weights.whole_weight_methods import refuse_copy, refuse_pickle
 
 Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
+_COMPUTE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _REFUSED = {
-    # torchao's CPUOffloadOptimizer takes gradients as they arrive, before they are clipped, and says nothing of it.
+    # torchao's CPUOffloadOptimizer steps with gradients as they arrive, before clipping, without an error.
     "optimizer": "optimizer state alone cannot go to the host and stay exact under clipping: use 'everything', or "
     "'nothing' with the optimizer 'adamw8bit', whose state is half of bf16's and a quarter of fp32's",
 }
 
 
-def check_placement(mesh: Mesh, weights: Weights, replicas: int, on_host: OnHost) -> None:
-    """Refuse what cannot be placed so, before anything is."""
-    if weights not in get_args(Weights):
-        raise UnsupportedError(f"weights={weights!r}: choose one of {', '.join(get_args(Weights))}")
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or mesh.world % replicas:
-        works = ", ".join(str(n) for n in range(1, mesh.world + 1) if mesh.world % n == 0)
-        raise MeshError(f"replicas={replicas!r} over {mesh.world} ranks: a divisor of the world is needed: {works}")
-    if replicas > 1 and weights != "shard":
-        raise UnsupportedError(
-            f"replicas={replicas} with weights={weights!r}: copies of sharded weights need weights='shard'"
-        )
-    if on_host not in get_args(OnHost):
-        instead = _REFUSED.get(str(on_host), f"choose one of {', '.join(get_args(OnHost))}")
-        raise UnsupportedError(f"on_host={on_host!r}: {instead}")
-    if on_host == "everything" and weights == "none":
-        raise UnsupportedError("on_host='everything' with weights='none': weights are yours to place; use 'shard'")
-
-
 def leaves_device(mesh: Mesh, on_host: OnHost) -> bool:
-    """Whether weights are kept away from where they are used."""
+    """True if weights are kept in host memory and used on another device."""
     return on_host == "everything" and mesh.device.type != "cpu"
 
 
-def takes_groups(mesh: Mesh, weights: Weights, on_host: OnHost, compute_dtype: torch.dtype | None) -> bool:
-    """Whether FSDP2 is asked at all: on one rank it would only copy every layer's weights to use them."""
-    away = leaves_device(mesh, on_host)
-    return weights != "none" and (away or mesh.world > 1 or compute_dtype is not None)
+@dataclass(frozen=True, slots=True)
+class WeightOptions:
+    """Arguments of `parallelize` about the weights, checked. `replicas`: the number of copies of sharded weights."""
+
+    mesh: Mesh
+    weights: Weights = "shard"
+    replicas: int = 1
+    on_host: OnHost = "nothing"
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        weights, replicas, on_host, world = self.weights, self.replicas, self.on_host, self.mesh.world
+        if weights not in get_args(Weights):
+            raise UnsupportedError(f"weights={weights!r}: choose one of {', '.join(get_args(Weights))}")
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world % replicas:
+            works = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+            raise MeshError(f"replicas={replicas!r} over {world} ranks: a divisor of the world is needed: {works}")
+        if replicas > 1 and weights != "shard":
+            raise UnsupportedError(
+                f"replicas={replicas} with weights={weights!r}: copies of sharded weights need weights='shard'"
+            )
+        if on_host not in get_args(OnHost):
+            instead = _REFUSED.get(str(on_host), f"choose one of {', '.join(get_args(OnHost))}")
+            raise UnsupportedError(f"on_host={on_host!r}: {instead}")
+        if on_host == "everything" and weights == "none":
+            raise UnsupportedError("on_host='everything' with weights='none': weights are yours to place; use 'shard'")
+        if self.compute_dtype is not None and self.compute_dtype not in _COMPUTE:
+            choices = ", ".join(map(str, _COMPUTE))
+            raise UnsupportedError(f"compute_dtype={self.compute_dtype!r}: pass one of {choices}, or None")
+
+    @property
+    def offloaded(self) -> bool:
+        """True if weights are kept in host memory and used on another device."""
+        return leaves_device(self.mesh, self.on_host)
+
+    @property
+    def sharded(self) -> bool:
+        """True if FSDP2 is used; on one rank FSDP2 would copy every layer's weights for nothing."""
+        needed = self.offloaded or self.mesh.world > 1 or self.compute_dtype is not None
+        return self.weights != "none" and needed
 
 
 def place_weights(
     model: nn.Module,
     layers: list[nn.Module],
-    mesh: Mesh,
-    weights: Weights,
+    options: WeightOptions,
     *,
-    replicas: int = 1,
-    on_host: OnHost = "nothing",
-    compute_dtype: torch.dtype | None = None,
     uneven: bool = False,
     inner: nn.Module | None = None,
 ) -> None:
     """Apply FSDP2 to `layers` and to the whole of `model`, in place.
 
-    `replicas`: over how many groups of neighbouring ranks the weights are copied, each sharding its own copy.
-    `uneven`: a rank may leave weights unused that others use (experts no token of its shard chose). `inner`: the model
-    that `model` is wrapped around, which takes the wrapper's place where it has all the weights.
+    `uneven`: a rank may leave weights unused that other ranks use (experts that no token of its shard chose). `inner`:
+    the model inside `model`; becomes the root group if it has all the weights.
     """
-    check_placement(mesh, weights, replicas, on_host)
-    if weights == "none":
+    if options.weights == "none":
         return
-    handle, away = Handle.on(model, mesh), leaves_device(mesh, on_host)
-    grouped = takes_groups(mesh, weights, on_host, compute_dtype)
-    placement = Placement(torch.device("cpu") if away else mesh.device)
-    handle.keep(placement, while_sharded=grouped)
-    handle.keep(Counted.of(model), while_sharded=grouped)
-    if not away:
+    mesh, sharded = options.mesh, options.sharded
+    handle = Handle.on(model, mesh)
+    placement = Placement(torch.device("cpu") if options.offloaded else mesh.device)
+    handle.keep(placement, while_sharded=sharded)
+    handle.keep(ParameterCount.of(model), while_sharded=sharded)
+    if not options.offloaded:
         move(model, mesh.device)
-    if not grouped:
+    if not sharded:
         return
-    make_alike(model, mesh)
-    # Weights bound for the host pass through the device layer by layer: FSDP2 takes there what it shards.
-    offload = _to_host() if away else OffloadPolicy()
-    box = _box(mesh, mesh.world if weights == "replicate" else replicas)
-    policy = _precision(model, compute_dtype)
-    # PEFT's generate, and whoever else takes the model out of its wrapper, calls the inner one alone.
+    make_equal(model, mesh)
+    # FSDP2 moves a layer to the device to shard it, so weights bound for the host pass through the device layer by layer.
+    offload = _to_host() if options.offloaded else OffloadPolicy()
+    fsdp_mesh = _fsdp_mesh(mesh, mesh.world if options.weights == "replicate" else options.replicas)
+    policy = _precision(model, options.compute_dtype)
+    # PEFT's generate calls the inner model without its wrapper, so the inner model must be the root.
     root = inner if inner is not None and set(inner.parameters()) == set(model.parameters()) else model
     for module in (*layers, root):
         own: Any = type(module)
-        # The root too is given up after forward: FSDP2 would keep it gathered, and a step taken after an evaluation
-        # would then go on with embeddings and head as they were before it.
-        fully_shard(module, mesh=box, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
-        sharded: Any = type(module)
-        module.__class__ = _named_as(own, sharded)
+        # The root is resharded after forward too. FSDP2 would keep it gathered, and an optimizer step taken after an
+        # evaluation would then go on with the old embeddings and head.
+        fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
+        fsdp_class: Any = type(module)
+        module.__class__ = _named_as(own, fsdp_class)
     placement.groups = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
     for group in placement.groups:
         _sum_gradients(group, uneven)
@@ -120,8 +138,11 @@ def place_weights(
 
 @cache
 def _named_as(own: type[nn.Module], sharded: type[nn.Module]) -> type[nn.Module]:
-    """FSDP2's class under the name that the module's class had: transformers, Trainer and PEFT choose by it (how labels
-    are shifted, which model an adapter belongs to). A call of it makes a module that is not sharded, as FSDP2's does."""
+    """Return FSDP2's class under the name of the module's own class.
+
+    transformers, Trainer and PEFT choose by the class's name (label shifting, the model of an adapter). Calling the new
+    class builds a module that is not sharded, as FSDP2's class does.
+    """
 
     def build(_cls: type, /, *args: Any, **kwargs: Any) -> nn.Module:
         return own(*args, **kwargs)
@@ -133,7 +154,10 @@ def _named_as(own: type[nn.Module], sharded: type[nn.Module]) -> type[nn.Module]
 
 @dataclass(eq=False, slots=True)
 class _Gathering:
-    """A hook: FSDP2 keeps what it first gathers weights into; made in inference mode, that could never be trained with."""
+    """Forward hook that gathers all groups once before a first forward in inference mode.
+
+    FSDP2 keeps the buffers of its first gather, and buffers made in inference mode cannot be trained with.
+    """
 
     done: bool = False
 
@@ -141,7 +165,7 @@ class _Gathering:
         if not torch.is_inference_mode_enabled() or self.done:
             return
         with torch.inference_mode(False):
-            # The root first: it is by this call that it learns that it is one.
+            # The root first: FSDP2 finds its root by the first module that is called.
             for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
                 module.unshard()
                 module.reshard()
@@ -149,7 +173,7 @@ class _Gathering:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Move what is there; weights on the meta device stay there until they are loaded."""
+    """Move a model to a device; weights on the meta device stay there until they are loaded."""
     if any(p.is_meta for p in model.parameters()):
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
@@ -157,7 +181,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def home_of(model: nn.Module) -> torch.device | None:
-    """Where weights that are still on the meta device belong; None before they are placed."""
+    """Return the device on which weights are kept; None before they are placed."""
     placement = placement_of(model)
     return None if placement is None else placement.home
 
@@ -166,8 +190,8 @@ def _to_host() -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=True)
 
 
-def _box(mesh: Mesh, replicas: int) -> DeviceMesh:
-    """The ranks as copies x shards: row by row, so that a copy's shards are on neighbouring ranks."""
+def _fsdp_mesh(mesh: Mesh, replicas: int) -> DeviceMesh:
+    """Return the ranks as a mesh of copies x shards, in which a copy's shards are on neighbouring ranks."""
     if replicas == 1:
         return mesh.weights
     shape = (replicas, mesh.world // replicas)
@@ -176,24 +200,25 @@ def _box(mesh: Mesh, replicas: int) -> DeviceMesh:
 
 def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     dtype = compute_dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    # Said even where nothing is cast: a model may be sent to a lower precision later.
+    # Set even for fp32 weights: a model may be cast to a lower precision later.
     return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
 
 
 def _sum_gradients(module: FSDPModule, uneven: bool) -> None:
     module.set_gradient_divide_factor(1.0)
-    # A plain sum on every backend: gloo has no scaled sum, and a factor of 1 needs none.
+    # A plain sum on every backend: gloo has no pre-multiplied sum, and a factor of 1 needs none.
     module.set_force_sum_reduction_for_comms(True)
     if uneven and hasattr(module, "set_reduce_scatter_unused_params"):
-        # Ranks must reduce the same weights; torch 2.11 cannot be told so and ends with a size mismatch.
+        # All ranks must reduce the same weights. torch 2.11 has no such setting and ends with a size mismatch.
         module.set_reduce_scatter_unused_params(True)
 
 
 @dataclass(eq=False)
 class Placement:
-    """Where one model's weights belong, and how FSDP2 reduces their gradients over ranks, if there are several.
+    """Device of one model's weights, and FSDP2's reduction of their gradients over ranks.
 
-    `groups`: FSDP2's, the root first. Gradients of shards are summed, those of whole sequences averaged as FSDP2 does.
+    `groups`: FSDP2's modules, the root first. `summed`: gradients are summed, as sharded passes need; else averaged,
+    FSDP2's own rule, for passes of whole sequences.
     """
 
     home: torch.device
@@ -202,9 +227,10 @@ class Placement:
     backward: int = -1
 
     def choose(self, *, summed: bool) -> None:
-        """For the backward that begins, or outside of one for those to come."""
+        """Choose sum or mean for the backward that has just begun, or outside of a backward for the next ones."""
         if not self.groups:
             return
+        # Private: the number of the running backward, -1 outside of one. Checked with torch 2.11 to 2.13.
         backward = torch._C._current_graph_task_id()
         if summed != self.summed:
             if backward == self.backward != -1:
@@ -213,20 +239,20 @@ class Placement:
                     "loss by itself"
                 )
             for module in self.groups:
-                # None is FSDP2's own mean. Given the number, it divides twice where weights are copied and not sharded.
+                # None is FSDP2's own mean. With an explicit world size FSDP2 divides twice on a mesh of copies.
                 module.set_gradient_divide_factor(1.0 if summed else None)  # type: ignore[arg-type]
         self.summed, self.backward = summed, backward
 
 
 def placement_of(model: nn.Module) -> Placement | None:
-    """Return where the model's weights were placed; None if they are the caller's to place."""
+    """Return the placement of the model's weights; None if the caller places them."""
     handle = handle_of(model)
     return None if handle is None else handle.part(Placement)
 
 
 @named_arguments
 def recover(model: nn.Module) -> None:
-    """Make a model usable again after an exception ended a step in its middle, on all ranks; gradients are dropped."""
+    """Make a model usable again after an exception inside a step, on all ranks; gradients are dropped."""
     check_kind("model", model, nn.Module, "pass the model, as in recover(model)")
     # The root comes before the layers.
     root: Any = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
@@ -244,8 +270,11 @@ def recover(model: nn.Module) -> None:
 
 
 def _drop_gathered_gradients(module: Any) -> None:
-    """Gradients of gathered weights that were never reduced: the reset leaves them, and the next step would add to
-    them. There is no public way to them."""
+    """Drop gradients of gathered weights that were never reduced, which the next step would add to.
+
+    `reset_iter_state` leaves them, and these private attributes (torch 2.13) are the only access:
+    https://github.com/pytorch/pytorch/issues/120879
+    """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -254,5 +283,5 @@ def _drop_gathered_gradients(module: Any) -> None:
 
 
 def averages_gradients(model: nn.Module) -> bool:
-    """Whether gradients are averaged over ranks after backward (the caller's wrapper) rather than summed (ours)."""
+    """True if the caller's wrapper averages gradients over ranks after backward; False if they are summed here."""
     return placement_of(model) is None

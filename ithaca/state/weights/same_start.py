@@ -1,8 +1,8 @@
-"""Every rank starts from the same weights: what differs is taken from rank 0.
+"""Broadcast of differing weights: every rank starts from rank 0's.
 
-Ranks that built their model without a common seed would each keep, or cut their shards from, a model of its own.
-`make_alike` compares a fingerprint of every parameter and buffer, a few numbers of each row, in one small reduction; only
-tensors that differ are sent. Those on the meta device hold nothing yet and are left to `load_weights`.
+Ranks that build their model without a common seed would cut their shards from different models. `make_equal` compares
+fingerprints of all parameters and buffers, a few numbers of each row, in one small reduction, and sends only tensors
+that differ. Tensors on the meta device hold no numbers yet and are left to `load_weights`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 
-# Numbers looked at of each row: one line of a cache. Every row, because new tokens' embeddings are rows of their own.
+# Numbers compared of each row: one cache line. Every row, because new tokens' embeddings are rows of their own.
 _SAMPLE = 8
 
 logger = logging.getLogger("ithaca")
 
 
-def make_alike(model: nn.Module, mesh: Mesh) -> None:
-    """Give all ranks rank 0's parameters and buffers where they differ, and say so; on all ranks."""
+def make_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Broadcast rank 0's parameters and buffers where ranks differ, and log a warning; called on all ranks."""
     if mesh.world == 1:
         return
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -48,11 +48,11 @@ def make_alike(model: nn.Module, mesh: Mesh) -> None:
             others,
         )
     for index in differing:
-        _take_first(held[keys[index]], mesh)
+        _broadcast(held[keys[index]], mesh)
 
 
 def differing_of(numbers: list[int], mesh: Mesh) -> list[int]:
-    """Where the ranks' numbers are not all the same."""
+    """Return the indices at which the ranks' numbers are not all equal."""
     own = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
     most = torch.stack([own, -own])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.world_group)
@@ -68,8 +68,8 @@ def digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 
-def _take_first(tensor: Tensor, mesh: Mesh) -> None:
-    """As bytes, which every backend sends; weights that live on the host pass through the device."""
+def _broadcast(tensor: Tensor, mesh: Mesh) -> None:
+    """Send rank 0's tensor to all ranks, as bytes, which every backend sends, through the device."""
     sent = tensor.to(mesh.device).reshape(-1).view(torch.uint8)
     dist.broadcast(sent, src=0, group=mesh.world_group)
     tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))

@@ -1,7 +1,7 @@
-"""What FSDP2 would get wrong without a word: looked for before it shards, and again in every pass.
+"""Refusals of models that FSDP2 would train wrongly without an error, before sharding and in every pass.
 
-A parameter of two groups is sharded twice; one that comes later is whole where the others are sharded, and nobody sums
-its gradients; a hook on a gradient stays with the parameter that the shard replaced, and on a shard is never called.
+A parameter of two groups is sharded twice. A parameter that is added later stays whole, and no rank sums its
+gradients. A gradient hook stays with the parameter that the shard has replaced, and on a shard is never called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CALLED = "register_post_accumulate_grad_hook"
 
 
 def check_shardable(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Refuse what is lost when each of `layers`, and the rest, becomes a group of shards."""
+    """Refuse shared weights, hooks and gradients, which are lost when `layers` and the rest become FSDP2 groups."""
     own = set(layers)
     groups = [f"{key}." for key, module in model.named_modules(remove_duplicate=False) if module in own]
     seen: dict[nn.Parameter, tuple[str, str]] = {}
@@ -43,21 +43,21 @@ def check_shardable(model: nn.Module, layers: list[nn.Module]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """How many parameters a model had when they were placed."""
+class ParameterCount:
+    """Number of parameters of a model when they were placed."""
 
     root: nn.Module
     parameters: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> Counted:
+    def of(cls, model: nn.Module) -> ParameterCount:
         return cls(model, _count(model))
 
 
 def refuse_added(model: nn.Module) -> None:
-    """Refuse parameters, and hooks on them, that came after the others were placed."""
+    """Refuse parameters, and hooks on them, that were added after the placement."""
     handle = handle_of(model)
-    placed = None if handle is None else handle.part(Counted)
+    placed = None if handle is None else handle.part(ParameterCount)
     if placed is None:
         return
     if (added := _count(model) - placed.parameters) > 0:
@@ -66,15 +66,16 @@ def refuse_added(model: nn.Module) -> None:
         )
     root = placed.root
     if any(isinstance(module, FSDPModule) for module in root.modules()) and not _all_plain_shards(root):
-        _name_stranger(root)
+        _refuse_first_wrong(root)
 
 
 def refuse_exchanged(root: nn.Module) -> None:
-    """Refuse a weight that another parameter was put in the place of: FSDP2 goes on with the one that it sharded."""
+    """Refuse a weight that was exchanged for another parameter: FSDP2 keeps using the parameter that it sharded."""
+    # Private state of FSDP2, checked with torch 2.11 to 2.13. No public way shows which parameter FSDP2 gathers.
     seen: set[nn.Parameter | None] = set()
     for module in root.modules():
         for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
-            # Until the first pass FSDP2 still takes what it finds; in other states the module has whole weights.
+            # Before the first pass FSDP2 still looks parameters up; in states other than sharded the module has whole weights.
             taken = group.is_sharded and group._reset_sharded_params
             for each in group.fsdp_params if group.is_sharded else ():
                 info = each._module_info
@@ -90,7 +91,7 @@ def refuse_exchanged(root: nn.Module) -> None:
 
 
 def _count(model: nn.Module) -> int:
-    """Parameters, by where they hang: in every pass, so quicker than by name."""
+    """Return the number of parameter slots; called in every pass, so without building names."""
     return sum(weight is not None for module in model.modules() for weight in module._parameters.values())
 
 
@@ -99,10 +100,10 @@ def _all_plain_shards(root: nn.Module) -> bool:
     return all(isinstance(weight, DTensor) and not weight._backward_hooks for weight in weights)
 
 
-def _name_stranger(root: nn.Module) -> None:
+def _refuse_first_wrong(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # Gathered ahead of time by the caller, perhaps.
+            # The caller may have gathered weights early (module.unshard()).
             module.reshard()
     for name, weight in root.named_parameters():
         if not isinstance(weight, DTensor):

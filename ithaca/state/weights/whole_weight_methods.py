@@ -1,7 +1,7 @@
-"""Methods of a model whose weights are spread over ranks that need whole weights: each says what to do instead.
+"""Refusals of model methods that need whole weights, for models with sharded weights.
 
-Without it they end in torch's words about DTensors, in the middle of their work. They stay for as long as the weights
-are spread, so an unbound model has them too.
+Without the refusals these methods fail half-way with an error about DTensors. The refusals stay for as long as the
+weights are sharded, so an unbound model has them too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaca.errors import NOT_PICKLED, PART_NOT_PICKLED, UnsupportedError
 from ithaca.handle import Handle
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.weights.partial_values import is_spread
 
 _NO_RESIZING = (
     "resize_token_embeddings was called after parallelize, which spread the weights over ranks: resize the model before "
@@ -26,20 +26,20 @@ _NO_RESIZING = (
 
 
 def refuse_whole_weights(handle: Handle, model: Any, base: Any) -> None:
-    """Put refusals on a model whose weights are spread, and on what it is wrapped around."""
+    """Put the refusals on a model with sharded weights, and on the model inside it."""
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         return
     put = partial(handle.replace_method, while_sharded=True)
-    # The model inside an adapter's outlives it, once the adapter is merged.
+    # The model inside an adapter's wrapper outlives the wrapper when the adapter is merged.
     for each in dict.fromkeys((model, base)):
         put(each, "load_state_dict", _LoadWhole(each, each.load_state_dict))
-        put(each, "save_pretrained", Save(each.save_pretrained))
+        put(each, "save_pretrained", ShardedSavePretrained(each.save_pretrained))
     put(base, "resize_token_embeddings", _Resize(base.resize_token_embeddings))
     copyreg.pickle(DTensor, _reduce_part)
 
 
 def refuse_copy(model: nn.Module, _memo: Any) -> nn.Module:
-    """`__deepcopy__` of a sharded module."""
+    """Refuse `copy.deepcopy` of a sharded module."""
     raise UnsupportedError(
         f"{type(model).__name__} has weights that are spread over ranks, which copy.deepcopy cannot copy: copy the model "
         "before parallelize and parallelize the copy too (of an AveragedModel its .module), or copy the weights alone, "
@@ -48,28 +48,30 @@ def refuse_copy(model: nn.Module, _memo: Any) -> nn.Module:
 
 
 def refuse_pickle(_model: nn.Module, _protocol: int) -> Any:
-    """`__reduce_ex__` of a sharded module."""
+    """Refuse pickling of a sharded module."""
     raise UnsupportedError(NOT_PICKLED)
 
 
 def _reduce_part(value: DTensor) -> Any:
-    """What pickle asks of every DTensor: one of spread weights would be written as this rank's part alone."""
+    """Refuse to pickle a sharded weight, which would be written as this rank's part; pickle other DTensors as ever."""
     if is_spread(value):
         raise UnsupportedError(PART_NOT_PICKLED)
     return value.__reduce_ex__(2)
 
 
 @dataclass(eq=False)
-class Save:
-    """In place of `save_pretrained`, which reads whole weights unless it is given them. `together`: what writes them over
-    all ranks, where a caller has set it; else the call is refused."""
+class ShardedSavePretrained:
+    """Replacement of `save_pretrained`, which needs whole weights unless they are passed.
+
+    `together`: function that saves from all ranks, if a caller has set one; else the call is refused.
+    """
 
     original: Callable[..., None]
     together: Callable[..., None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("state_dict") is not None:
-            # Gathered already (Trainer does), so this is one rank's work.
+            # Weights that Trainer has gathered: one rank writes them.
             self.original(*args, **kwargs)
         elif self.together is not None:
             self.together(*args, **kwargs)
@@ -82,7 +84,7 @@ class Save:
 
 @dataclass(eq=False)
 class _LoadWhole:
-    """In place of `load_state_dict`, which shards go through."""
+    """Replacement of `load_state_dict` that accepts sharded weights alone."""
 
     model: nn.Module
     original: Callable[..., Any]
@@ -102,7 +104,7 @@ class _LoadWhole:
 
 @dataclass(eq=False)
 class _Resize:
-    """In place of `resize_token_embeddings`; a call without a size only asks for the embeddings."""
+    """Replacement of `resize_token_embeddings`; a call without a size just returns the embeddings."""
 
     original: Callable[..., Any]
 

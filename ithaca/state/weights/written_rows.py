@@ -1,12 +1,14 @@
-"""Writes to rows of a weight that is split by rows: `weight.grad[:50].zero_()`, `weight[90:] = mean`.
+"""Write-back of in-place changes to rows of a sharded weight: `weight.grad[:50].zero_()`, `weight[90:] = mean`.
 
-In plain torch `weight[:50]` is a view, and what is written to it is written to the weight. Of a weight whose rows are
-spread over ranks DTensor gathers those that are asked for: a copy, and what is written to that is lost without a word.
-Here such a copy remembers what it is a view of. Every rank makes the same write to its copy, and then each takes from
-it the rows that it holds, so that the write is that of one process.
+In plain torch `weight[:50]` is a view, and a write to the view changes the weight. Of a weight whose rows are sharded
+DTensor returns a gathered copy, and a write to the copy is lost without an error
+(https://github.com/pytorch/pytorch/issues/139735). Here such a copy records its source:
 
-The operations that give views are asked through handlers of ours, as in own_numbers.py, on the meshes that weights were
-spread over alone. Writes are asked through the copy's own class, or where torch does not look at that, by handlers too.
+    weight (rows 0-99 over 2 ranks)  --[:60]-->  copy of rows 0-59 on both ranks
+    copy.zero_()                                 each rank writes its own rows, 0-49 or 50-59, back into the weight
+
+Operations that return views get handlers, as in partial_values.py, for meshes of sharded weights only. Writes are seen
+by the copy's own class, or by handlers in versions of torch that do not ask a subclass.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ithaca.errors import UnsupportedError
-from ithaca.state.weights.one_ranks_numbers import draws, handle, is_spread, overloads, unhandled
+from ithaca.state.weights.partial_values import draws, handle, is_spread, overloads, unhandled
 from ithaca.state.weights.shards import bounds
 
-# What indexing, narrow, chunk, split, view, flatten and the like come down to.
+# Operations that indexing, narrow, chunk, split, view and flatten are made of.
 _VIEWS = (
     *("slice", "select", "split", "split_with_sizes", "unbind", "view", "unfold", "diagonal", "expand", "squeeze"),
     *("unsqueeze", "permute", "transpose", "t"),
 )
-# From here on torch asks the __torch_dispatch__ of a DTensor's subclass.
+# First version that calls the __torch_dispatch__ of a DTensor's subclass.
 _ASKS_SUBCLASSES = Version("2.13")
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """`view` of `source` gave a copy, as its result number `at`."""
+    """Origin of a copy: result number `at` of the operation `view` on `source`."""
 
     source: DTensor
     view: Any
@@ -72,7 +74,7 @@ class CopiedRows(DTensor):
                 f"{func.overloadpacket.__name__} would write to a part of a split weight that no rank has whole: change "
                 "rows (weight[:50]) or columns (weight[:, :50]), or the whole weight"
             )
-        # The copies are whole on every rank, and so is the write.
+        # The copies are whole on every rank, so every rank makes the whole write.
         own_args, own_kwargs = tree_map_only(DTensor, _whole, (args, kwargs))
         func(*own_args, **own_kwargs)
         for copy in written:

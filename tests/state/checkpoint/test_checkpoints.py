@@ -78,7 +78,7 @@ COPIES = {"sp4": (4, 1, {}), "copies": (4, 1, {"replicas": 2}), "whole": (2, 1, 
 
 
 @pytest.mark.parametrize("wrote", [d if d == "sp2" else pytest.param(d, marks=pytest.mark.slow) for d in DEGREES])
-def test_any_degrees_read_what_others_wrote(wrote: str, tmp_path: Path) -> None:
+def test_checkpoint_of_other_degrees_is_read(wrote: str, tmp_path: Path) -> None:
     """One, two and four ranks, in all directions: every weight, moment and count."""
     sp, dp, settings = DEGREES[wrote]
     saved = run_ranks(sp * dp, write, str(tmp_path), sp, dp, settings)[0]
@@ -90,7 +90,7 @@ def test_any_degrees_read_what_others_wrote(wrote: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrote", list(COPIES))
-def test_copies_are_written_once_and_read_everywhere(wrote: str, tmp_path: Path) -> None:
+def test_checkpoint_copies_are_written_once(wrote: str, tmp_path: Path) -> None:
     sp, dp, settings = COPIES[wrote]
     saved = run_ranks(sp * dp, write, str(tmp_path), sp, dp, settings)[0]
     size = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
@@ -120,7 +120,7 @@ def resume(folder: str, spoil: bool) -> list[str]:
     return differs(whole(state_tensors(model, optimizer)), undisturbed)
 
 
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path) -> None:
+def test_resumed_run_equals_undisturbed_bitwise(tmp_path: Path) -> None:
     assert run_ranks(2, resume, str(tmp_path), False) == [[], []]
 
 
@@ -130,7 +130,7 @@ def spoiled_resume(folder: str) -> list[str]:
         return resume(folder, True)
 
 
-def test_a_forgotten_step_count_is_seen(tmp_path: Path) -> None:
+def test_resumed_run_without_step_count_is_detected(tmp_path: Path) -> None:
     assert all(run_ranks(2, spoiled_resume, str(tmp_path)))
 
 
@@ -158,7 +158,7 @@ def save_inside_a_step(folder: str) -> tuple[int, list[str]]:
     return gathered[0], differs(whole(tensors), rest)
 
 
-def test_a_save_in_the_middle_of_a_step_keeps_the_last_whole_one(tmp_path: Path) -> None:
+def test_save_inside_a_step_is_whole(tmp_path: Path) -> None:
     for gathered, wrong in run_ranks(2, save_inside_a_step, str(tmp_path)):
         assert gathered > 0
         assert wrong == []
@@ -173,7 +173,7 @@ def numbers(step: int) -> dict[str, Tensor]:
 
 
 def other_models(folder: str) -> list[str]:
-    """What is said of tensors that are not those that were saved."""
+    """Return the refusals of tensors that differ from the saved ones."""
     keeper = keep_of(folder)
     keeper.save(1, numbers(1), {})
     path = keeper.folder / "step-00000001"
@@ -193,7 +193,7 @@ def other_models(folder: str) -> list[str]:
     return said
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_load_other_model_is_refused_by_difference(tmp_path: Path) -> None:
     said = run_ranks(1, other_models, str(tmp_path))[0]
     for expected, message in zip(
         ("does not hold c", "unlike this run, b", r"a as \[64, 3\] float32 for \[64, 2\]", "for .* bfloat16"),
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
         assert re.search(expected, message)
 
 
-def test_the_fingerprint_tells_models_apart() -> None:
+def test_fingerprint_differs_between_models() -> None:
     model = small_model("llama")
     check_fingerprint(fingerprint(small_model("llama", seed=5, dtype=torch.bfloat16)), model)
     for other, match in (
@@ -215,7 +215,7 @@ def test_the_fingerprint_tells_models_apart() -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_an_optimizer_is_started_without_a_trace(in_backward: bool) -> None:
+def test_start_optimizer_changes_no_weight(in_backward: bool) -> None:
     model = small_model("llama", dtype=torch.float32)
     optimizer = build_optimizer(model, lr=3e-3, weight_decay=0.1, in_backward=in_backward)
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
@@ -268,7 +268,7 @@ def read_coded(folder: str, names: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_eight_bit_moments_at_any_degrees_that_cut_them_alike(tmp_path: Path) -> None:
+def test_eight_bit_moments_of_equal_blocks_are_read(tmp_path: Path) -> None:
     for wrote in (1, 4):
         run_ranks(wrote, write_coded, str(tmp_path))
         for world in (1, 2, 4):
@@ -307,5 +307,5 @@ def resume_eight_bits(folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_with_eight_bit_moments_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+def test_resumed_run_with_eight_bit_moments_equals_bitwise(tmp_path: Path) -> None:
     assert run_ranks(2, resume_eight_bits, str(tmp_path)) == [[], []]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ithaca.errors import CheckpointError
 from ithaca.mesh import init_mesh
-from ithaca.state.checkpoint import manifest, proven
+from ithaca.state.checkpoint import manifest, verified_files
 from ithaca.state.checkpoint.checkpoints import Checkpoints
 from tests.ranks import expect_refusal, run_ranks
 
@@ -154,12 +154,12 @@ def voyages(folder: str, seeds: list[int]) -> list[str]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
-def test_random_damage_never_costs_a_whole_checkpoint(tmp_path: Path, world: int) -> None:
+def test_rotation_random_damage_keeps_whole_checkpoints(tmp_path: Path, world: int) -> None:
     assert run_ranks(world, voyages, str(tmp_path), list(range(8))) == [[]] * world
 
 
 @pytest.mark.slow
-def test_random_damage_never_costs_a_whole_checkpoint_in_long(tmp_path: Path) -> None:
+def test_rotation_long_random_damage_keeps_whole_checkpoints(tmp_path: Path) -> None:
     assert run_ranks(3, voyages, str(tmp_path), list(range(100, 160)), timeout=600) == [[]] * 3
 
 
@@ -177,7 +177,7 @@ def both_corrupt(folder: str) -> list[Any]:
     return seen
 
 
-def test_damaged_checkpoints_take_no_place_of_new_ones(tmp_path: Path) -> None:
+def test_rotation_damaged_checkpoints_do_not_count(tmp_path: Path) -> None:
     seen = run_ranks(1, both_corrupt, str(tmp_path))[0]
     aside = ["corrupt-step-00000090", "corrupt-step-00000091"]
     assert [[name for name in names if "corrupt" not in name] for names in seen] == [
@@ -201,7 +201,7 @@ def start_again(folder: str, spoil: str, restart: bool) -> str | None:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("spoil", [name for name in SPOILS if name not in ("of another step", "flipped anywhere")])
-def test_a_start_with_no_whole_one_stops_and_goes_on_where_asked(tmp_path: Path, spoil: str) -> None:
+def test_start_without_whole_checkpoint_stops_unless_restart(tmp_path: Path, spoil: str) -> None:
     expect_refusal(
         2, start_again, str(tmp_path / "a"), spoil, False, error="CheckpointError",
         match=r"holds 2 checkpoints and none is whole .*--restart, which deletes none",
@@ -224,7 +224,7 @@ def newest(folder: str) -> str | None:
 
 
 def reads(folder: str) -> list[list[str]]:
-    """Which data files are read at a save, at looks after it, after a change, and at a new start."""
+    """Return the data files read at a save, at later checks, after a change, and at a new start."""
     read: list[str] = []
     real = manifest._sum
 
@@ -233,7 +233,7 @@ def reads(folder: str) -> list[list[str]]:
         return real(file)
 
     seen = []
-    with patch.object(manifest, "_sum", noted), patch.object(proven, "_RACY_NS", 0):
+    with patch.object(manifest, "_sum", noted), patch.object(verified_files, "_RACY_NS", 0):
         keeper = keep_of(folder)
         shard = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -255,7 +255,7 @@ def reads(folder: str) -> list[list[str]]:
     return seen
 
 
-def test_a_checkpoint_is_read_once(tmp_path: Path) -> None:
+def test_verified_checkpoint_is_read_once(tmp_path: Path) -> None:
     """Not at all by the run that wrote it; once where a file changed, even to the same size and time; once by a start."""
     found = run_ranks(1, reads, str(tmp_path))[0]
     two = "step-00000002/shard-00001-model-00001-of-00001.safetensors"
@@ -273,7 +273,7 @@ def sums_of_what_was_written(folder: str) -> list[str]:
     )
 
 
-def test_sums_made_while_writing_are_those_of_the_files(tmp_path: Path) -> None:
+def test_write_sums_equal_files_sums(tmp_path: Path) -> None:
     assert run_ranks(2, sums_of_what_was_written, str(tmp_path)) == [[], []]
 
 
@@ -285,7 +285,7 @@ def spoiled_while_it_runs(folder: str) -> str:
     return "found"
 
 
-def test_a_stages_end_that_was_spoiled_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_stage_end_damaged_is_refused(tmp_path: Path) -> None:
     expect_refusal(
         1,
         spoiled_while_it_runs,

@@ -30,7 +30,7 @@ from ithaca.parallelize import parallelize
 from ithaca.planning.plan import Job
 from ithaca.planning.terms.memory_terms import optimizer_bytes
 from ithaca.state.optimizer.build import NAMES, build_optimizer
-from ithaca.state.weights.placement import place_weights
+from ithaca.state.weights.placement import WeightOptions, place_weights
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 
@@ -65,7 +65,7 @@ def matrix(name: str, size: int = 64) -> nn.Module:
 # What it is built from.
 
 
-def test_vectors_and_biases_are_not_decayed() -> None:
+def test_groups_vectors_and_biases_have_no_decay() -> None:
     """gpt_oss: its experts' biases are matrices, its sinks vectors."""
     model = small_model("gpt_oss", dtype=torch.float32)
     model.model.embed_tokens.weight.requires_grad_(False)
@@ -79,7 +79,7 @@ def test_vectors_and_biases_are_not_decayed() -> None:
     assert len(decayed["params"]) + len(plain["params"]) == trained < len(names)
 
 
-def test_norms_by_head_are_not_decayed_either() -> None:
+def test_groups_norms_by_head_have_no_decay() -> None:
     model = small_model("cohere", use_qk_norm=True)
     names = {p: key for key, p in model.named_parameters()}
     matrices = [key for p, key in names.items() if "norm" in key and p.ndim > 1]
@@ -89,7 +89,7 @@ def test_norms_by_head_are_not_decayed_either() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_arrive(name: str) -> None:
+def test_optimizer_settings_are_passed_on(name: str) -> None:
     optimizer = build_optimizer(matrix(name), name, lr=0.5, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.25)
     [group] = optimizer.param_groups
     assert (float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.9), 1e-5, 0.25)
@@ -106,7 +106,9 @@ def test_settings_arrive(name: str) -> None:
         ("bf16_sr", torch.bfloat16, (0.9, 0.999), r"would never fall again: use betas of at most 0.996, \(0.9, 0.95\)"),
     ],
 )  # fmt: skip
-def test_wrong_choices_are_refused(name: str, dtype: torch.dtype, betas: tuple[float, float], match: str) -> None:
+def test_optimizer_wrong_choices_are_refused(
+    name: str, dtype: torch.dtype, betas: tuple[float, float], match: str
+) -> None:
     with pytest.raises(UnsupportedError, match=match):
         build_optimizer(nn.Linear(4, 4).to(dtype), name, lr=1e-3, betas=betas)  # type: ignore[arg-type]
 
@@ -128,19 +130,19 @@ def test_wrong_choices_are_refused(name: str, dtype: torch.dtype, betas: tuple[f
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else given,
 )
-def test_settings_of_other_types_are_refused(change: dict[str, Any], said: str) -> None:
+def test_optimizer_settings_of_other_types_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         build_optimizer(**{"model": nn.Linear(4, 4), "lr": 1e-3, **change})
     assert str(raised.value) == said
 
 
-def test_nothing_to_train_is_refused() -> None:
+def test_optimizer_without_trained_weights_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no parameter of the model wants a gradient"):
         build_optimizer(nn.Linear(4, 4).requires_grad_(False), lr=1e-3)
 
 
 @pytest.mark.parametrize("name", LOW_BIT)
-def test_without_torchao(name: str) -> None:
+def test_optimizer_without_torchao_is_refused(name: str) -> None:
     with (
         patch.dict(sys.modules, {"torchao.optim": None}),
         pytest.raises(UnsupportedError, match=rf"{name}.* pip install 'ithaca\[torchao\]', or use 'adamw'"),
@@ -173,7 +175,7 @@ def _wide(name: str) -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_falls(name: str, world: int) -> None:
+def test_optimizer_steps_reduce_loss(name: str, world: int) -> None:
     for losses in run_ranks(world, _losses, name, 20, SETTINGS, {}):
         assert all(math.isfinite(loss) for loss in losses)
         assert losses[-1] < losses[0] - 1, losses
@@ -184,7 +186,7 @@ def _state_bytes(name: str) -> tuple[float, float]:
     """Bytes of state a parameter, of the real tensors on this rank and by the plan."""
     mesh = init_mesh(sp=dist.get_world_size())
     model = nn.Sequential(matrix(name, 512))
-    place_weights(model, list(model), mesh, "shard")
+    place_weights(model, list(model), WeightOptions(mesh))
     optimizer = build_optimizer(model, name, lr=1e-3)  # type: ignore[arg-type]
     with uncompiled():
         model(torch.ones(1, 512, dtype=DTYPE[name])).sum().backward()
@@ -204,8 +206,8 @@ def _bytes(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_state_weighs_what_the_plan_says(name: str, world: int) -> None:
-    """To 1%: each quantized tensor has a table of 1 KiB beside."""
+def test_optimizer_state_bytes_equal_plan(name: str, world: int) -> None:
+    """Compare bytes to 1%: each quantized tensor has a table of 1 KiB in addition."""
     for held, planned in run_ranks(world, _state_bytes, name):
         assert held == pytest.approx(planned, rel=0.01)
 
@@ -215,7 +217,7 @@ def _ones(name: str, steps: int, options: dict[str, Any], seed: int = 0) -> tupl
     mesh = init_mesh(sp=dist.get_world_size())
     model = nn.Sequential(matrix(name).bfloat16())
     nn.init.ones_(model[0].weight)
-    place_weights(model, list(model), mesh, **{"weights": "shard", **options})
+    place_weights(model, list(model), WeightOptions(mesh, **options))
     torch.manual_seed(mesh.rank)
     optimizer = build_optimizer(model, name, lr=1e-5, seed=seed)  # type: ignore[arg-type]
     before = torch.get_rng_state()
@@ -227,7 +229,7 @@ def _ones(name: str, steps: int, options: dict[str, Any], seed: int = 0) -> tupl
     return local(model[0].weight).detach().clone(), torch.equal(before, torch.get_rng_state())
 
 
-def test_random_rounding_moves_what_plain_rounding_cannot() -> None:
+def test_stochastic_rounding_moves_small_updates() -> None:
     """100 steps of 1e-5 from 1, where bf16 has 0.996 next: 1e-3 on average, +- 3e-5 over 4096 weights."""
     pytest.importorskip("torchao")
     [(stuck, _)] = run_ranks(1, _ones, "adamw", 100, {})
@@ -243,7 +245,7 @@ def test_random_rounding_moves_what_plain_rounding_cannot() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"weights": "replicate"}, {"replicas": 2}], ids=str)
-def test_copies_stay_the_same_under_random_rounding(options: dict[str, Any]) -> None:
+def test_stochastic_rounding_keeps_copies_equal(options: dict[str, Any]) -> None:
     """Each rank has another state of torch's own random numbers, as real ranks do."""
     pytest.importorskip("torchao")
     weights = [weight for weight, _ in run_ranks(4, _ones, "bf16_sr", 30, options)]
@@ -257,7 +259,7 @@ def test_copies_stay_the_same_under_random_rounding(options: dict[str, Any]) -> 
 def _few_rows(name: str) -> list[float]:
     """Three rows over four ranks: one rank holds none of them."""
     model = nn.Sequential(nn.Linear(64, 3).to(DTYPE[name]))
-    place_weights(model, list(model), init_mesh(sp=4), "shard")
+    place_weights(model, list(model), WeightOptions(init_mesh(sp=4)))
     optimizer = build_optimizer(model, name, lr=1e-2)  # type: ignore[arg-type]
     losses = []
     with uncompiled():
@@ -271,13 +273,13 @@ def _few_rows(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rank_without_rows(name: str) -> None:
+def test_optimizer_on_rank_without_rows_steps(name: str) -> None:
     for losses in run_ranks(4, _few_rows, name):
         assert losses[-1] < losses[0]
 
 
 def _adapters(name: str, in_backward: bool) -> tuple[int, int, bool]:
-    """How many tensors moved, how many have state, and whether a frozen one moved."""
+    """Return the numbers of moved tensors and of tensors with state, and True if a frozen one moved."""
     from peft import LoraConfig, get_peft_model
 
     mesh = init_mesh(sp=2)
@@ -296,13 +298,13 @@ def _adapters(name: str, in_backward: bool) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_frozen_weights_stay(name: str, in_backward: bool) -> None:
+def test_optimizer_leaves_frozen_weights(name: str, in_backward: bool) -> None:
     for moved, with_state, frozen_moved in run_ranks(2, _adapters, name, in_backward):
         assert (moved, with_state, frozen_moved) == (4, 4, False)
 
 
 def _resumed(name: str) -> bool:
-    """Whether two steps, a state dict, a new optimizer and a third step are three steps."""
+    """True if two steps, a state dict, a new optimizer and a third step equal three steps."""
     straight, broken = matrix(name), matrix(name)
     broken.load_state_dict(straight.state_dict())
     finished = _advance(straight, build_optimizer(straight, name, lr=1e-2), 3)  # type: ignore[arg-type]
@@ -329,7 +331,7 @@ def _advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_resumed_from_a_state_dict(name: str) -> None:
+def test_optimizer_loaded_state_dict_continues_equally(name: str) -> None:
     assert run_ranks(1, _resumed, name) == [True]
 
 
@@ -349,7 +351,7 @@ def _compiled(name: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "allowed"), [("adamw8bit", 1e-6), ("bf16_sr", 2**-10)])
-def test_compiled_it_does_the_same(name: str, allowed: float) -> None:
+def test_optimizer_compiled_step_equals_eager(name: str, allowed: float) -> None:
     """Weights of at most 1/8: random rounding may go to either neighbour, 2^-11 apart."""
     assert max(run_ranks(1, _compiled, name, timeout=250)) <= allowed
 
@@ -359,7 +361,7 @@ def _one_after_the_other(folder: str, leave_cache: bool) -> str:
     mesh = init_mesh(sp=2)
     torch._dynamo.reset()
     model = nn.Linear(256, 61, bias=False)
-    place_weights(model, [], mesh, weights="shard")
+    place_weights(model, [], WeightOptions(mesh))
     optimizer = build_optimizer(model, "adamw8bit", lr=1e-3)
     model.weight.grad = torch.zeros_like(model.weight)
     if not leave_cache:
@@ -378,7 +380,7 @@ def _one_after_the_other(folder: str, leave_cache: bool) -> str:
 
 
 @pytest.mark.slow
-def test_a_shorter_shard_has_code_of_its_own(tmp_path: Path) -> None:
+def test_eight_bit_shorter_shard_gets_own_code(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     kept, left = str(tmp_path / "kept"), str(tmp_path / "left")
     # Without the precaution torch hands the second rank the first one's code: if that ends, so may this.

@@ -35,7 +35,7 @@ def made(device: str, dtype: torch.dtype, wide: bool = False) -> tuple[list[Tens
 
 
 def by_hand(optimizer: torch.optim.AdamW, norm: Tensor, loss: Tensor, clip: float) -> None:
-    """The same step as the host decides on it."""
+    """Return the step as the host would decide it."""
     if bool(torch.isfinite(norm) & torch.isfinite(loss)):
         torch._foreach_div_([p.grad for g in optimizer.param_groups for p in g["params"]], max(1.0, float(norm) / clip))
         optimizer.step()
@@ -58,15 +58,15 @@ def trained(
 
 
 @pytest.mark.parametrize("dtype", LAST_DIGITS)
-def test_clipped_steps_are_those_of_plain_adamw(device: str, dtype: torch.dtype) -> None:
-    """In fp32 against torch's plain AdamW in fp64; in bf16, where every step rounds, against its fused one."""
+def test_clipped_steps_equal_plain_adamw(device: str, dtype: torch.dtype) -> None:
+    """Compare fp32 with torch's plain AdamW in fp64, and bf16, where every step rounds, with torch's fused AdamW."""
     expected = trained(device, dtype, by_hand, LOSSES, wide=dtype is torch.float32)
     for mine, theirs in zip(trained(device, dtype, clipped_step, LOSSES), expected, strict=True):
         error = float((mine.double() - theirs.double()).abs().max())
         assert error <= LAST_DIGITS[dtype] * float(theirs.double().abs().max())
 
 
-def test_factor_left_out_is_seen(device: str) -> None:
+def test_clipping_factor_left_out_is_detected(device: str) -> None:
     def unclipped(optimizer: torch.optim.AdamW, norm: Tensor, loss: Tensor, clip: float) -> None:
         clipped_step(optimizer, norm, loss, 0.0)
 
@@ -79,14 +79,14 @@ def test_factor_left_out_is_seen(device: str) -> None:
     assert max(errors) > 100 * LAST_DIGITS[torch.float32]
 
 
-def test_step_left_out_changes_no_bit(device: str) -> None:
+def test_skipped_step_changes_no_bit(device: str) -> None:
     before = trained(device, torch.float32, clipped_step, [1.0])
     after = trained(device, torch.float32, clipped_step, [1.0, float("inf")])
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")
-def test_host_waits_for_no_step() -> None:
+def test_clipped_step_does_not_wait_for_device() -> None:
     weights, optimizer = made("cuda", torch.float32)
     norms = [torch.tensor(norm, device="cuda") for norm in (0.5, 10.0, float("nan"))]
     loss = torch.tensor(1.0, device="cuda")

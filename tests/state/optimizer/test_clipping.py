@@ -44,7 +44,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clip", [CLIP, 1e9, 0.0])
-def test_a_step_is_torchs_own(clip: float, fused: bool) -> None:
+def test_clipped_step_equals_torchs(clip: float, fused: bool) -> None:
     model, optimizer, loss = made(fused)
     other, others, _ = made(fused)
     norm = gradient_norm(model.parameters(), torch.device("cpu"))
@@ -62,7 +62,7 @@ def test_a_step_is_torchs_own(clip: float, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("clip", [CLIP, 1e9, 0.0])
-def test_one_step_is_taken_and_only_clipping_writes_gradients(clip: float) -> None:
+def test_clipped_step_writes_gradients_only_if_clipping(clip: float) -> None:
     model, optimizer, loss = made(fused=True)
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     for number in (1, 2):
@@ -75,7 +75,7 @@ def test_one_step_is_taken_and_only_clipping_writes_gradients(clip: float) -> No
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_changes_nothing(bad: str, fused: bool) -> None:
+def test_step_not_finite_changes_nothing(bad: str, fused: bool) -> None:
     model, optimizer, loss = made(fused)
     norm = gradient_norm(model.parameters(), torch.device("cpu"))
     clipped_step(optimizer, norm, loss, CLIP)
@@ -90,11 +90,11 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: str, fused: bool) -> Non
         assert all(torch.equal(kept[name], value) for name, value in optimizer.state_dict()["state"][place].items())
 
 
-def test_without_gradients_there_is_no_norm() -> None:
+def test_norm_without_gradients_is_none() -> None:
     assert gradient_norm(small_model("llama").parameters(), torch.device("cpu")) is None
 
 
-def test_bf16_gradients_have_a_norm_of_more_than_two_digits() -> None:
+def test_norm_of_bf16_gradients_is_fp32_exact() -> None:
     generator = torch.Generator().manual_seed(4)
     model = small_model("llama", dtype=torch.bfloat16)
     for p in model.parameters():
@@ -107,7 +107,7 @@ def test_bf16_gradients_have_a_norm_of_more_than_two_digits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [4_000_000, 2**22 + 513, 700, 3])
-def test_the_norm_of_many_gradients_has_seven_digits_on_a_cpu(size: int, dtype: torch.dtype) -> None:
+def test_norm_of_many_gradients_on_cpu_has_seven_digits(size: int, dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.zeros(size, dtype=dtype))
     weight.grad = torch.randn(size, generator=torch.Generator().manual_seed(4)).to(dtype)
     exact = weight.grad.double().norm()
@@ -140,7 +140,7 @@ def _everywhere(key: Any, square: Tensor) -> Tensor:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("sp", "world", "replicas"), [(2, 2, 1), (2, 4, 1), (2, 4, 2)])
-def test_shards_have_the_norm_of_the_whole(sp: int, world: int, replicas: int) -> None:
+def test_norm_of_shards_equals_whole(sp: int, world: int, replicas: int) -> None:
     model, optimizer, loss = made(fused=True)
     norm = gradient_norm(model.parameters(), torch.device("cpu"))
     assert norm is not None
@@ -151,7 +151,7 @@ def test_shards_have_the_norm_of_the_whole(sp: int, world: int, replicas: int) -
         assert max(float((weights[key] - wanted[key]).abs().max()) for key in wanted) < FAULT
 
 
-def test_copies_counted_twice_would_be_seen() -> None:
+def test_norm_counting_copies_twice_is_detected() -> None:
     model, _, _ = made(fused=True)
     norm = gradient_norm(model.parameters(), torch.device("cpu"))
     assert norm is not None

@@ -20,7 +20,7 @@ from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.state.optimizer.build import build_optimizer
-from ithaca.state.weights.placement import place_weights
+from ithaca.state.weights.placement import WeightOptions, place_weights
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.state.optimizer.test_build import DTYPE, SETTINGS, WIDE, local, matrix, uncompiled
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, int, str, tuple[LayerMode, ...], dict[str, Any]]] = 
 
 
 @pytest.mark.parametrize("case", [c if c == "sharded" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
-def test_in_backward_every_bit_is_the_same(case: str) -> None:
+def test_in_backward_equals_later_step_bitwise(case: str) -> None:
     name, world, *rest = CASES[case]
     if name != "adamw":
         pytest.importorskip("torchao")
@@ -78,7 +78,7 @@ def test_in_backward_every_bit_is_the_same(case: str) -> None:
         ("skips_bad_steps", "a bad step cannot be skipped .* or use in_backward=False"),
     ],
 )
-def test_in_backward_beside_what_needs_all_gradients(given: str, match: str) -> None:
+def test_in_backward_needing_all_gradients_is_refused(given: str, match: str) -> None:
     with pytest.raises(UnsupportedError, match=match):
         build_optimizer(matrix("adamw"), lr=1e-3, in_backward=True, **{given: True})
     build_optimizer(matrix("adamw"), lr=1e-3, **{given: True})
@@ -95,7 +95,7 @@ def _twice(world: int, steps_between: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_second_backward_in_a_step_is_refused(world: int) -> None:
+def test_in_backward_second_backward_is_refused(world: int) -> None:
     run_ranks(world, _twice, world, True)
     expect_refusal(world, _twice, world, False, error="UnsupportedError", match=r"second gradient of .* optimizer.step")
 
@@ -106,13 +106,13 @@ def _own_wrapper() -> None:
     build_optimizer(model, lr=1e-3, in_backward=True)
 
 
-def test_in_backward_under_the_caller_s_wrapper_is_refused() -> None:
+def test_in_backward_under_callers_wrapper_is_refused() -> None:
     expect_refusal(2, _own_wrapper, error="UnsupportedError", match="your own wrapper, .* use weights='shard'")
 
 
 def _on_an_older_torch() -> None:
     model = nn.Sequential(matrix("adamw"))
-    place_weights(model, list(model), init_mesh(sp=2), "shard")
+    place_weights(model, list(model), WeightOptions(init_mesh(sp=2)))
     with (
         patch("ithaca.state.optimizer.build._is_away", lambda parameter: True),
         patch.object(torch, "__version__", type(torch.__version__)("2.11.0")),
@@ -120,5 +120,5 @@ def _on_an_older_torch() -> None:
         build_optimizer(model, lr=1e-3, in_backward=True)
 
 
-def test_in_backward_on_the_host_needs_a_torch_that_waits() -> None:
+def test_in_backward_on_host_old_torch_is_refused() -> None:
     expect_refusal(2, _on_an_older_torch, error="UnsupportedError", match="on the host: torch 2.11.0 .* 2.13 or newer")

@@ -43,13 +43,13 @@ def _written() -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("after_a_step", [False, True], ids=["at once", "after a step"])
-def test_a_weight_whose_data_was_assigned_is_refused(after_a_step: bool) -> None:
+def test_weight_with_assigned_data_is_refused(after_a_step: bool) -> None:
     expect_refusal(
         2, _assigned, after_a_step, error="UnsupportedError", match="the data of model.norm.weight was assigned"
     )
 
 
-def test_a_weight_that_was_written_to_is_read() -> None:
+def test_weight_written_in_place_is_used() -> None:
     for first, doubled, again in run_ranks(2, _written):
         assert abs(first - doubled) > FP64
         assert abs(first - again) < FP64

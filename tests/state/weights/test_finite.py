@@ -41,8 +41,8 @@ def read(folder: str) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_number_that_is_not_finite_is_found_wherever_it_is(tmp_path: Path, bad: str) -> None:
-    """In the last row, which one rank reads, in bf16 too: both ranks stop, with the tensor's name."""
+def test_weight_not_finite_is_found_anywhere(tmp_path: Path, bad: str) -> None:
+    """Spoil the last row, which one rank reads: both ranks stop with the tensor's name."""
     for at, key in enumerate(PLACES):
         folder = folder_of(tmp_path / str(at))
 
@@ -60,7 +60,7 @@ def test_a_number_that_is_not_finite_is_found_wherever_it_is(tmp_path: Path, bad
         )
 
 
-def test_of_stacked_experts_too(tmp_path: Path) -> None:
+def test_stacked_experts_not_finite_are_found(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "mixtral")
     keys = [key for key in load_file(folder / "model.safetensors") if ".experts." in key]
     change(folder, keys[-1], lambda tensor: tensor.fill_(float("nan")))
@@ -70,7 +70,7 @@ def test_of_stacked_experts_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn])
-def test_types_without_gradients_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_weight_dtype_without_gradient_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = folder_of(tmp_path)
     change(folder, PLACES[1], lambda tensor: (10 * tensor).to(dtype))
     expect_refusal(
@@ -82,7 +82,7 @@ def test_types_without_gradients_are_refused_by_name(tmp_path: Path, dtype: torc
     )
 
 
-def test_types_that_can_be_trained_are_read(tmp_path: Path) -> None:
+def test_weight_trainable_dtype_is_read(tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         folder = folder_of(tmp_path / str(dtype))
         change(folder, PLACES[1], lambda tensor, dtype=dtype: tensor.to(dtype))
@@ -108,7 +108,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_that_give_no_numbers_are_refused(tmp_path: Path, name: str) -> None:
+def test_config_giving_no_finite_numbers_is_refused(tmp_path: Path, name: str) -> None:
     kind, changed, said = CONFIGS[name]
     folder = folder_of(tmp_path, kind)
     read_config(folder)
@@ -118,7 +118,7 @@ def test_configs_that_give_no_numbers_are_refused(tmp_path: Path, name: str) -> 
         read_config(folder)
 
 
-def test_what_a_model_computes_of_its_config_is_looked_at(tmp_path: Path) -> None:
+def test_computed_buffers_not_finite_are_refused(tmp_path: Path) -> None:
     """Whatever the setting is called by which it came about."""
     config = read_config(folder_of(tmp_path))
     config.rope_parameters["rope_theta"] = 0.0

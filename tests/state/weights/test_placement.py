@@ -1,4 +1,4 @@
-"""Where weights live changes nothing but memory: copies of sharded weights, weights on the host.
+"""Placements of weights change nothing but memory: copies of sharded weights, weights on the host.
 
 HSDP is compared with one process in fp64, gradients and three steps; which rank holds which shard is looked at. On
 the CPU the device is the host, so keeping weights there must be the very same run; FSDP2's own way to the host is
@@ -8,7 +8,6 @@ run too, unpinned, by pretending that the CPU is another device.
 from __future__ import annotations
 
 import copy
-import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +31,7 @@ from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.weights import placement as placement
 from ithaca.state.weights.placement import _sum_gradients
 from ithaca.verify.fp64 import promoted, relative_error
-from ithaca.verify.parity import reference
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.batches import micro_batches
 from tests.parity.cases import parity_on_rank
@@ -55,7 +54,7 @@ SETTINGS: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
     ],
     ids=str,
 )
-def test_copies_of_shards_give_one_process_gradients(kind: str, degrees: tuple[int, int], replicas: int) -> None:
+def test_replicas_gradients_equal_one_process(kind: str, degrees: tuple[int, int], replicas: int) -> None:
     world = degrees[0] * degrees[1]
     results = run_ranks(world, parity_on_rank, kind, degrees, 2, KINDS[:2], {}, experts=False, replicas=replicas)
     assert max(result.worst for result in results) < FP64
@@ -71,7 +70,7 @@ def _parity_not_summed() -> float:
         return parity_on_rank("llama", (1, 4), 1, ["plain"], {}, replicas=2).worst
 
 
-def test_copies_that_are_not_summed_are_seen() -> None:
+def test_replicas_not_summed_are_detected() -> None:
     assert min(run_ranks(4, _parity_not_summed)) > FAULT
 
 
@@ -86,7 +85,7 @@ def _shards(replicas: int) -> tuple[float, list[int]]:
 
 
 @pytest.mark.slow
-def test_neighbours_share_a_copy() -> None:
+def test_replicas_are_on_neighbouring_ranks() -> None:
     """61 rows: 31 and 30 with two copies over four ranks, 16, 16, 16 and 13 with one, all with four."""
     sums, shapes = zip(*run_ranks(4, _shards, 2), strict=True)
     assert [shape[0] for shape in shapes] == [31, 30, 31, 30]
@@ -130,11 +129,11 @@ def _whole(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("degrees", "replicas"), [((1, 1), 1), ((1, 2), 1), pytest.param((2, 2), 2, marks=pytest.mark.slow)], ids=str
 )
-def test_three_steps_are_one_process_s(degrees: tuple[int, int], replicas: int) -> None:
+def test_three_steps_equal_one_process(degrees: tuple[int, int], replicas: int) -> None:
     assert max(run_ranks(degrees[0] * degrees[1], _three_steps, degrees, replicas, 3e-3)) < FP64
 
 
-def test_another_learning_rate_is_seen() -> None:
+def test_three_steps_other_learning_rate_is_detected() -> None:
     assert min(run_ranks(2, _three_steps, (1, 2), 1, 3.01e-3)) > FAULT
 
 
@@ -157,7 +156,7 @@ def _refused(**options: Any) -> None:
     ],
     ids=str,
 )
-def test_refused_by_name_on_all_ranks(options: dict[str, Any], error: str, match: str) -> None:
+def test_wrong_placement_is_refused_on_all_ranks(options: dict[str, Any], error: str, match: str) -> None:
     expect_refusal(4, _refused, error=error, match=match, **options)
 
 
@@ -165,7 +164,7 @@ PLAN = MemoryPlan(("save", "save"), (True, True), 8, 8)
 
 
 def _after_two_steps(pretend: bool, options: dict[str, Any]) -> tuple[list[Tensor], bool]:
-    """All weights, and whether they are FSDP2's. `pretend`: the host is somewhere else."""
+    """Return all weights, and True if FSDP2 sharded them. `pretend`: the host counts as another device."""
     mesh = init_mesh(sp=dist.get_world_size())
     with ExitStack() as stack:
         if pretend:
@@ -180,15 +179,14 @@ def _after_two_steps(pretend: bool, options: dict[str, Any]) -> tuple[list[Tenso
 
 
 def _pretend(stack: ExitStack) -> None:
-    for module in (placement, sys.modules["ithaca.parallelize"]):
-        stack.enter_context(patch.object(module, "leaves_device", lambda mesh, on_host: on_host == "everything"))
+    stack.enter_context(patch.object(placement, "leaves_device", lambda mesh, on_host: on_host == "everything"))
     stack.enter_context(patch.object(placement, "_to_host", lambda: CPUOffloadPolicy(pin_memory=False)))
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("pretend", [False, True])
 @pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_on_the_host_every_bit_is_the_same(world: int, replicas: int, pretend: bool) -> None:
+def test_weights_on_host_equal_bitwise(world: int, replicas: int, pretend: bool) -> None:
     options = {"replicas": replicas}
     here = run_ranks(world, _after_two_steps, False, options)
     there = run_ranks(world, _after_two_steps, pretend, {**options, "on_host": "everything"})
@@ -198,7 +196,7 @@ def test_on_the_host_every_bit_is_the_same(world: int, replicas: int, pretend: b
 
 
 def _job(pretend: bool) -> tuple[str, int, list[bool]]:
-    """What memory='auto' was told."""
+    """Return the job that memory='auto' plans for."""
     mesh = init_mesh(sp=dist.get_world_size())
     with ExitStack() as stack:
         if pretend:
@@ -212,7 +210,7 @@ def _job(pretend: bool) -> tuple[str, int, list[bool]]:
     return job.weights, job.shards, [job.weights_on_host, job.gradients_on_host, job.optimizer_on_host]
 
 
-def test_the_plan_is_told() -> None:
+def test_weights_on_host_are_in_the_job() -> None:
     assert run_ranks(1, _job, True) == [("shard", 1, [True] * 3)]
     assert run_ranks(1, _job, False) == [("none", 1, [False] * 3)]
     assert run_ranks(4, _job, True) == [("shard", 2, [True] * 3)] * 4
@@ -226,7 +224,7 @@ def _saved(folder: str) -> None:
     save_pretrained(model, folder)
 
 
-def test_copies_on_the_host_are_saved_whole(tmp_path: Any) -> None:
+def test_weights_on_host_are_saved_whole(tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
     run_ranks(4, _saved, str(tmp_path))

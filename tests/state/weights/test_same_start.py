@@ -15,8 +15,8 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.state.optimizer.build import build_optimizer
-from ithaca.state.weights.placement import place_weights
-from ithaca.state.weights.same_start import make_alike
+from ithaca.state.weights.placement import WeightOptions, place_weights
+from ithaca.state.weights.same_start import make_equal
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 
@@ -78,7 +78,7 @@ def _placed(options: dict[str, Any], shift: int) -> tuple[list[Tensor], list[Ten
     ],
     ids=str,
 )
-def test_ranks_with_seeds_of_their_own_train_rank_0_s_model(options: dict[str, Any]) -> None:
+def test_ranks_of_different_seeds_train_rank_0s_model(options: dict[str, Any]) -> None:
     world = 4 if "replicas" in options else 2
     results = run_ranks(world, _placed, options, 1)
     for expected, placed, _, after in results:
@@ -90,23 +90,23 @@ def test_ranks_with_seeds_of_their_own_train_rank_0_s_model(options: dict[str, A
     assert not any(said for _, _, said, _ in results[1:])
 
 
-def test_ranks_that_are_alike_are_told_nothing() -> None:
+def test_ranks_of_equal_weights_log_nothing() -> None:
     assert all(not said for _, _, said, _ in run_ranks(2, _placed, {"weights": "replicate"}, 0))
 
 
 def _one_row() -> tuple[bool, str, bool]:
-    """Of a large table one new row differs; of the rest, on the meta device, nothing is asked."""
+    """Change one row of a large table; tensors on the meta device are left out."""
     mesh, said = init_mesh(sp=2), listen()
     model = nn.ModuleDict({"table": nn.Embedding(1000, 64), "empty": nn.Linear(8, 8, device="meta")})
     with torch.no_grad():
         model["table"].weight.fill_(1.0)  # type: ignore[arg-type]
         model["table"].weight[777] += mesh.rank  # type: ignore[index]
-    make_alike(model, mesh)
+    make_equal(model, mesh)
     logging.getLogger("ithaca").removeHandler(said)
     return bool((model["table"].weight == 1).all()), "".join(said.messages), model["empty"].weight.is_meta  # type: ignore[return-value]
 
 
-def test_a_new_token_s_row_is_seen() -> None:
+def test_fingerprint_of_one_new_row_differs() -> None:
     (alike, said, empty), (other, *_) = run_ranks(2, _one_row)
     assert alike
     assert other
@@ -116,8 +116,8 @@ def test_a_new_token_s_row_is_seen() -> None:
 
 def _other_shapes() -> None:
     mesh = init_mesh(sp=2)
-    place_weights(nn.Linear(4, 4 + mesh.rank), [], mesh, "shard")
+    place_weights(nn.Linear(4, 4 + mesh.rank), [], WeightOptions(mesh))
 
 
-def test_models_of_other_shapes_are_refused() -> None:
+def test_ranks_of_different_shapes_are_refused() -> None:
     expect_refusal(2, _other_shapes, error="UnsupportedError", match="build the same model on every rank")

@@ -106,7 +106,7 @@ def _errors(write: Write, sp: int, replicas: int) -> float:
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_to_a_view_is_written_to_the_weight(name: str, world: int, replicas: int) -> None:
+def test_write_to_rows_changes_the_weight(name: str, world: int, replicas: int) -> None:
     assert max(run_ranks(world, _named_errors, name, world, replicas)) < FP64
 
 
@@ -130,7 +130,7 @@ def _read_rows() -> list[float]:
     return [float(error.abs().max()) for error in errors]
 
 
-def test_rows_that_are_read_have_gradients_and_copies_stay_copies() -> None:
+def test_rows_read_have_gradients() -> None:
     for errors in run_ranks(2, _read_rows):
         assert max(errors) < FP64
 
@@ -141,5 +141,5 @@ def _draws_rows() -> None:
         model.lm_head.weight[50:].normal_()
 
 
-def test_random_rows_are_refused() -> None:
+def test_random_draw_on_rows_is_refused() -> None:
     expect_refusal(2, _draws_rows, error="UnsupportedError", match="normal_ was called on split weights")

@@ -1,11 +1,14 @@
-"""Optimizers made before the weights were sharded: they go on with the shards, and so does the state they have.
+"""Optimizers made before `parallelize`: their parameters and state are exchanged for the shards.
 
-FSDP2 puts new parameters in the place of those that it shards. An optimizer made before still has the old ones, which
-get no gradient any more: it would train nothing, and no error would say so. Every torch.optim.Optimizer of the process
-that has some of them is found, its parameters are exchanged where they stand (groups, schedulers and whatever else
-holds the optimizer stay as they are), and state of a weight's shape is cut as the weight is. State of any other shape is
-refused. Whoever else kept an old parameter, an optimizer that is no torch.optim.Optimizer or a list to be clipped, gets
-an error at its first use.
+FSDP2 replaces parameters by sharded ones. An optimizer made before keeps the old parameters, which get no gradients any
+more, and would train nothing without an error. So:
+
+    before    optimizer.param_groups -> old weight [4096, 4096],  state exp_avg [4096, 4096]
+    after     optimizer.param_groups -> shard      [1024, 4096],  state exp_avg [1024, 4096], same groups and scheduler
+
+Every torch.optim.Optimizer of the process with such parameters is found. State of another shape than the weight's is
+refused. Any other holder of an old parameter (a list to be clipped, an optimizer of another kind) gets an error at the
+first use.
 """
 
 from __future__ import annotations
@@ -24,17 +27,17 @@ from torch.distributed.tensor import DTensor
 from ithaca.errors import UnsupportedError
 from ithaca.handle import Handle
 from ithaca.mesh import Mesh
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.weights.partial_values import is_spread
 from ithaca.state.weights.same_start import differing_of, digest, fingerprint
 from ithaca.state.weights.shards import bounds
 
 Named = list[tuple[str, weakref.ref[nn.Parameter]]]
-# Under this name an optimizer may have a function that is called with the parameters before and after.
+# Attribute of an optimizer: a function that is called with a dict of old parameters to new ones.
 FOLLOWER = "_ithaca_follower"
 
 
-class Replaced(nn.Parameter):
-    """A parameter that FSDP2 took a shard of; the model has the shard, and every use of this one is an error."""
+class ShardedAwayParameter(nn.Parameter):
+    """Old parameter whose shard is now in the model; every use is an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,32 +48,32 @@ class Replaced(nn.Parameter):
 
 
 @dataclass(eq=False)
-class Earlier:
-    """The parameters of a model that is about to be sharded, and the optimizers that have them.
+class ExistingOptimizers:
+    """Parameters of a model before sharding, and the optimizers of the process that have them.
 
-    What nobody else holds is freed as FSDP2 goes from layer to layer, so the references are weak.
+    The references are weak: FSDP2 frees each layer's whole weights after it has sharded them.
     """
 
     named: Named
     optimizers: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Earlier:
+    def of(cls, model: nn.Module) -> ExistingOptimizers:
         """Find the optimizers of this model's parameters."""
         found = cls([(name, weakref.ref(p)) for name, p in model.named_parameters(remove_duplicate=False)])
         if found._holders():
-            # Those that nobody has any more, and that only wait to be collected, are no matter.
+            # Optimizers that only wait for garbage collection do not count.
             gc.collect()
             found.optimizers = found._holders()
         return found
 
     def check_state(self) -> None:
-        """Refuse what could not be cut."""
+        """Refuse state that cannot be cut like its weight."""
         for optimizer, name, parameter in self._stepped():
             _check_state(optimizer, name, optimizer.state[parameter], parameter)
 
-    def check_alike(self, mesh: Mesh) -> None:
-        """Refuse state that differs between ranks, of which each would keep its own part; on all ranks."""
+    def check_equal(self, mesh: Mesh) -> None:
+        """Refuse state that differs between ranks, which would be mixed from their parts; called on all ranks."""
         known = [
             (name, key, fingerprint(value) if isinstance(value, Tensor) and value.numel() else value)
             for optimizer, name, parameter in self._stepped()
@@ -83,12 +86,12 @@ class Earlier:
             )
 
     def follow(self, model: nn.Module, handle: Handle) -> None:
-        """Exchange the parameters of every optimizer for those that the model has now."""
+        """Exchange the parameters of every optimizer for the model's present ones."""
         now = dict(model.named_parameters(remove_duplicate=False))
         moved = {old: now[name] for name, old in self._living()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # In place: LBFGS and others have the list itself.
+                # In place: LBFGS and others keep a reference to the list.
                 group["params"][:] = [moved.get(p, p) for p in group["params"]]
             for old, new in moved.items():
                 if old in optimizer.state:
@@ -99,19 +102,19 @@ class Earlier:
                 optimizer.__dict__[FOLLOWER](moved)
         for old, new in moved.items():
             if old is not new:
-                old.__class__ = Replaced
+                old.__class__ = ShardedAwayParameter
 
     def _living(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, reference in self.named if (parameter := reference()) is not None]
 
     def _holders(self) -> list[Any]:
         mine = {id(parameter) for _, parameter in self._living()}
-        # The type itself is asked: isinstance would have proxies of all libraries make up their class.
+        # The type and not isinstance, which runs the __class__ of other libraries' proxies.
         everyone = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
         return [each for each in everyone if mine & {id(p) for group in _groups(each) for p in group["params"]}]
 
     def _stepped(self) -> Iterable[tuple[Any, str, nn.Parameter]]:
-        """Each optimizer with each parameter that it has state of, once."""
+        """Yield each optimizer with each parameter that it has state of, once."""
         first = {id(parameter): (name, parameter) for name, parameter in reversed(self._living())}
         for optimizer in self.optimizers:
             for name, parameter in first.values():
@@ -120,7 +123,7 @@ class Earlier:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """None yet of one whose __init__ is still running, or has failed."""
+    """Return the parameter groups, none of an optimizer whose __init__ has not finished."""
     groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
     return groups
 
@@ -136,7 +139,7 @@ def _check_state(optimizer: Any, name: str, state: dict[str, Any], parameter: nn
 
 
 def cut_loaded_state(optimizer: Any) -> None:
-    """Cut state that one process wrote and `load_state_dict` put beside shards, as it stands in memory: whole."""
+    """Cut whole state that `load_state_dict` has put beside sharded weights."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter) if is_spread(parameter) else None
@@ -144,17 +147,17 @@ def cut_loaded_state(optimizer: Any) -> None:
                 continue
             whole = [key for key, value in state.items() if type(value) is Tensor and value.shape == parameter.shape]
             if not whole:
-                # State comes for all weights or for none.
+                # load_state_dict brings state of all weights or of none, so the first weight decides.
                 return
             state.update({key: _carried(state[key], parameter.shape, parameter) for key in whole})
 
 
 def _carried(value: Any, shape: torch.Size, new: nn.Parameter) -> Any:
-    """One entry of an optimizer's state, for the parameter that the model has now."""
+    """Return one entry of an optimizer's state, cut or moved for the model's present parameter."""
     if not isinstance(value, Tensor) or value.shape != shape or value.ndim == 0:
         return value
     if not isinstance(new, DTensor):
-        # The weights may have moved to the device meanwhile.
+        # The weights may have moved to the device since.
         return value.to(new.device)
     piece = value[bounds(new)].to(new.device, copy=True).contiguous()
     return DTensor.from_local(

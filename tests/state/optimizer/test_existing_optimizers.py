@@ -15,7 +15,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.state.optimizer.build import build_optimizer
-from ithaca.state.optimizer.made_before import Earlier
+from ithaca.state.optimizer.existing_optimizers import ExistingOptimizers
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -81,7 +81,7 @@ def worst_weight(model: nn.Module, plain: nn.Module) -> float:
 
 
 def trained(name: str, stepped: bool, **options: Any) -> float:
-    """By how much a weight differs after three steps, some of them before parallelize. A scheduler halves the rate."""
+    """Return the largest difference of a weight after three steps, some before parallelize. A scheduler halves the rate."""
     mesh, worst = init_mesh(sp=2), []
     plain, model = small_model("llama"), small_model("llama")
     optimizers = [OPTIMIZERS[name](each) for each in (plain, model)]
@@ -110,13 +110,13 @@ QUICK = [("adamw", True), ("sgd", True), ("groups", False), ("own", True)]
         for stepped in (False, True)
     ],
 )
-def test_an_optimizer_made_before_trains_as_on_one_process(name: str, stepped: bool) -> None:
+def test_existing_optimizer_trains_as_on_one_process(name: str, stepped: bool) -> None:
     assert max(run_ranks(2, trained, name, stepped)) < FP64
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["replicate", "none"])
-def test_an_optimizer_made_before_trains_weights_placed_otherwise(weights: str) -> None:
+def test_existing_optimizer_trains_other_placements(weights: str) -> None:
     if weights == "replicate":
         assert max(run_ranks(2, trained, "adamw", True, weights=weights)) < FP64
     else:
@@ -132,11 +132,11 @@ def _kept_apart() -> bool:
 
 
 def _not_followed() -> float:
-    with patch.object(Earlier, "follow", lambda self, model: None):
+    with patch.object(ExistingOptimizers, "follow", lambda self, model, handle: None):
         return trained("sgd", False)
 
 
-def test_an_optimizer_that_is_left_behind_is_seen() -> None:
+def test_existing_optimizer_not_followed_is_detected() -> None:
     assert min(run_ranks(2, _not_followed)) > FAULT
 
 
@@ -161,7 +161,7 @@ def _several() -> tuple[float, float]:
     return worst_weight(model, plain), float([id(p) for p in apart.param_groups[0]["params"]] == before)
 
 
-def test_several_optimizers_follow_and_another_model_s_does_not() -> None:
+def test_existing_optimizers_of_other_models_stay() -> None:
     for worst, same in run_ranks(2, _several):
         assert worst < FP64
         assert same
@@ -179,7 +179,7 @@ def _tied() -> float:
     return worst_weight(model, plain)
 
 
-def test_a_weight_of_two_names_follows_once() -> None:
+def test_existing_optimizer_shared_weight_follows_once() -> None:
     assert max(run_ranks(2, _tied)) < FP64
 
 
@@ -245,7 +245,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("script", "match"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_cannot_follow_is_refused(script: Any, match: str) -> None:
+def test_existing_optimizer_uncuttable_state_is_refused(script: Any, match: str) -> None:
     expect_refusal(2, _refused, script, error="UnsupportedError", match=match)
 
 
@@ -265,7 +265,7 @@ def _rounded() -> bool:
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_is_the_same_whichever_came_first() -> None:
+def test_existing_optimizer_stochastic_rounding_equals_later_one() -> None:
     assert run_ranks(1, _rounded, timeout=300) == [True]
 
 
@@ -301,7 +301,7 @@ def _loaded_error(name: str) -> float:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_one_process_loaded_after_goes_on(name: str) -> None:
+def test_loaded_whole_state_is_cut_and_continues(name: str) -> None:
     assert max(run_ranks(2, _loaded_error, name)) < FP64
 
 
@@ -315,7 +315,7 @@ def _coded() -> None:
     optimizer.step()
 
 
-def test_an_optimizer_that_codes_blocks_of_whole_weights_is_refused() -> None:
+def test_existing_block_quantized_optimizer_is_refused() -> None:
     pytest.importorskip("torchao")
     expect_refusal(
         2, _coded, error="UnsupportedError", match=r"AdamW8bit codes blocks.*build_optimizer\(model, 'adamw8bit'"

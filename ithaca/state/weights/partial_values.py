@@ -1,13 +1,12 @@
-"""Numbers that only one rank has, of weights that are spread over ranks: refused where torch hands them out in silence.
+"""Refusal of one rank's own numbers: partial values that are read, and random numbers drawn on sharded weights.
 
-A norm, a sum or a maximum of a sharded weight is of the rank's part until the ranks' parts are joined. DTensor keeps that
-in mind (a *partial* value) through every operation but one: `.item()`, `float()` and `if` read the part as it stands.
-Joining it there would be a collective in what looks like a plain read, and wait for ever where one rank alone logs.
-Random numbers are drawn by each rank for its own part: other numbers than one process draws, and with one seed on all
-ranks the same ones in every part.
+A norm, a sum or a maximum of a sharded weight is of the rank's part until the ranks' parts are reduced. DTensor marks
+such a value *partial*, but `.item()`, `float()` and `if` return the part (https://github.com/pytorch/pytorch/issues/144054).
+A reduction there would be a collective behind a plain read, and hang where one rank alone logs. Random numbers are
+drawn by each rank for its own part: with one seed on all ranks, the same numbers in every part.
 
-DTensor looks a handler of an operation up before it does anything else. Ours act on the meshes that weights were spread
-over and leave other DTensors as they are. Seen in torch 2.11 to 2.13, which has no public way.
+DTensor looks up a handler of an operation in a private table first. The handlers registered here act on the meshes of
+sharded weights and leave other DTensors alone. Checked with torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ithaca.errors import UnsupportedError
 
 _MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 _READ = torch.ops.aten._local_scalar_dense.default
-# Every operation of torch that draws for the elements of a tensor that it is given.
+# All operations of torch that draw a number for each element of a given tensor.
 _DRAW = (
     *("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "geometric_", "cauchy_", "random_"),
     *("rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson", "binomial", "multinomial"),
@@ -34,7 +33,7 @@ _DRAW = (
 
 
 def refuse_own_numbers(model: nn.Module) -> None:
-    """From now on refuse what would be a rank's own number of this model's weights, their gradients and what is made of them."""
+    """Refuse reads of partial values and random draws on this model's weights and gradients, from now on."""
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     _MESHES.update(meshes)
     if meshes:
@@ -60,7 +59,7 @@ def handle(operations: Iterable[Any], handler: Callable[..., Any]) -> None:
 def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation without its handler, as torch does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    # None while another thread is here.
+    # None while another thread is in this function.
     own = handlers.pop(operation, None)
     try:
         return operation(*args, **kwargs)
@@ -70,17 +69,17 @@ def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def draws(operation: Any) -> bool:
-    """True if random numbers are drawn for the elements of a tensor that is given."""
+    """True if the operation draws random numbers for the elements of a given tensor."""
     return operation.overloadpacket.__name__ in _DRAW
 
 
 def is_spread(value: object) -> bool:
-    """True if the tensor is a weight that Ithaca spread over ranks, a gradient of one, or made of them."""
+    """True if the tensor is a weight that Ithaca sharded, its gradient, or computed from them."""
     return isinstance(value, DTensor) and is_spread_over(value.device_mesh)
 
 
 def is_spread_over(mesh: object) -> bool:
-    """True if weights were spread over this mesh."""
+    """True if weights were sharded over this mesh."""
     return isinstance(mesh, DeviceMesh) and mesh in _MESHES
 
 
@@ -111,6 +110,6 @@ def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_whole(value: DTensor) -> bool:
-    """True if every rank has the number of all."""
+    """True if every rank holds the reduced value."""
     sizes = zip(value.placements, value.device_mesh.shape, strict=True)
     return all(placement.is_replicate() or size == 1 for placement, size in sizes)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.state.weights.one_ranks_numbers import is_spread
+from ithaca.state.weights.partial_values import is_spread
 from ithaca.verify.small_models.features import small_model
 from tests.ranks import expect_refusal, run_ranks
 
@@ -22,7 +22,7 @@ def _parallel() -> Any:
 
 
 def _of_another_mesh() -> dict[str, Any]:
-    """What torch gives of a DTensor that Ithaca has nothing to do with, once a model is parallelized."""
+    """Return torch's results of a DTensor of another mesh, after a model is parallelized."""
     ours = _parallel().lm_head.weight
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("mine",))
     value = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
@@ -37,7 +37,7 @@ def _of_another_mesh() -> dict[str, Any]:
     }
 
 
-def test_a_dtensor_of_another_mesh_behaves_as_torchs() -> None:
+def test_dtensor_of_other_mesh_keeps_torchs_behaviour() -> None:
     for found in run_ranks(2, _of_another_mesh):
         assert found["spread"] == [True, False, False]
         assert found["drawn"] == [True] * 3
@@ -50,7 +50,7 @@ def _read(how: str) -> Any:
     return weight.sum().item() if how == "item" else bool(weight.isnan().any())
 
 
-def test_a_part_read_as_a_number_is_refused() -> None:
+def test_partial_value_read_is_refused() -> None:
     for how in ("item", "if"):
         expect_refusal(2, _read, how, error="UnsupportedError", match="call .full_tensor")
 
@@ -61,7 +61,7 @@ def _replicated() -> list[float]:
     return [float(model.lm_head.weight.sum()), float(small_model("llama").lm_head.weight.sum())]
 
 
-def test_a_replicated_weight_is_read() -> None:
+def test_replicated_value_read_is_allowed() -> None:
     for got, wanted in run_ranks(2, _replicated):
         assert abs(got - wanted) < 1e-9
 
@@ -74,7 +74,7 @@ def _written_norm() -> tuple[str, float, str]:
     return f"{norm:.6f}", float(whole), f"{model.lm_head.weight.shape}"
 
 
-def test_a_norm_is_written_into_a_line_of_a_log() -> None:
+def test_norm_formatted_equals_whole() -> None:
     for line, number, _ in run_ranks(2, _written_norm):
         assert line == f"{number:.6f}"
 
@@ -83,5 +83,5 @@ def _written_sum() -> str:
     return f"{_parallel().lm_head.weight.sum():.3f}"
 
 
-def test_a_sum_of_a_rank_alone_is_not() -> None:
+def test_partial_sum_formatted_is_refused() -> None:
     expect_refusal(2, _written_sum, error="UnsupportedError", match="a number was read off split weights")
