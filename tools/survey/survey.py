@@ -68,7 +68,8 @@ def facts(chosen: list[str]) -> dict[str, Row]:
     """Return stated facts of every type, and structures of the chosen exact ones, by type."""
     rows: dict[str, Row] = {kind: {"facts": found} for kind in stated_kinds() if (found := stated(kind))}
     for number, kind in enumerate(chosen, 1):
-        if verdicts().get(kind, {}).get("memory") != "exact":
+        row = verdicts().get(kind)
+        if row is None or row.get("memory") != "exact":
             continue
         started = time.monotonic()
         found, left_out = structures(kind)
