@@ -21,9 +21,10 @@ from ithaca.handle import Handle
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.binding import bind
 from ithaca.models.bound import Binding
+from ithaca.models.discover.findings import surveyed
 from ithaca.models.discover.mixing import check_mixing
 from ithaca.models.discover.passing import passing_of
-from ithaca.models.discover.random_weights import stand_ins
+from ithaca.models.discover.random_weights import randomized
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.install import install_memory
 from ithaca.models.planner.plan_in_force import AutoMemory, job_of
@@ -157,14 +158,15 @@ def _apply_memory_plan(
         on_host=placing.offloaded,
     )
     planner = AutoMemory.of(model, base, mesh, job, planning.budget, plan, planning.host_budget)
-    with stand_ins(base, layers, torch.device("cpu") if placing.offloaded else mesh.device):
-        install_memory(binding, layers, planner, fuse=planning.fuse, sharded=placing.sharded)
+    device = torch.device("cpu") if placing.offloaded else mesh.device
+    install_memory(binding, layers, planner, fuse=planning.fuse, sharded=placing.sharded, device=device)
 
 
 def _refuse_copied_arguments(binding: Binding, parts: ModelParts) -> None:
     """Refuse an unmeasured model whose layers change their arguments: FSDP2 hands them copies."""
-    with stand_ins(parts.base, parts.layers, torch.device("cpu")):
-        passing_of(binding, parts.layers).refuse_copies()
+    if surveyed(parts.base, parts.layers) is None:
+        with randomized(parts.base, parts.layers, torch.device("cpu")):
+            passing_of(binding, parts.layers).refuse_copies()
 
 
 def check_flags(*, fuse: object, allow_untested: object) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.table import Table
 
 from ithaca.errors import UnsupportedError
 from ithaca.launch.terminal import print_page
+from ithaca.planning.model.architectures import ParityVerdict, verdicts
 from ithaca.planning.model.config_check import read_content
 from ithaca.planning.model.known_models import find_model
 
@@ -26,8 +25,7 @@ def models(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the architectures that train exactly, and the reasons for refusing the others."""
-    text = files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = json.loads(text)["architectures"]
+    table = verdicts()
     kind = kind if kind in table else _type_of(kind)
     if kind and kind not in table:
         near = difflib.get_close_matches(kind, table, 3)
@@ -40,7 +38,7 @@ def models(
     print_page(_rows(chosen))
 
 
-def _rows(chosen: dict[str, dict[str, Any]]) -> Table:
+def _rows(chosen: dict[str, ParityVerdict]) -> Table:
     rows = Table("architecture", "verdict", "reason", box=None, pad_edge=False)
     for kind, row in sorted(chosen.items(), key=lambda item: (item[1]["verdict"] != "exact", item[0])):
         exact = row["verdict"] == "exact"

@@ -228,12 +228,10 @@ def _target(request: PlanRequest, option: Option, target: float) -> str:
 
 def _cautions(known: KnownModel, run: RunSettings) -> dict[str, str]:
     """Return warnings about a run: exactness of the architecture, jumps of context length."""
-    from importlib.resources import files
-
+    from ithaca.planning.model.architectures import verdicts
     from ithaca.training.schedule import advise_between
 
-    table = json.loads(files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8"))["architectures"]
-    found = table.get(known.kind)
+    found = verdicts().get(known.kind)
     cautions = dict(known.cautions)
     if found is None or found["verdict"] != "exact":
         reason = "not among the measured architectures" if found is None else found["reason"]

@@ -29,11 +29,15 @@ def watch_parts(model: PreTrainedModel, binding: Binding) -> list[Any]:
     watched: list[tuple[Any, Any, Binding | None]] = [(embeddings, embeddings, None), (head, head, None)]
     if decoder is not model:
         watched.append((decoder, embeddings, binding))
-    return [part.register_forward_pre_hook(Watch(held, attends)) for part, held, attends in watched if part is not None]
+    return [
+        part.register_forward_pre_hook(RefuseAlone(held, attends))
+        for part, held, attends in watched
+        if part is not None
+    ]
 
 
 @dataclass(eq=False, slots=True)
-class Watch:
+class RefuseAlone:
     """A hook on one part. `held`: the module whose weights tell whether the part's are gathered. `attends`: the binding,
     for a part with attention in it."""
 

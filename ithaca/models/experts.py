@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
+from ithaca.planning.model.architectures import EXPERT_COUNTS
 
 
 def wants_auxiliary_loss(model: PreTrainedModel, flag: bool | None) -> bool:
@@ -35,8 +36,7 @@ def wants_auxiliary_loss(model: PreTrainedModel, flag: bool | None) -> bool:
 def has_experts(config: PreTrainedConfig) -> bool:
     """Whether tokens choose among experts, so that a rank may leave some of its weights unused."""
     config = config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((getattr(config, name, 0) or 0) > 1 for name in names)
+    return any((getattr(config, name, 0) or 0) > 1 for name in EXPERT_COUNTS)
 
 
 def auxiliary_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], real_BL: Tensor, mesh: Mesh) -> Tensor:

@@ -1,17 +1,14 @@
 """Which models are exact here, and why the others are refused.
 
-Three sieves, all before the first collective: the wrapping (what may stand around a model), the architecture (a
-table of verdicts measured by `tools.survey.survey`, shipped as `verdicts.json`), and the settings of this config.
+Three checks run before the first collective: of the wrapping (what may stand around a model), of the architecture (the
+verdicts of the survey, `planning/model/architectures.json`), and of the settings in the config.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,28 +20,11 @@ from ithaca.handle import is_bound
 from ithaca.models.refusals.compiled import compiled_within
 from ithaca.models.refusals.peft_kinds import check_adapters
 from ithaca.models.refusals.random_depth import refuse_dropped_layers
+from ithaca.planning.model.architectures import ParityVerdict, verdicts
 from ithaca.planning.model.config_names import refuse_attention_dropout
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "global", "local"}
 _COMPILES = "parallelize itself compiles norms, activations and rotary embeddings (fuse=True)"
-
-
-class Verdict(TypedDict):
-    """One row of the table: `verdict` is "exact" or "refused"."""
-
-    verdict: str
-    reason: str
-    classes: str
-    exact_without: NotRequired[str]
-    memory: NotRequired[str]
-
-
-@cache
-def verdicts() -> dict[str, Verdict]:
-    """The measured table: model_type -> verdict."""
-    text = files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8")
-    table: dict[str, Verdict] = json.loads(text)["architectures"]
-    return table
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -160,7 +140,7 @@ def _check_architecture(base: PreTrainedModel, allow_untested: bool) -> None:
         )
 
 
-def _exact_as_set(base: PreTrainedModel, row: Verdict) -> bool:
+def _exact_as_set(base: PreTrainedModel, row: ParityVerdict) -> bool:
     """Whether what makes the architecture inexact is switched off in this config."""
     config: Any = base.config.get_text_config()
     kinds = getattr(config, "layer_types", None)

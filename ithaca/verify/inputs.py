@@ -36,8 +36,9 @@ from ithaca.models.files.read_weights import different_copies, read_generation
 from ithaca.models.files.safetensors_files import INDEX, Headers, TensorReader, read_headers
 from ithaca.models.files.tokenizer import load_tokenizer
 from ithaca.models.files.weight_sources import plan_groups
-from ithaca.models.support import ModelParts, check_model, verdicts
+from ithaca.models.support import ModelParts, check_model
 from ithaca.parallelize import head_counts
+from ithaca.planning.model.architectures import verdicts
 from ithaca.planning.model.config_names import refuse_attention_dropout
 from ithaca.planning.model.known_models import nearest_models
 from ithaca.training.session import stage_config

@@ -10,7 +10,7 @@ from tools.survey.static import CAUSES
 _OPENING = """\
 # Architectures
 
-<!-- Generated from ithaca/models/verdicts.json by `python -m tools.survey.survey --write`: do not edit. -->
+<!-- Generated from ithaca/planning/model/architectures.json by `python -m tools.survey.survey --write`: do not edit. -->
 
 Every causal language model type of transformers {transformers} (and the text parts of those that have several parts),
 measured with torch {torch}: {exact} exact, {refused} refused. *Exact* means that a small model of that type, in fp64,
@@ -29,7 +29,8 @@ its attention: there `memory="auto"` saves memory; elsewhere autograd keeps ever
 
 def page(table: dict[str, Any]) -> str:
     """The whole page."""
-    rows: dict[str, dict[str, Any]] = table["architectures"]
+    measured = {kind: row for kind, row in table["architectures"].items() if "verdict" in row}
+    rows: dict[str, dict[str, Any]] = {kind: row["verdict"] for kind, row in measured.items()}
     exact = {kind: row for kind, row in rows.items() if row["verdict"] == "exact"}
     refused = {kind: row for kind, row in rows.items() if row["verdict"] != "exact"}
     versions = {key: table[key] for key in ("transformers", "torch", "tolerance")}

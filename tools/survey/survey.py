@@ -1,9 +1,10 @@
 """The survey: a verdict on every causal-LM type of the installed transformers, by source and by measurement.
 
-    python -m tools.survey.survey [--kinds llama,bloom] [--write]
+    python -m tools.survey.survey [--facts] [--kinds llama,bloom] [--write]
 
-Prints a line for each type. `--write` puts the verdicts into `ithaca/models/verdicts.json` (with `--kinds`: those
-rows alone) and makes `docs/architectures.md` from it. About a quarter of an hour on two cores.
+Prints a line for each type. `--write` puts the verdicts into `ithaca/planning/model/architectures.json` (with `--kinds`:
+those rows alone) and makes `docs/architectures.md` from it. About a quarter of an hour on two cores. `--facts` leaves the
+verdicts as they are, and measures what `parallelize` and plans read beside them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Any
 import torch
 import transformers
 
+from ithaca.planning.model.architectures import verdicts
 from tools.survey.judge import TOLERANCE, Row, judge
 from tools.survey.page import page
 from tools.survey.run import Measured, Ranks
+from tools.survey.stated import stated, stated_kinds
 from tools.survey.static import aliases, kinds, look
+from tools.survey.structures import structures
 
 ROOT = Path(__file__).resolve().parents[2]
-VERDICTS = ROOT / "ithaca" / "models" / "verdicts.json"
+TABLE = ROOT / "ithaca" / "planning" / "model" / "architectures.json"
 PAGE = ROOT / "docs" / "architectures.md"
 WORLDS = (2, 4)
 
@@ -60,34 +64,77 @@ def survey(chosen: list[str]) -> dict[str, Row]:
     return rows
 
 
-def write(rows: dict[str, Row], *, keep: dict[str, Row]) -> None:
-    """The table and the page; `keep` are rows of an earlier survey."""
-    table = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__.split("+")[0],
-        "tolerance": TOLERANCE,
-        "architectures": dict(sorted((keep | rows).items())),
-    }
-    VERDICTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+def facts(chosen: list[str]) -> dict[str, Row]:
+    """Return stated facts of every type, and structures of the chosen exact ones, by type."""
+    rows: dict[str, Row] = {kind: {"facts": found} for kind in stated_kinds() if (found := stated(kind))}
+    for number, kind in enumerate(chosen, 1):
+        row = verdicts().get(kind)
+        if row is None or row.get("memory") != "exact":
+            continue
+        started = time.monotonic()
+        found, left_out = structures(kind)
+        for name in (kind, *aliases(kind)):
+            rows.setdefault(name, {})["structures"] = found
+        seconds = time.monotonic() - started
+        counts = f"{len(found.get('models', ()))} models, {len(found.get('layers', ()))} layers"
+        print(f"[{number}/{len(chosen)}] {kind}: {counts} ({seconds:.1f} s) {'; '.join(left_out)}", flush=True)
+    return rows
+
+
+def write(rows: dict[str, Row], *, keep: dict[str, Any]) -> None:
+    """Write the table and the page. `rows`: parts of rows by type; `keep`: the table of an earlier survey."""
+    own = keep["architectures"]
+    merged = {kind: own.get(kind, {}) | rows.get(kind, {}) for kind in sorted({*own, *rows})}
+    table = {**keep, "architectures": {kind: row for kind, row in merged.items() if row}}
+    TABLE.write_text(as_text(table), encoding="utf-8")
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(table), encoding="utf-8")
+
+
+def as_text(table: dict[str, Any]) -> str:
+    """Return the table as JSON with a line for each verdict, each type's facts and each structure."""
+    head = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in table.items() if key != "architectures"]
+    kinds = []
+    for kind, row in table["architectures"].items():
+        parts = [f"   {json.dumps(name)}: {json.dumps(row[name])}" for name in ("verdict", "facts") if row.get(name)]
+        for name, found in row.get("structures", {}).items():
+            lines = ",\n".join(f"     {json.dumps(key)}: {json.dumps(each)}" for key, each in sorted(found.items()))
+            parts.append(f"    {json.dumps(name)}: {{\n{lines}\n    }}")
+        if row.get("structures"):
+            count = len(row["structures"])
+            parts[-count:] = ['   "structures": {\n' + ",\n".join(parts[-count:]) + "\n   }"]
+        kinds.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(parts) + "\n  }")
+    return "{\n" + "".join(head) + ' "architectures": {\n' + ",\n".join(kinds) + "\n }\n}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", help="model types, separated by commas; all of them if not given")
+    parser.add_argument("--facts", action="store_true", help="measure facts and structures, and no parity")
     parser.add_argument("--write", action="store_true", help="write the table and the page")
     arguments = parser.parse_args()
     chosen = arguments.kinds.split(",") if arguments.kinds else kinds()
     unknown = sorted(set(chosen) - set(kinds()))
     if unknown:
         parser.error(f"transformers {transformers.__version__} has no causal-LM type {unknown[0]!r}")
-    rows = survey(chosen)
-    exact = sum(row["verdict"] == "exact" for row in rows.values())
-    print(f"{exact} exact, {len(rows) - exact} refused")
+    keep = json.loads(TABLE.read_text(encoding="utf-8"))
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    if arguments.facts:
+        torch.set_num_threads(1)
+        rows = facts(chosen)
+        keep["facts"] = versions
+    else:
+        found = survey(chosen)
+        exact = sum(row["verdict"] == "exact" for row in found.values())
+        print(f"{exact} exact, {len(found) - exact} refused")
+        rows = {kind: {"verdict": row} for kind, row in found.items()}
+        keep |= {**versions, "tolerance": TOLERANCE}
+        if not arguments.kinds:
+            # A type that this transformers has not loses its verdict.
+            for row in keep["architectures"].values():
+                row.pop("verdict", None)
     if arguments.write:
-        earlier = json.loads(VERDICTS.read_text(encoding="utf-8"))["architectures"] if arguments.kinds else {}
-        write(rows, keep=earlier)
+        write(rows, keep=keep)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ def is_tokenwise(module: nn.Module, like: Tensor) -> bool:
         for size in _DRAWS:
             x = size * torch.randn(ROWS, LENGTH, like.shape[-1], generator=draw, dtype=torch.float64)
             other = size * torch.randn(like.shape[-1], generator=draw, dtype=torch.float64)
-            if not _Trial(module, x.to(like), other.to(like)).passes():
+            if not _RandomTokens(module, x.to(like), other.to(like)).passes():
                 return False
     return True
 
 
-class _Trial:
+class _RandomTokens:
     """One draw: `x_BtC`, and a token to put in the place of another."""
 
     def __init__(self, module: nn.Module, x_BtC: Tensor, other_C: Tensor) -> None:

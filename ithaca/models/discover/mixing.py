@@ -26,10 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
 from ithaca.models.discover.dependence import rounding
-from ithaca.models.discover.random_weights import stand_ins
+from ithaca.models.discover.random_weights import randomized
 from ithaca.models.discover.roles import switched
 from ithaca.models.refusals.foreign_code import foreign_within
-from ithaca.models.support import verdicts
+from ithaca.planning.model.architectures import verdicts
 
 _NAME = "ithaca-token-by-token"
 _ROWS, _LENGTH, _MARKED = 2, 8, 3
@@ -39,7 +39,7 @@ def check_mixing(model: PreTrainedModel, layers: list[nn.Module], mesh: Mesh) ->
     """Try a model whose architecture was never measured, or that has code of the user's own where tokens are split."""
     foreign = foreign_within(model) if mesh.shards > 1 else None
     if foreign is not None or str(model.config.model_type) not in verdicts():
-        with stand_ins(model, layers, torch.device("cpu")):
+        with randomized(model, layers, torch.device("cpu")):
             refuse_mixing(model, foreign)
 
 

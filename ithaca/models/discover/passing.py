@@ -74,7 +74,7 @@ class Passing:
 
 
 @dataclass(eq=False)
-class Watch:
+class PassingWatch:
     """A pass of a model under watch, layer by layer."""
 
     model: PreTrainedModel
@@ -138,9 +138,9 @@ class Watch:
 
 
 @contextmanager
-def watching(model: PreTrainedModel, layers: list[nn.Module]) -> Iterator[Watch]:
+def watching(model: PreTrainedModel, layers: list[nn.Module]) -> Iterator[PassingWatch]:
     """Inside, a pass of the model is watched."""
-    watch = Watch(model, layers)
+    watch = PassingWatch(model, layers)
     handles = []
     for index, layer in enumerate(layers):
         enter, leave = watch.hooks(index)
@@ -154,7 +154,7 @@ def watching(model: PreTrainedModel, layers: list[nn.Module]) -> Iterator[Watch]
             handle.remove()
 
 
-def found_by(watch: Watch) -> Passing:
+def found_by(watch: PassingWatch) -> Passing:
     """What a watched pass showed. Tensors left on a module may be a table made once: a second pass decides."""
     refused = watch.refused
     if refused is None and watch.left is not None:

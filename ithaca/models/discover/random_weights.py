@@ -23,7 +23,7 @@ _DRAWN = 2**22 - 3
 
 
 @contextmanager
-def stand_ins(model: nn.Module, layers: list[nn.Module], device: torch.device) -> Iterator[None]:
+def randomized(model: nn.Module, layers: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Inside, what is on the meta device has random values on `device`; buffers are afterwards as they were."""
     # Spectral norm goes one step of its iteration in every pass, a batch norm takes in what it sees.
     kept = [(store, key, tensor, tensor.clone()) for store, key, tensor in _buffers(model) if not tensor.is_meta]

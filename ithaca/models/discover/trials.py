@@ -25,14 +25,14 @@ from ithaca.models.discover.roles import UnitRole, drawn, find_units, gradients,
 from ithaca.models.layers.hooks import without_hooks
 
 
-class Runner(Protocol):
+class TrialRunner(Protocol):
     """Runs a layer with a unit on it; with `value=False` the value of a silent unit is left out."""
 
     value: bool
 
 
 # Puts one unit on a layer, for the time of a `with`.
-OnTrial = Callable[[nn.Module, UnitRole], AbstractContextManager[Runner]]
+OnTrial = Callable[[nn.Module, UnitRole], AbstractContextManager[TrialRunner]]
 
 
 def roles_of(

@@ -34,7 +34,7 @@ from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.files.config_changes import check_shapes, with_changes
 from ithaca.models.refusals.config_numbers import check_computed, check_numbers
-from ithaca.planning.model.config_check import Words, check_config, read_content
+from ithaca.planning.model.config_check import KnownWords, check_config, read_content
 from ithaca.planning.model.known_models import known_config, nearest_models
 
 CONFIG = "config.json"
@@ -123,11 +123,11 @@ def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTr
 
 
 @cache
-def transformers_words() -> Words:
+def transformers_words() -> KnownWords:
     """Return the names that the installed transformers knows; a plan, without transformers, has a table of its own."""
     # A private name, which older versions do not have; checked on 5.23. Without it, old names of layer types are refused.
     older = getattr(configuration_utils, "_LEGACY_LAYER_TYPE_REMAP", {})
-    return Words(
+    return KnownWords(
         causal=frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         activations=frozenset(ACT2FN),
         ropes=frozenset({*ROPE_INIT_FUNCTIONS, "default"}),

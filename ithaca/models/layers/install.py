@@ -7,7 +7,7 @@ Only `forward` attributes of module instances are set, so everything comes off a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,12 +22,12 @@ from ithaca.memory.layer_function import LayerResult
 from ithaca.memory.replay import Layer
 from ithaca.memory.replay_guard import adapters_now
 from ithaca.memory.tiles import Unit
-from ithaca.models.bound import CALL, Binding, logger, unsharded
-from ithaca.models.discover.passing import found_by, watching
-from ithaca.models.discover.roles import UnitRole, norms_around, shapes
-from ithaca.models.discover.trials import roles_of
+from ithaca.models.bound import CALL, Binding, logger
+from ithaca.models.discover.findings import discovered, surveyed
+from ithaca.models.discover.random_weights import randomized
+from ithaca.models.discover.roles import UnitRole, shapes
 from ithaca.models.layers.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
-from ithaca.models.layers.head import HeadForward, bare_head, head_spec
+from ithaca.models.layers.head import HeadForward, bare_head
 from ithaca.models.layers.installed import Installed
 from ithaca.models.layers.module_attributes import settings
 from ithaca.models.layers.units import Fused, UnitBackward, UnitForward, adapted, router_of
@@ -130,21 +130,19 @@ def install_memory(
     *,
     fuse: bool = False,
     sharded: bool = False,
+    device: torch.device | None = None,
 ) -> Installed:
     """Tile the token-wise units of every layer and the head, and put each layer under its mode.
 
-    `sharded`: FSDP2 will shard the weights, so a model is refused whose layers it would hand copies.
+    `sharded`: FSDP2 will shard the weights, so a model is refused whose layers it would hand copies. `device`: where
+    trial runs put random numbers for weights on the meta device.
     """
     if not layers:
         name = type(binding.model).__name__
         raise UnsupportedError(f"{name} does not name its layers (_no_split_modules): use memory=None")
-    with unsharded(binding.model):
-        with watching(binding.model, layers) as watch:
-            around = norms_around(binding.model, layers)
-        passing = found_by(watch)
-        given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
-        roles = roles_of(binding.model, layers, partial(on_trial, binding), silence=passing.refused is None)
-        spec = head_spec(binding.model)
+    found = surveyed(binding.model, layers) or discovered(binding, layers, partial(on_trial, binding), device)
+    passing, spec = found.passing, found.logits
+    given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
     if sharded:
         passing.refuse_copies()
     handle = binding.handle
@@ -152,18 +150,18 @@ def install_memory(
     handle.add(installed)
     installed.chain.strict = isinstance(given, MemoryPlan) or given.layers is not None
     compiled = compilations()
-    for layer, own in zip(layers, roles, strict=True):
+    for layer, own in zip(layers, found.roles, strict=True):
         runner = LayerRunner(binding, layer.forward)
         units = [
             _install_unit(installed, runner, layer, role, _fused(layer, role, compiled) if fuse else None)
             for role in own
         ]
         if fuse:
-            _fuse_attention(installed, layer, compiled)
+            _fuse_attention(installed, layer, compiled, device)
         installed.runners.append(runner)
         installed.layers.append(Layer(layer, runner, installed.chain, "keep", len(installed.layers), units=units))
         handle.replace_method(layer, "forward", installed.layers[-1])
-    for stack, role in around:
+    for stack, role in found.around:
         fused = _fused(stack, role, compiled) if fuse else None
         _install_unit(installed, LayerRunner(binding, stack.forward), stack, role, fused)
     _install_head(installed, spec, fuse=fuse)
@@ -202,7 +200,9 @@ def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused 
     return fused
 
 
-def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, Any]) -> None:
+def _fuse_attention(
+    installed: Installed, layer: nn.Module, compiled: dict[Any, Any], device: torch.device | None
+) -> None:
     """The rotary embedding and the norms of an attention; its matrices and its kernel stay as they are."""
     kind = shapes(layer)
     for name, child in layer.named_children():
@@ -210,7 +210,9 @@ def _fuse_attention(installed: Installed, layer: nn.Module, compiled: dict[Any, 
         if forward is None:
             continue
         installed.handle.replace_method(child, "forward", forward)
-        for inner, norm in norms_within(child).items():
+        with nullcontext() if device is None else randomized(child, [], device):
+            norms = norms_within(child)
+        for inner, norm in norms.items():
             key = (kind, name, inner, settings(norm))
             if key not in compiled:
                 compiled[key] = compiled_chain([norm])

@@ -19,7 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ithaca.errors import ConfigError
 from ithaca.models.planner.loaded_sizes import sizes_of
-from ithaca.models.support import decoder_layers, verdicts
+from ithaca.models.support import decoder_layers
+from ithaca.planning.model.architectures import verdicts
 from ithaca.planning.model.model_sizes import ModelSizes
 
 

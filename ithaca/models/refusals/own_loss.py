@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ithaca.errors import UnsupportedError
 from ithaca.models.refusals.foreign_code import is_foreign
-from ithaca.models.support import verdicts
+from ithaca.planning.model.architectures import verdicts
 
 
 def refuse_own_loss(model: nn.Module, base: PreTrainedModel) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.model import config_words
+from ithaca.planning.model.architectures import EXPERT_COUNTS
 
 Config = Mapping[str, Any]
 # Sizes of which a model has one at least, under all the names that families give them, and more than any model has:
@@ -44,7 +45,7 @@ _MOST: dict[str, int] = {
 }
 # Numbers of things that a model may have none of.
 _COUNTS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "sliding_window",
+    *EXPERT_COUNTS, "num_experts_per_tok", "n_shared_experts", "sliding_window",
     "q_lora_rank", "kv_lora_rank", "first_k_dense_replace", "num_kv_shared_layers",
 )  # fmt: skip
 _MOST_COUNTED = 10**12
@@ -81,7 +82,7 @@ _ODD_HEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class KnownWords:
     """The names that transformers knows: model types with a causal language model, activations, RoPE, layers."""
 
     causal: frozenset[str]
@@ -90,7 +91,7 @@ class Words:
     layers: frozenset[str]
 
 
-WORDS = Words(config_words.CAUSAL, config_words.ACTIVATIONS, config_words.ROPES, config_words.LAYERS)
+WORDS = KnownWords(config_words.CAUSAL, config_words.ACTIVATIONS, config_words.ROPES, config_words.LAYERS)
 
 
 def read_content(file: Path) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def read_content(file: Path) -> dict[str, Any]:
     return content
 
 
-def check_config(config: Config, words: Words = WORDS) -> None:
+def check_config(config: Config, words: KnownWords = WORDS) -> None:
     """Raise ConfigError or UnsupportedError for the first value that no model can be built with."""
     _check_kind(config, words)
     inner = config.get("text_config")
@@ -121,7 +122,7 @@ def check_config(config: Config, words: Words = WORDS) -> None:
             raise ConfigError(f"{where}{error}") from None
 
 
-def _check_kind(config: Config, words: Words) -> None:
+def _check_kind(config: Config, words: KnownWords) -> None:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ConfigError("it has no model_type, and a transformers model is needed")
@@ -204,7 +205,7 @@ def _rotates_whole_heads(config: Config) -> bool:
     return rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) in (1, None)
 
 
-def _check_words(config: Config, words: Words) -> None:
+def _check_words(config: Config, words: KnownWords) -> None:
     for key in _ACTIVATIONS:
         value = config.get(key)
         # Gemma's older configs leave one of two names null.
@@ -223,7 +224,7 @@ def _check_words(config: Config, words: Words) -> None:
         raise ConfigError(f"layer_types: got {len(kinds)} words for {count} layers (num_hidden_layers)")
 
 
-def _check_rope(config: Config, words: Words) -> None:
+def _check_rope(config: Config, words: KnownWords) -> None:
     _check_positive(config, "")
     for key in _ROPES:
         given = config.get(key)
@@ -244,7 +245,7 @@ def _check_rope(config: Config, words: Words) -> None:
                 raise ConfigError(f"{where}: got {_shown(one)}, and an object is needed")
 
 
-def _check_one_rope(rope: Config, where: str, words: Words, rotated: int | None) -> None:
+def _check_one_rope(rope: Config, where: str, words: KnownWords, rotated: int | None) -> None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in words.ropes:
         raise ConfigError(f"{where}.rope_type: {_unknown(kind, words.ropes, 'RoPE')}")

@@ -18,8 +18,9 @@ from importlib.resources import files
 from typing import Any
 
 from ithaca.errors import ConfigError, IthacaError
+from ithaca.planning.model.architectures import facts_of
 from ithaca.planning.model.config_check import check_config
-from ithaca.planning.model.config_names import LEARNED_POSITIONS, cautions_of, counted_by_names, text_of
+from ithaca.planning.model.config_names import cautions_of, counted_by_names, text_of
 from ithaca.planning.model.model_sizes import ModelSizes
 
 # Endings of names of the same sizes; versions and dates may be left out, but another one is another model.
@@ -48,7 +49,7 @@ class KnownModel:
     @property
     def ends(self) -> int | None:
         """No row is longer than this: positions that are a table end with it."""
-        return self.positions if self.sizes.name in LEARNED_POSITIONS else None
+        return self.positions if facts_of(self.sizes.name).learned_positions else None
 
 
 def known_names() -> list[str]:

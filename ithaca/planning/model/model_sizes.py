@@ -1,8 +1,8 @@
 """How large a model is, from its config alone: widths, heads, and parameters layer by layer.
 
-`ModelSizes.from_config(config)` takes the dict of a `config.json`. Parameter counts are exact for the families
-in `config_names.COUNTED`, to a percent and at any size. Others are counted as Llama would be, which may be off by half:
-for those whoever has the model counts it (`models/planner/counted_sizes.py`).
+`ModelSizes.from_config(config)` takes the dict of a `config.json`. Parameter counts are exact to a percent, at any size,
+for the types that `architectures.json` has as `counted`. Other types are counted as Llama would be, which may be off by
+half: `models/planner/counted_sizes.py` builds their modules and counts those.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from ithaca.errors import UnsupportedError
 from ithaca.heads import HeadSplit, split_heads
-from ithaca.planning.model.config_names import LEARNED_POSITIONS, UNLINKED, of_layer, text_of, widest
-from ithaca.planning.model.layer_parameters import PLAIN, LayerSizes, layer_sizes
+from ithaca.planning.model.architectures import facts_of
+from ithaca.planning.model.config_names import of_layer, text_of, widest
+from ithaca.planning.model.layer_parameters import LayerSizes, layer_sizes
 
 Config = Mapping[str, Any]
-_TIED_UNLESS_SAID = ("gemma", "cohere", "gpt2", "gpt_bigcode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class ModelSizes:
                 f"the config has no {', '.join(missing)}: a causal language model's config.json is needed"
             )
         kind = str(config.get("model_type", ""))
+        facts = facts_of(kind)
         layers = range(int(config["num_hidden_layers"]))
         config, each = widest(config), [of_layer(config, index) for index in layers]
         heads = int(config["num_attention_heads"])
@@ -89,10 +90,10 @@ class ModelSizes:
             key_size=key,
             value_size=value,
             vocabulary=int(config["vocab_size"]),
-            tied=kind.startswith(_TIED_UNLESS_SAID) if tied is None else bool(tied),
+            tied=facts.tied if tied is None else bool(tied),
             layers=tuple(layer_sizes(own, index, *_head_sizes(own)) for index, own in zip(layers, each, strict=True)),
-            final_norm=int(config["hidden_size"]) * (2 if kind in PLAIN else 1) + _positions(config),
-            linked=kind not in UNLINKED,
+            final_norm=int(config["hidden_size"]) * (2 if facts.biased else 1) + _positions(config),
+            linked=facts.linked,
             # Of each kind of layer the last that has its own.
             kv_stores=len(set(config.get("layer_types") or ())) if config.get("num_kv_shared_layers") else 0,
         )
@@ -148,7 +149,7 @@ class ModelSizes:
 
 def _positions(config: Config) -> int:
     """Weights of a table of positions."""
-    learned = str(config.get("model_type", "")) in LEARNED_POSITIONS
+    learned = facts_of(str(config.get("model_type", ""))).learned_positions
     return int(config["max_position_embeddings"]) * int(config["hidden_size"]) if learned else 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from ithaca.planning.model.architectures import EXPERT_COUNTS
 from ithaca.verify.small_models.features import LISTED, VOCABULARY, WINDOW, small_config
 
 LAYERS = 2
@@ -36,7 +37,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("shared_intermediate_size", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("original_max_position_embeddings",), 128),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(EXPERT_COUNTS, 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),

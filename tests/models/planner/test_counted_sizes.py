@@ -16,8 +16,7 @@ from transformers import AutoConfig
 from ithaca.cli.plan_inputs import read_model
 from ithaca.errors import ConfigError
 from ithaca.models.planner.counted_sizes import counted_sizes
-from ithaca.models.support import verdicts
-from ithaca.planning.model.config_names import COUNTED
+from ithaca.planning.model.architectures import facts_of, verdicts
 from ithaca.verify.small_models.types import survey_config
 
 # The text part of emu3 stands in no folder by itself.
@@ -40,7 +39,7 @@ def off(kind: str, config: Any, folder: Path) -> float:
     """How far the plan's count is from the modules', of a config as a folder has it."""
     (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     known = read_model(str(folder))
-    assert ("built without weights" in known.cautions.get("sizes", "")) == (kind not in COUNTED)
+    assert ("built without weights" in known.cautions.get("sizes", "")) == (not facts_of(kind).counted)
     return known.sizes.total / sum(p.numel() for p in built(kind, config).parameters()) - 1
 
 

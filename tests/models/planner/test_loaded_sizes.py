@@ -14,9 +14,9 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.planner.loaded_sizes import sizes_of
 from ithaca.models.planner.plan_in_force import planner_of
-from ithaca.models.support import verdicts
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
+from ithaca.planning.model.architectures import verdicts
 from ithaca.planning.model.layer_parameters import Wants
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.terms.memory_terms import memory_of

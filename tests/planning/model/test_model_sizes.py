@@ -8,11 +8,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.errors import UnsupportedError
-from ithaca.planning.model.config_names import COUNTED, DEFAULTS, cautions_of, text_of
+from ithaca.planning.model.architectures import architectures, facts_of
+from ithaca.planning.model.config_names import cautions_of, text_of
 from ithaca.planning.model.known_models import known_config, known_names
 from ithaca.planning.model.model_sizes import ModelSizes
 from tests.planning.models import B1, B8, LLAMA_8B
 
+COUNTED = {kind for kind in architectures()["architectures"] if facts_of(kind).counted}
+WITH_DEFAULTS = sorted(kind for kind in architectures()["architectures"] if facts_of(kind).defaults)
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -259,7 +262,7 @@ def test_a_text_model_inside_another() -> None:
     assert ModelSizes.from_config({"model_type": "gemma3", "text_config": LLAMA_8B}) == B8
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
+@pytest.mark.parametrize("kind", WITH_DEFAULTS)
 def test_defaults_are_those_of_transformers(kind: str) -> None:
     config = AutoConfig.for_model(kind)
     ours = ModelSizes.from_config({"model_type": "some_vl", "text_config": {"model_type": kind}})
