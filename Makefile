@@ -35,9 +35,10 @@ format: venv
 	@$(PY) -m ruff check -q --fix .
 	@$(PY) -m ruff format -q .
 
-# Files of tests run side by side, each whole in one process. Ranks are started by the tests: two keep two cores busy.
+# Files of tests run side by side, each whole in one process, the longest first (tests/conftest.py). Ranks are started
+# by the tests: two keep two cores busy.
 JOBS ?= 2
-PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: lint
 	@$(PYTEST) -m "not slow"

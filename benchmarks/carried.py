@@ -27,7 +27,7 @@ FIXED = {"allocated_gib": 1e-3, "reserved_gib": 1e-2, "loss": 1e-5, "gradient_no
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One value of one cell, committed and measured again."""
+    """A value of one cell: the committed one and the repeated measurement."""
 
     cell: str
     value: str

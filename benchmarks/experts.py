@@ -1,4 +1,4 @@
-"""One block of experts alone on a GPU: what its products take, and what the routing around them takes.
+"""One block of experts alone on a GPU: seconds of its products, and of the routing around them.
 
     python -m benchmarks.experts results/experts.json
 

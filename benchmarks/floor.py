@@ -1,10 +1,10 @@
-"""What one training step must at least cost: Llama-3 shapes and models, their FLOPs, and the floor.
+"""The floor of one training step: Llama-3 shapes and models, their FLOPs, and the least seconds a step can take.
 
 The floor is the sum of the step's attention calls and matrix products, forward and backward, each timed alone on
-random data of the step's shapes: nothing recomputed, nothing else done. Attention runs on the fastest kernel this
-machine has for the shape. What is linear in its size is timed in a part and multiplied: matrix products over at most
-32K tokens (8K for the head), attention beyond 128K tokens with one key-value head and its query heads. A repeat runs
-for half a second and gives its mean, so that the card's clock is that of sustained work.
+random data of the step's shapes, without recompute. Attention runs on the fastest kernel of this machine for the shape.
+Work that is linear in its size is timed in part and multiplied: matrix products over at most 32K tokens (8K for the
+head), attention beyond 128K tokens with one key-value head and its query heads. A repeat runs for half a second and
+gives its mean, so that the card's clock is that of sustained work.
 
 Model FLOPs are `ithaca.planning.model.flops`'s: no credit for recompute.
 """
@@ -93,7 +93,7 @@ def step_flops(shape: Shape, length: int) -> float:
 
 
 def sizes_of(shape: Shape) -> ModelSizes:
-    """The shape as the planner has it."""
+    """Return the shape in the planner's words."""
     return ModelSizes.from_config(
         {
             "model_type": "llama",

@@ -124,7 +124,7 @@ def sinks_of(case: Case) -> Tensor | None:
 
 
 def hidden(case: Case, length: int) -> Tensor:
-    """[S, S] bool: what a query may not see, other documents included."""
+    """Return the mask, [S, S] bool: True where a query may not see a key, other documents included."""
     n = torch.arange(length, device="cuda")
     far = n[:, None] - n[None, :]
     mask = far < 0 if case.causal else torch.zeros_like(far, dtype=torch.bool)
@@ -156,7 +156,7 @@ def dense(case: Case, tensors: Tensors, dtype: torch.dtype, softmax: torch.dtype
 
 
 def single_device(case: Case, tensors: Tensors) -> tuple[str, tuple[Tensor, ...]]:
-    """What this machine computes in bf16 without Ithaca, and by which way."""
+    """Return the bf16 result of this machine without Ithaca, and the name of its implementation."""
     seen = case.window is not None and case.window < case.length
     if seen or case.softcap is not None or case.sinks or case.documents:
         return "plain", dense(case, tensors, torch.bfloat16, torch.float32)
@@ -167,7 +167,7 @@ def single_device(case: Case, tensors: Tensors) -> tuple[str, tuple[Tensor, ...]
 
 
 def rescale(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the caller of a kernel does with sinks; lse is [..., h, S], out [..., S, h, E]."""
+    """Rescale a kernel's result for sinks; lse is [..., h, S], out [..., S, h, E]."""
     if sinks is None:
         return out, lse
     wider = torch.logaddexp(lse, sinks[:, None].expand_as(lse))
@@ -261,7 +261,7 @@ def machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as anyone would type it: the module's name, and files without this machine's folders."""
+    """Return the command as a reader would type it, without this machine's folders."""
     module = Path(sys.argv[0]).with_suffix("").name
     return shlex.join(
         ["python", "-m", f"benchmarks.{module}", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]

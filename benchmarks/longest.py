@@ -92,7 +92,7 @@ def clock(device: torch.device) -> float:
 
 
 def head_seconds(shape: Shape, device: torch.device) -> float:
-    """A token's share of the tiled head and loss, with its gradients, which are made beside it."""
+    """Return the seconds that the tiled head and loss take for one token, gradients included."""
     from ithaca.memory.head_loss import LossSpec, head_loss
 
     dtype, tokens = (torch.bfloat16, HEAD_TOKENS) if device.type == "cuda" else (torch.float32, 64)
@@ -112,7 +112,7 @@ def head_seconds(shape: Shape, device: torch.device) -> float:
 def part_of_whole(
     cell: Cell, model: Any, mesh: Any, budget: int | None, host: int | None
 ) -> tuple[dict[str, Any], Any]:
-    """What the whole model's plan is, and the plan of the few layers that `model` has."""
+    """Return the whole model's plan as JSON, and the plan of the few layers that `model` has."""
     from ithaca.models.planner.plan_in_force import AutoMemory, job_of
     from ithaca.planning.search.choose import FREE
     from ithaca.planning.terms.memory_terms import memory_of
@@ -137,7 +137,7 @@ def whole_sizes(cell: Cell) -> ModelSizes:
 
 
 def derived(result: dict[str, Any]) -> list[Cell]:
-    """Whole models whose time follows from a run with fewer layers."""
+    """Return whole models' times, derived from runs with fewer layers."""
     found = []
     for cell in (c for c in result["cells"] if c["outcome"] == "done" and "whole" in c):
         whole, sizes, job = cell["whole"], whole_sizes(cell), Job(length=cell["length"])
@@ -158,7 +158,7 @@ def derived(result: dict[str, Any]) -> list[Cell]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: what ran, then what follows from it."""
+    """Return Markdown: measured cells, then whole models derived from them."""
     cells = result["cells"]
     heads = ("model", "tokens", "step", "tokens/s", "device", "pinned", "optimizer", "plan")
     rows = [heads, ("---",) * len(heads)]
@@ -189,7 +189,7 @@ def figures(cell: Cell) -> tuple[str, ...]:
 
 
 def measured(cell: Cell, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> None:
-    """`run`, with a failure as a result."""
+    """Run the cell; return a failure as a result."""
     last: dict[str, Any] = {}
 
     def note(result: dict[str, Any]) -> None:

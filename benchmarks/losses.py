@@ -102,7 +102,7 @@ def whole(hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, *, spec: Loss
 
 
 def systems() -> dict[str, Loss]:
-    """What there is here."""
+    """Return the implementations of the loss that are installed here."""
     found: dict[str, Loss] = {}
     if tile.tile_kernel() is not None:
         found = {"ithaca": partial(ithaca, fuse=True), "liger": liger, "liger-fp32": partial(liger, sums=torch.float32)}

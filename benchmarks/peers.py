@@ -59,7 +59,7 @@ PACKAGES = ("transformers", "deepspeed", "liger-kernel")
 
 
 def make_step(system: str, model: nn.Module, settings: Settings) -> Step:
-    """What one step of `system` is; changes the model."""
+    """Return a function that runs one step of `system`; changes the model."""
     if system == "ithaca":
         return ithaca_step(model, settings)
     if system == "transformers":
@@ -102,7 +102,7 @@ def one_mode(asked: Settings, layers: int) -> Any:
 
 
 def ithaca_figures(model: nn.Module) -> dict[str, Any]:
-    """The plan in force, and what it pinned, which torch's own allocator knows nothing of."""
+    """Return the plan in force and the bytes that it pinned outside torch's allocator."""
     from ithaca.models.bound import binding_of
 
     installed: Any = binding_of(model).memory
@@ -113,7 +113,7 @@ def ithaca_figures(model: nn.Module) -> dict[str, Any]:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """transformers' own, which has another name from 5.23 on."""
+    """Switch on transformers' gradient checkpointing, which has another name from 5.23 on."""
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     enable = getattr(model, f"{name}_checkpointing_enable")
     enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
@@ -200,7 +200,7 @@ def tiled_loss_step(model: Any) -> Step:
 
 
 class _OffloadedCheckpoint(torch.autograd.Function):
-    """A layer whose input waits on the host: copied there in forward, back for the recompute."""
+    """Return a layer whose input is offloaded to the host in forward and copied back for recompute."""
 
     @staticmethod
     def forward(ctx: Any, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def host_gib(name: str) -> float:
-    """A line of /proc/self/status; pinned memory that torch's allocator does not know of shows here."""
+    """Return a line of /proc/self/status, which includes pinned memory outside torch's allocator."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024 / GIB
 

@@ -97,7 +97,7 @@ def write_document(file: Path, words: list[str], size: int) -> Path:
 
 
 def measure(folder: Path, document: Path) -> dict[str, Any]:
-    """The command's memory and seconds, and what came of it."""
+    """Return the command's memory, seconds and result."""
     words = [f"model.name={folder / 'tokenizer'}", f"data.sources={document}", f"output={folder / 'run'}"]
     command = [sys.executable, "-m", "ithaca", "prepare", *words]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
@@ -113,7 +113,7 @@ def measure(folder: Path, document: Path) -> dict[str, Any]:
 
 
 def watch(started: subprocess.Popen[str]) -> int:
-    """The most bytes that the process and those below it held at once."""
+    """Return the most bytes that the process and its children held at once."""
     peak, process = 0, psutil.Process(started.pid)
     while started.poll() is None:
         peak = max(peak, sum(map(resident, [process, *below(process)])))
@@ -129,7 +129,7 @@ def below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def resident(process: psutil.Process) -> int:
-    """Bytes of a process; none where it has just ended."""
+    """Return the bytes of a process; 0 if it has just ended."""
     try:
         return int(process.memory_info().rss)
     except psutil.NoSuchProcess:

@@ -1,11 +1,11 @@
-"""How much longer a row may be than under plain transformers, on the same card and with nothing chosen.
+"""Reach: the longest row under plain transformers, and Ithaca at four times that length on the same card.
 
     python -m benchmarks.reach results/reach.json --cells 1B:24,1B:80,8B:139
 
-A cell is a Llama-3 shape with random weights and the GiB of a card, to which a larger device is held. Steps are whole:
-forward, backward, AdamW, batch 1, bf16. First the longest row that transformers trains (SDPA, gradient checkpointing,
-torch's fused AdamW) is looked for, to a sixteenth; then Ithaca takes one step at four times that, under the plan that
-`parallelize(model, mesh)` makes on such a card: three quarters of its memory. Each half runs in a process of its own.
+A cell is a Llama-3 shape with random weights and the GiB of a card, to which a larger device is limited. Steps are whole:
+forward, backward, AdamW, batch 1, bf16. First a search finds the longest row that transformers trains (SDPA, gradient
+checkpointing, torch's fused AdamW), to a sixteenth. Then Ithaca takes one step at four times that length, under the plan
+that `parallelize(model, mesh)` makes on such a card: three quarters of its memory. Each half runs in a process of its own.
 Without `--cells` the table is made from the file.
 """
 
@@ -35,7 +35,7 @@ MOST = 2**20
 
 
 def longest_that(fits: Callable[[int], bool], most: int) -> int:
-    """Tokens, in units of 1K, to a sixteenth of them; 0 where not even the first 2K fit."""
+    """Return the longest length that fits, in units of 1K and to a sixteenth; 0 if not even 2K fit."""
     good, bad = 0, FIRST
     while bad <= most and fits(bad):
         good, bad = bad, 2 * bad
@@ -83,7 +83,7 @@ def plain(model_name: str, card_gib: float, device_name: str) -> dict[str, Any]:
 
 
 def longer(model_name: str, card_gib: float, tokens: int, device_name: str) -> dict[str, Any]:
-    """One step of Ithaca at this length in three quarters of the card, and how it ended."""
+    """Run one step of Ithaca at this length in three quarters of the card; return its outcome."""
     device, last = torch.device(device_name), {}
     hold_to(card_gib, device)
     settings = {"optimizer": "adamw", "budget_gib": SHARE * card_gib, "layers": SHAPES[model_name].layers}
@@ -93,7 +93,7 @@ def longer(model_name: str, card_gib: float, tokens: int, device_name: str) -> d
 
 
 def apart(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """In a process that starts and ends with it: what one half leaves on the device is not the other's."""
+    """Run one half in a process of its own, so that it leaves nothing on the device."""
     try:
         with get_context("spawn").Pool(1) as pool:
             return pool.apply(function, given)

@@ -1,4 +1,4 @@
-"""The cells of `benchmarks.rehearsals`: what is rehearsed in each group, and its name."""
+"""The cells of `benchmarks.rehearsals`: settings and name of every rehearsal, by group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cell(group: str, model: str, sp: int, length: str, *settings: str, options: 
 
 
 def cells_of(group: str) -> list[Cell]:
-    """What a group consists of: cells of one sort together, the quick ones first."""
+    """Return the cells of a group: those of one sort together, the quick ones first."""
     if group == "plan":
         return [_planned(model, sp, length) for model in MODELS for sp, length in SHAPES]
     if group == "capped":
@@ -77,12 +77,12 @@ def key(of: Cell) -> str:
 
 
 def asked(of: Cell) -> list[Any]:
-    """What is rehearsed; two groups may have the same."""
+    """Return the settings that a cell rehearses; cells of two groups may have the same."""
     return [of[name] for name in ("model", "sp", "length", "settings", "options")]
 
 
 def sort_of(of: Cell) -> list[Any]:
-    """What cells have in common that one process may rehearse: they differ in length, budget and the mesh alone."""
+    """Return the settings that cells of one process share: all but length, budget and mesh."""
     free = ("mesh.", "memory.budget=")
     return [of["model"], [each for each in of["settings"] if not each.startswith(free)], of["options"]]
 

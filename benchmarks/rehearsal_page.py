@@ -1,8 +1,7 @@
-"""The tables and the plot of `benchmarks.rehearsals`, made from its JSON."""
+"""Tables and the plot of `benchmarks.rehearsals`, made from its JSON; `benchmarks.pages` puts the tables into the page."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -124,14 +123,6 @@ TABLES: dict[str, Callable[[list[Cell]], str]] = {
     "scaling": scaling_table,
     "whole": whole_table,
 }
-
-
-def put_into(page: str, cells: list[Cell]) -> str:
-    """The page with every table for which it has marks, `<!-- plan -->` to `<!-- end -->`, made anew."""
-    for name, table in TABLES.items():
-        made = f"<!-- {name} -->\n{table(cells)}\n<!-- end -->"
-        page = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, made=made: made, page, flags=re.DOTALL)
-    return page
 
 
 def plot(cells: list[Cell], file: Path) -> None:

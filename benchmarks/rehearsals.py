@@ -1,7 +1,7 @@
 """Rehearsals on one GPU, cell by cell: the plan against them, a capped card, scaling, and a whole rank at 1M tokens.
 
     python -m benchmarks.rehearsals results/rehearsals.json --groups plan,capped,matched,scaling,whole --total 1500
-    python -m benchmarks.rehearsals results/rehearsals.json --plot docs/rehearsals.png --page docs/rehearse.md
+    python -m benchmarks.rehearsals results/rehearsals.json --plot docs/rehearsals.png
 
 plan     five models x (sp, length): memory and computing time, planned and rehearsed; AdamW in bf16, so that 8B fits
          one card with its optimizer; the mixture of experts is Qwen3-30B-A3B's widths with six layers; Qwen3-8B at 1M is
@@ -41,7 +41,7 @@ from select import select
 from typing import Any
 
 from benchmarks.rehearsal_cells import GROUPS, Cell, asked, cells_of, key, name_of, sort_of
-from benchmarks.rehearsal_page import TABLES, detail, plot, put_into
+from benchmarks.rehearsal_page import TABLES, detail, plot
 from benchmarks.rehearsal_plan import experts_config, planned_anew
 from benchmarks.stamps import mark, mark_like, save
 from benchmarks.step import ALLOCATOR, LEAST_S, command_line, load
@@ -62,7 +62,7 @@ KEPT = (
 
 
 def words_of(of: Cell, model: str, answer: Path, extra: list[str]) -> list[str]:
-    """What is typed after `ithaca`; `model` is a name or the folder that stands for it."""
+    """Return the words after `ithaca` on the command line; `model` is a name or a folder in its place."""
     words = ["rehearse", *of["settings"], "--model", model]
     words += ["--length", str(of["length"]), "--world", str(of["sp"]), "--json", str(answer)]
     return [*words, *of["options"], *extra]
@@ -131,7 +131,7 @@ class Rehearsers:
 
 
 def serve() -> None:
-    """What such a process does: words arrive line by line, a status goes back for each, and what it still holds."""
+    """Run commands: words arrive line by line; a status and the memory still held go back for each."""
     for name in IMPORTED:
         importlib.import_module(name)
     from ithaca.cli import main
@@ -220,7 +220,7 @@ def run_all(cells: list[Cell], result: dict[str, Any], arguments: argparse.Names
 
 
 def holds(of: Cell) -> bool:
-    """Whether a cell was run, and as it would be run today."""
+    """True if a cell was run, and would be planned the same today."""
     return of["outcome"] == "done" and bool(of["planned_so_today"])
 
 
@@ -245,7 +245,6 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also run the cells that the file has")
     parser.add_argument("--extra", default="", help="options for every rehearsal, such as '--layers 2'")
     parser.add_argument("--plot", type=Path, help="also draw the plan against rehearsals, into this file")
-    parser.add_argument("--page", type=Path, help="also put the tables into this page, between its marks")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -264,8 +263,6 @@ def main() -> int:
         save(arguments.file, result)
     if arguments.plot:
         plot(result["cells"], arguments.plot)
-    if arguments.page:
-        arguments.page.write_text(put_into(arguments.page.read_text(), result["cells"]))
     for table in TABLES.values():
         print(f"\n{table(result['cells'])}")
     return 0

@@ -9,9 +9,9 @@ A result carries its stamps under "measured":
      "figures": {"ithaca, 8B, 32768": {"sources": 0}}
     }
 
-A figure is a part of the result ("rows", "overhead"), or one cell of a result that has cells. One whose stamp was found
-in git's history rather than written by the program has "from_history"; one carried over to other code has "carried",
-with sources of its own that also hold what was compared (`benchmarks.carried`). `python -m benchmarks.stale` reads all of them.
+A figure is a part of the result ("rows", "overhead"), or one cell of a result that has cells. A figure whose stamp comes
+from git's history, and not from the program, has "from_history". A figure that was carried over to other code has
+"carried", with sources of its own and the comparison (`benchmarks.carried`). `python -m benchmarks.stale` reads all stamps.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ PARTS: dict[str, dict[str, str]] = {
         "pack": "attention", "overhead": "attention", "nccl": "step", "shared_2": "attention", "shared_4": "attention",
     },
 }  # fmt: skip
-# Files that are not called as their program is.
+# Result files whose name is not their program's.
 PROGRAMS = {"lengths": "step"}
 
 _IDENTITY = ("group", "system", "model", "sp", "length", "settings", "options")
-# Values that are computed from others when a file is written, or that say where in the file another stands.
+# Values that are computed from other values when a file is written, or that refer to another entry of the file.
 _DERIVED = ("run", "predicted", "memory_error", "time_error", "planned_so_today", "step_s", "utilisation", "flops")
 
 
 def name_of(cell: Result) -> str:
-    """ "ithaca, 8B, 32768, budget_gib=40.0": what was asked for, in the order of `_IDENTITY`."""
+    """Return a cell's name, its settings in the order of `_IDENTITY`: "ithaca, 8B, 32768, budget_gib=40.0"."""
     found: list[str] = []
     for value in (cell[name] for name in _IDENTITY if name in cell):
         each = [f"{k}={v}" for k, v in sorted(value.items())] if isinstance(value, dict) else value
@@ -110,7 +110,7 @@ def figures_of(program: str, result: Result) -> Iterator[tuple[str, str, Any]]:
 
 
 def mark(result: Result, program: str, figure: str | Result | None = None, root: Path = ROOT) -> None:
-    """Stamp a figure (its name or cell; None: all of the program's) with the files on disk and the commit they are of."""
+    """Stamp a figure with the source files on disk and their commit; None for all figures of the program."""
     chosen = name_of(figure) if isinstance(figure, dict) else figure
     for name, subject, _ in list(figures_of(program, result)):
         if chosen in (None, name):
@@ -118,7 +118,7 @@ def mark(result: Result, program: str, figure: str | Result | None = None, root:
 
 
 def mark_like(result: Result, cell: Result, other: Result) -> None:
-    """Give a cell whose figures are another cell's that cell's stamp, or none."""
+    """Copy the stamp of another cell, or its absence, to a cell that took its figures from there."""
     figures = result.get("measured", {}).get("figures", {})
     figures.pop(name_of(cell), None)
     if name_of(other) in figures:
@@ -126,7 +126,7 @@ def mark_like(result: Result, cell: Result, other: Result) -> None:
 
 
 def put(result: Result, name: str, stamp: Stamp, **more: Any) -> None:
-    """Keep a stamp as that of a figure, once a file; stamps of figures that are gone go too."""
+    """Set the stamp of a figure; equal stamps are stored once, and stamps without a figure are removed."""
     old = result.get("measured", {"sources": [], "figures": {}})
     figures = {each: dict(entry) for each, entry in old["figures"].items()} | {name: {"sources": stamp} | more}
     known = old["sources"]
@@ -135,11 +135,11 @@ def put(result: Result, name: str, stamp: Stamp, **more: Any) -> None:
         for holder in (entry, entry.get("carried", {})):
             if "sources" in holder:
                 which = holder["sources"]
-                holder["sources"] = _place(sources, known[which] if isinstance(which, int) else which)
+                holder["sources"] = _index_in(sources, known[which] if isinstance(which, int) else which)
     result["measured"] = {"sources": sources, "figures": figures}
 
 
-def _place(sources: list[Stamp], stamp: Stamp) -> int:
+def _index_in(sources: list[Stamp], stamp: Stamp) -> int:
     if stamp not in sources:
         sources.append(stamp)
     return sources.index(stamp)
@@ -156,7 +156,7 @@ def stamp_at(root: Path, commit: str, subject: str) -> Stamp:
 
 
 def commit_of(root: Path, subject: str, files: dict[str, str]) -> str | None:
-    """Return HEAD, with a plus where the code on disk differs from it; None where there is no git to ask."""
+    """Return HEAD, with a plus if the code on disk differs; None without git."""
     try:
         head = short(root, "HEAD")
         return head + ("+" if changed(at_commit(root, head, SUBJECTS[subject]), files) else "")
@@ -180,12 +180,12 @@ def versions(root: Path, file: Path) -> Iterator[tuple[str, Result]]:
 
 
 def came_at(root: Path, file: Path) -> dict[str, str]:
-    """Return for each figure of a committed result the commit at which the value it has now came into the history."""
+    """Return for each figure of a committed result the commit that brought its present value."""
     program = program_of(file)
     sought = {name: _measured(value) for name, _, value in figures_of(program, json.loads(file.read_text()))}
     found: dict[str, str] = {}
     for commit, then in versions(root, file):
-        # By value alone, since a part may have been called otherwise.
+        # By value alone, since a part may have had another name.
         values = [_measured(value) for name, value in then.items() if name != "cells"]
         values += [_measured(cell) for cell in then.get("cells", [])]
         sought = {name: value for name, value in sought.items() if value in values}

@@ -29,14 +29,14 @@ from benchmarks.floor import SHAPES
 from benchmarks.kernels import command_line
 from benchmarks.peers import ALST, SYSTEMS
 from benchmarks.stamps import mark, save
-from ithaca.cli.allocator import GROWING, NAMES
+from ithaca.cli.process import ALLOCATOR_VARIABLES, EXPANDABLE
 
 UNITS = {"K": 2**10, "M": 2**20}
 SETTLED = ("done", "out of memory", "over the limit", "killed")
 # Less is not worth starting a process and building a model for.
 LEAST_S = 20.0
 # What `ithaca` chooses for itself, and ALST recommends; given to all alike.
-ALLOCATOR = {NAMES[0]: GROWING}
+ALLOCATOR = {ALLOCATOR_VARIABLES[0]: EXPANDABLE}
 Cell = dict[str, Any]
 
 
@@ -69,7 +69,7 @@ def parse_memory(text: str) -> Any:
 
 
 def settings_of(system: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What distinguishes this cell from others of the same system, model and length."""
+    """Return the settings that distinguish this cell from others of the same system, model and length."""
     found: dict[str, Any] = {} if arguments.layers is None else {"layers": arguments.layers}
     if system.startswith("alst"):
         found |= ALST | json.loads(arguments.alst)
@@ -89,7 +89,7 @@ def load(file: Path) -> dict[str, Any]:
 
 def record(result: dict[str, Any], program: str, cell: Cell, got: dict[str, Any]) -> None:
     """Put the cell, stamped, in place of an earlier one; hardware, versions and command are kept once a run."""
-    run = {"command": command_line(), "allocator": GROWING} | got.pop("machine", {})
+    run = {"command": command_line(), "allocator": EXPANDABLE} | got.pop("machine", {})
     if run not in result["runs"]:
         result["runs"].append(run)
     kept = {name: value for name, value in cell.items() if name not in ("again", "gradients")}
@@ -162,7 +162,7 @@ def cell_of(cell: Cell) -> str:
 
 
 def short(cell: Cell) -> str:
-    """What the table shows: "4.8 s, 39.1 GiB"."""
+    """Return a cell of the table: "4.8 s, 39.1 GiB"."""
     peak = cell.get("allocated_gib")
     if cell["outcome"] == "out of memory":
         return "out of memory" + (f" (at {peak:.1f} GiB)" if peak else "")

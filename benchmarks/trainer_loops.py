@@ -79,7 +79,7 @@ def ithaca_step(clip: float, **settings: Any) -> Step:
 
 
 def deepspeed_step(clip: float) -> Step:
-    """As DeepSpeed's tutorial has it."""
+    """Return a step of DeepSpeed, set up as in its tutorial."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from deepspeed.utils import groups
@@ -188,7 +188,7 @@ def trainer_loop(system: str, rows: list[Batch], clip: float) -> dict[str, list[
 
 
 def part(system: str, length: int, clip: float, steps: int, seed: int = 0) -> dict[str, list[float]]:
-    """What one process does, or every rank of two; another seed, other rows."""
+    """Run the steps of one process, or of one rank of two; rows are drawn from `seed`."""
     rows = [row(seed * 1_000_003 + index, length) for index in range(steps)]
     if system in TRAINERS:
         return trainer_loop(system, rows, clip)

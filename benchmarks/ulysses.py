@@ -1,4 +1,4 @@
-"""What Ulysses adds around the attention kernel, and whether it stays exact on a GPU.
+"""Ulysses on a GPU: its time around the attention kernel, and its error.
 
     python -m benchmarks.ulysses results/ulysses.json
 
@@ -7,7 +7,7 @@ overhead  `ulysses_attention` at sp=1 against the kernel alone, 32K tokens, forw
 nccl      world of one: NCCL joined, the exchange sent through it, and a model trained a few steps
 shared    2 and 4 ranks on this one GPU over gloo, every kernel: bf16 error against fp32, beside the error of the
           same attention on one device in bf16
-Each part runs in its own process with a time limit, so that one failure leaves the others standing.
+Each part runs in its own process with a time limit, so that one failure does not stop the other parts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ithaca: Hugging Face language models, trained exactly on sequences of a million tokens and more.
 
-The public names; each is imported from its home when first used, so that `import ithaca` costs nothing.
+Public names are imported from their modules at first use, so that `import ithaca` costs nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> object:
 
 
 class _Package(ModuleType):
-    """`ithaca.parallelize` is the function even after its module of the same name was imported."""
+    """Package on which `ithaca.parallelize` is the function even after the module `ithaca.parallelize` was imported."""
 
     @property
     def parallelize(self) -> Any:
@@ -83,7 +83,8 @@ class _Package(ModuleType):
 
     @parallelize.setter
     def parallelize(self, module: ModuleType) -> None:
-        """Where the import system would bind the submodule; the function keeps the name."""
+        # The import system binds a submodule to its package's attribute; the function keeps the name.
+        pass
 
 
 sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""`python -m ithaca` is `ithaca`."""
+"""Entry point of `python -m ithaca`."""
 
 from ithaca.cli import main
 

@@ -1,11 +1,15 @@
-"""Atomic writes: a file or a folder is there whole or not at all, whatever ends the process or fills the disk.
+"""Atomic writes: a reader sees a file or a folder whole, or not at all, whatever ends the process or fills the disk.
 
-    write_whole(file, text)                        # .NAME.part, then a rename
-    write(part_of(folder))                         # any number of files ...
-    replace_folder(part_of(folder), folder, aside) # ... which become the folder at once
+    write_whole(file, text)                         write        .NAME.part
+                                                    rename       .NAME.part -> NAME
 
-A rename happens or does not. It is on the disk only once its folder is: `force_to_disk`, for what must outlive the
-machine. What a killed process leaves is a `.NAME.part`, or a folder that had stepped aside; the next one clears it.
+    part = part_of(folder)                          write        .NAME.part/...   any number of files
+    replace_folder(part, folder, aside)             rename       NAME       -> aside
+                                                    rename       .NAME.part -> NAME
+                                                    remove       aside
+
+A killed process leaves `.NAME.part` or `aside` behind; the next process clears them. A rename survives a crash of the
+machine only after an fsync of the folder: `force_to_disk`.
 """
 
 from __future__ import annotations
@@ -14,17 +18,17 @@ import os
 import shutil
 from pathlib import Path
 
-# What a file takes beside its content: headers, names and the file system's own needs.
+# Factor on the bytes of a file's content, for headers, names and the file system's own blocks.
 OVERHEAD = 1.02
 
 
 def part_of(target: Path) -> Path:
-    """Return the hidden place beside `target` where it is written."""
+    """Return the hidden path beside `target` where its content is written."""
     return target.with_name(f".{target.name.removeprefix('.')}.part")
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file beside its place and rename it; where that fails the old file stays as it was."""
+    """Write a file under another name and rename it; if that fails, the old file stays as it was."""
     part = part_of(file)
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -35,9 +39,9 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 
 def replace_folder(part: Path, target: Path, aside: Path, *, durable: bool = False) -> None:
-    """Rename `part` to `target`; a folder of that name stands at `aside` until the new one is in place, and then goes.
+    """Rename `part` to `target`; an older `target` waits at `aside` and is removed last.
 
-    `durable`: the names in both folders are forced onto the disk, in this order.
+    `durable`: fsync the names in `part` before the renames, and those in the parent folder after them.
     """
     if durable:
         force_to_disk(part)
@@ -50,7 +54,7 @@ def replace_folder(part: Path, target: Path, aside: Path, *, durable: bool = Fal
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its content, or a file; of a link, the link alone. What is not there is no error."""
+    """Remove a folder with its content, a file, or a link without its target; a missing path is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -58,7 +62,7 @@ def remove(path: Path) -> None:
 
 
 def force_to_disk(path: str | os.PathLike[str]) -> None:
-    """Return when a file's content, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or the names in a folder, are on the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -72,5 +76,5 @@ def nearest_folder(path: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that the disk has free where `folder` is, or will be."""
+    """Return the free bytes of the disk that has `folder`, or will have it."""
     return shutil.disk_usage(nearest_folder(folder)).free

@@ -1,12 +1,12 @@
-"""Numbers that many folders share: the label of a token that is not learned, a GiB, the usual size of a node.
+"""Numbers that several folders share.
 
-This file imports nothing, so that the planner and the tokenizing processes read it without torch.
+Invariant: nothing is imported here, so that the planner and the tokenizing processes read this file without torch.
 """
 
 from __future__ import annotations
 
-# Cross-entropy in torch and transformers leaves out targets of this value.
+# Label of a token that is not in the loss: the default `ignore_index` of torch's cross-entropy.
 IGNORE_INDEX = -100
 GIB = 2**30
-# Cards of a node, as vendors build them; a machine that says otherwise is believed.
+# GPUs of one node, where the user or the launcher gives no other number.
 CARDS_PER_NODE = 8

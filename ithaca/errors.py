@@ -1,87 +1,87 @@
-"""The exceptions of the package. A message says what was given, what is needed, and the nearest choice that works.
+"""Exceptions of the package. A message has what was given, what is needed, and the nearest choice that works.
 
-`assert` is for our own invariants, never for a user's mistake. Exceptions that only steer control flow (`Preempted`,
-`Stopped`) stand beside the code that raises them; `DeviceMemoryError` is a torch.OutOfMemoryError and stands in
-`models/planner/out_of_memory.py`, because this file is imported where torch is not.
+Internal invariants use `assert`, never these classes. Exceptions that only steer control flow (`Preempted`, `Stopped`)
+stand beside the code that raises them. `DeviceMemoryError` is a torch.OutOfMemoryError and stands in
+`models/planner/out_of_memory.py`, because this file is imported without torch.
 """
 
 from ithaca.exit_codes import MISTAKE, UNTRAINED
 
 
 class IthacaError(Exception):
-    """Base of every error that is the caller's to mend. `status`: what a command that it ends ends with."""
+    """Base of every error that a user can mend. `status`: exit code of a command that ends with the error."""
 
     status = MISTAKE
 
 
 class MeshError(IthacaError, ValueError):
-    """The degrees do not fit the world, or a degree does not fit the heads."""
+    """Raised if the degrees of parallelism do not fit the number of ranks, or a degree does not fit the heads."""
 
 
 class ConfigError(IthacaError, ValueError):
-    """A run's file or override that says what cannot be."""
+    """Raised if a run file, an override or an option has a value that is not allowed."""
 
 
 class ArgumentError(IthacaError, TypeError):
-    """A call with an argument that the function does not take, or without one that it needs."""
+    """Raised if a public function is called with an argument of a wrong name or kind, or without one that it needs."""
 
 
 class DataError(IthacaError, ValueError):
-    """Documents that are not there, not readable, or not what the run says they are."""
+    """Raised if documents are missing, not readable, or not what the run's settings say they are."""
 
 
 class CheckpointError(IthacaError, RuntimeError):
-    """A checkpoint that is not whole, or is another run's."""
+    """Raised if a checkpoint is incomplete, damaged, or belongs to another run."""
 
 
 class UnwrittenError(CheckpointError):
-    """A file of a run that its disk did not take."""
+    """Raised if a file of a run cannot be written, because the disk is full or refuses it."""
 
 
 class UntrainedError(IthacaError, ArithmeticError):
-    """A stage whose every step was skipped: there is no trained model to export."""
+    """Raised if every step of a stage was skipped, so that there is no trained model to export."""
 
     status = UNTRAINED
 
 
 class BadStepsError(IthacaError, ArithmeticError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
+    """Raised if too many steps in a row have a loss or gradient that is not finite."""
 
 
 class BatchError(IthacaError, ValueError):
-    """A batch that cannot be laid out: shapes, ids, masks."""
+    """Raised if a batch cannot be laid out: its shapes, ids or masks."""
 
 
 class UnsupportedError(IthacaError, NotImplementedError):
-    """An architecture, a setting or a wrapping that would not be exact here, refused by name."""
+    """Raised if an architecture, a setting or a wrapper would not be exact here."""
 
 
 class PeerError(IthacaError, RuntimeError):
-    """Another rank refused its input; its own message says why."""
+    """Raised if another rank refused its input; that rank's own message has the reason."""
 
 
 class LinkError(IthacaError, RuntimeError):
-    """A collective between ranks that gives a wrong answer, or none."""
+    """Raised if the start-up test of the links gets a wrong result from a collective, or none."""
 
 
 class MemoryPlanError(IthacaError, MemoryError):
-    """No plan fits the memory there is; the message names the largest term and what would fit."""
+    """Raised if no plan fits the memory; the message has the largest term and the nearest plan that fits."""
 
 
 class HostMemoryError(IthacaError, MemoryError):
-    """The host has not the memory that was asked to be pinned."""
+    """Raised if the host has less memory than a plan wants to pin."""
 
 
 class RowError(Exception):
-    """A row that is no document; the message is the reason. Counted and named, not fatal."""
+    """Raised if a row is no document. The message is the reason; the row is counted, named and left out."""
 
 
 class ZstdError(Exception):
-    """Zstd frames that cannot be decompressed, in whichever library."""
+    """Raised if zstd frames cannot be decompressed, whichever library does it."""
 
 
 class MisnamedError(Exception):
-    """A file whose first bytes are not what its name says."""
+    """Raised if the first bytes of a file are not those of the format in its name."""
 
 
 NOT_PICKLED = (

@@ -26,12 +26,12 @@ from ithaca.models.discover.passing import passing_of
 from ithaca.models.discover.random_weights import stand_ins
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.install import install_memory
-from ithaca.models.placed import Placed
 from ithaca.models.planner.plan_in_force import AutoMemory, job_of
 from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import ModelParts, check_model
+from ithaca.models.weight_versions import WeightVersions
 from ithaca.planning.plan import Decided, MemoryPlan, Optimizer
-from ithaca.quantities import no_truth, parse_bytes, with_unit
+from ithaca.quantities import parse_bytes, refuse_bool, require_unit
 from ithaca.state.optimizer.existing_optimizers import ExistingOptimizers
 from ithaca.state.weights.guards import guard_weights
 from ithaca.state.weights.placement import OnHost, WeightOptions, Weights, move, place_weights
@@ -105,7 +105,7 @@ def parallelize(
         # 5. Optimizers from before step the shards; wrong uses of shards are refused from now on.
         existing.follow(model, handle)
         guard_weights(handle, model, parts.base)
-        handle.keep(Placed.of(model))
+        handle.keep(WeightVersions.of(model))
     return model
 
 
@@ -190,13 +190,13 @@ def read_budget(name: str, given: float | str | None) -> int | None:
     if given is None:
         return None
     try:
-        budget = int(no_truth(parse_bytes(given)))  # type: ignore[call-overload]
+        budget = int(refuse_bool(parse_bytes(given)))  # type: ignore[call-overload]
     except (ValueError, TypeError, OverflowError):
         budget = 0
     if budget < 1:
         raise UnsupportedError(f"{name}={shown(given)}: pass bytes above 0, such as 40e9 or '40GB', or None")
     try:
-        return with_unit(budget)
+        return require_unit(budget)
     except ValueError as error:
         raise UnsupportedError(f"{name}={given!r}: {error}") from None
 

@@ -1,12 +1,14 @@
-"""Work that one rank does for all, such as writing a file: every rank gets the result, or every rank raises the error.
+"""Work on one rank, or on each, whose result or error reaches all ranks.
 
-    text = on_rank_0(lambda: file.read_text(), group)    # rank 0 reads, every rank has the text
-    sums = on_all_ranks(lambda: write_part(), group)     # every rank writes; if one fails, all raise
-    free = gather_objects(free_memory(), group)          # a value of every rank
+                                   rank 0        rank 1        result on every rank
+    on_rank_0(read, group)         read()                      text, or rank 0's error
+    on_all_ranks(write, group)     write()       write()       [sum 0, sum 1], or the first rank's error
+    gather_objects(free, group)    free 0        free 1        [free 0, free 1]
 
-Results and errors travel pickled. `failed` turns an exception into the error that all ranks raise, or raises: then that
-rank alone ends, the others fail in the collective, and the launcher shows the first cause. A group of None is the default
-one; without a process group this process is all ranks.
+Without this a rank that fails alone leaves the others waiting in their next collective. Results and errors travel
+pickled. `failed` maps an exception to the error that all ranks raise. It may also raise: then the rank ends alone, the
+others fail in the collective, and the launcher prints the first cause. `group=None` is the default group; without a
+process group, this process is rank 0 of one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Failed = Callable[[Exception], Exception]
 
 
 def only_refusals(error: Exception) -> Exception:
-    """Return an error that is the user's to mend; raise any other again."""
+    """Return an error that the user can mend; raise any other again."""
     if isinstance(error, IthacaError):
         return error
     raise error
@@ -38,28 +40,28 @@ def on_rank_0(
 ) -> T:
     """Run `action` on rank 0; return its result on every rank, or raise its error there.
 
-    `alone`: this process runs it for itself, whatever other ranks there are.
+    `alone`: run `action` in this process and skip the broadcast, whatever other ranks there are.
     """
     single = alone or not dist.is_initialized()
     cause: Exception | None = None
-    told: list[Any] = [None, None]
+    answer: list[Any] = [None, None]  # result, error
     if single or dist.get_rank() == 0:
         try:
-            told[0] = action()
+            answer[0] = action()
         except Exception as error:
             cause = error
-            told[1] = failed(error)
+            answer[1] = failed(error)
     if not single:
-        dist.broadcast_object_list(told, src=0, group=group)
-    _raise(told[1], cause)
-    result: T = told[0]
+        dist.broadcast_object_list(answer, src=0, group=group)
+    _raise(answer[1], cause)
+    result: T = answer[0]
     return result
 
 
 def on_all_ranks(
     action: Callable[[], T], group: dist.ProcessGroup | None = None, *, failed: Failed = only_refusals
 ) -> list[T]:
-    """Run `action` on every rank; return the results in the ranks' order, or raise the first rank's error on all."""
+    """Run `action` on every rank; return all results in rank order, or raise the first failed rank's error on all."""
     result: T | None = None
     cause: Exception | None = None
     problem: Exception | None = None
@@ -68,21 +70,22 @@ def on_all_ranks(
     except Exception as error:
         cause = error
         problem = failed(error)
-    everyone: list[Any] = gather_objects((result, problem), group)
-    _raise(next((said for _, said in everyone if said is not None), None), cause)
-    return [each for each, _ in everyone]
+    answers: list[Any] = gather_objects((result, problem), group)
+    _raise(next((error for _, error in answers if error is not None), None), cause)
+    return [each for each, _ in answers]
 
 
-def gather_objects(said: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return what each rank passes, in the ranks' order, on every rank."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value, in rank order, on every rank."""
     if not dist.is_initialized():
-        return [said]
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, said, group=group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def _raise(error: Exception | None, cause: Exception | None) -> None:
+    """Raise `error`, if any; on the rank where it began, from its cause, so that the traceback leads there."""
     if error is None:
         return
     if cause is None or error is cause:

@@ -1,4 +1,4 @@
-"""Values of a config.json that no model can be built with: one table for every verb that reads a model's folder."""
+"""Values of a config.json that no model can be built with, for every verb that reads a model's folder."""
 
 from __future__ import annotations
 

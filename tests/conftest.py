@@ -1,6 +1,6 @@
 """What every test session shares: the parent's threads and environment, `--record`, the end of the pool.
 
-The environment is set here, before any test imports transformers, because it is read at import.
+The environment is set here, before anything imports torch or transformers, which read it when they are imported.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# OpenMP's threads spin while they wait, unless told otherwise before torch is imported: with more threads than cores a
+# step of a small model took 25 times as long. Ranks and commands inherit it.
+os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"})
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import POOL
-from tests.record import Recorder
+from tests.ranks import stop_all
+from tests.record import Recorder, file_of, longest_first
 
-os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-torch.set_num_threads(2)
+# The cores are for the ranks.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,9 +38,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(file, " ".join([*paths, *chosen])))
 
 
+RECORD = Path(__file__).parent / "results" / "test-all.json"
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all cases of a test with `few(n)` but n, spread evenly over them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a test with `few(n)` but n, spread evenly over them; side by side, order the files."""
+    mark_few(items)
+    # Only where several processes share the files: by itself a session runs in the order of the command.
+    if hasattr(config, "workerinput"):
+        files = {file: place for place, file in enumerate(longest_first([item.nodeid for item in items], RECORD))}
+        items.sort(key=lambda item: files[file_of(item.nodeid)])
+
+
+def mark_few(items: list[pytest.Item]) -> None:
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few"):
@@ -64,4 +79,4 @@ def _alone() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    POOL.stop()
+    stop_all()

@@ -6,7 +6,7 @@ world uses the first workers.
 
 Invariant: when a call returns or raises, every live worker waits for its next call. A rank that fails leaves
 its group at once, which ends its peers' collectives; workers that still do not answer within GRACE seconds
-are killed, and the next call starts new ones. After a failure no process group is used again.
+are killed, and the next call forks new ones. After a failure no process group is used again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -25,12 +26,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.worker import Call, Idle, Raised, Returned, pack, unpack
+from tests.worker import NUMBERS, Call, Idle, Raised, Returned, pack, unpack
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 8
-START = 120.0
+START = 300.0
 GRACE = 3.0
+# Seconds that an idle worker has to end by itself.
+PATIENCE = 5
 # A test's own subgroups live as long as the default group; joining anew now and then bounds sockets and threads.
 REUSE = 16
 # Files open in a worker above which it is replaced by a new one.
@@ -50,14 +53,17 @@ class RankError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class Template:
+    """A process that has imported torch and Ithaca, and forks ranks: see `worker.fork_on_request`."""
+
     process: subprocess.Popen[bytes]
-    connection: Connection
+    control: socket.socket
 
     @classmethod
-    def start(cls, rank: int, port: int) -> Worker:
-        """A fresh interpreter, so that nothing of pytest's state (capture, warnings, plugins) leaks into it."""
-        ours, theirs = Pipe()
+    def start(cls) -> Template:
+        """Start a fresh interpreter, so that nothing of pytest's state (capture, warnings, plugins) leaks into it."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START)
         loopback = "lo" if sys.platform == "linux" else "lo0"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         environment = os.environ | {
@@ -66,11 +72,11 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": loopback,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            # macOS ends a forked process that uses its frameworks, unless it is told not to.
+            "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
         }
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from tests.worker import serve; serve({theirs.fileno()}, {rank}, {port})"],
+            [sys.executable, "-c", f"from tests.worker import fork_on_request; fork_on_request({theirs.fileno()})"],
             stdin=subprocess.DEVNULL,
             env=environment,
             cwd=ROOT,
@@ -79,14 +85,60 @@ class Worker:
         theirs.close()
         return cls(process, ours)
 
-    def stop(self, patience: float) -> None:
-        """Close the connection, which ends an idle worker; kill one that stays."""
-        self.connection.close()
-        try:
-            self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def request(self, first: int, second: int, *descriptors: int) -> None:
+        socket.send_fds(self.control, [NUMBERS.pack(first, second)], descriptors)
+
+    def answer(self) -> tuple[int, int]:
+        message = self.control.recv(NUMBERS.size, socket.MSG_WAITALL)
+        if len(message) < NUMBERS.size:
+            raise RuntimeError(f"a template of ranks ended with exit status {self.process.wait()}")
+        first, second = NUMBERS.unpack(message)
+        return first, second
+
+    def stop(self) -> None:
+        self.control.close()
+        self.process.wait()
+
+
+# Two, as their hash seeds differ: an order of a set that ranks have to share, and do not, is seen between neighbours.
+COUNT = 2
+TEMPLATES: list[Template] = []
+
+
+def stop_templates() -> None:
+    while TEMPLATES:
+        TEMPLATES.pop().stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    template: Template
+    process: int
+    connection: Connection
+
+    @classmethod
+    def start(cls, ranks: range, port: int) -> list[Worker]:
+        """Fork workers of these ranks: of all templates at once, which import for seconds when they are new."""
+        templates = [rank % COUNT for rank in ranks]
+        while len(TEMPLATES) <= max(templates):
+            TEMPLATES.append(Template.start())
+        connections = []
+        for rank, number in zip(ranks, templates, strict=True):
+            ours, theirs = Pipe()
+            TEMPLATES[number].request(rank, port, theirs.fileno())
+            theirs.close()
+            connections.append(ours)
+        return [
+            cls(TEMPLATES[number], TEMPLATES[number].answer()[0], connection)
+            for number, connection in zip(templates, connections, strict=True)
+        ]
+
+    def wait(self, patience: int) -> int:
+        """Return the exit status; kill the process where it has not ended within so many seconds."""
+        self.template.request(self.process, patience)
+        process, status = self.template.answer()
+        assert process == self.process
+        return status
 
 
 @dataclass(slots=True)
@@ -109,7 +161,7 @@ class Answers:
         except (EOFError, OSError):
             self.dead.add(rank)
             # Its peers may have noticed before us; a death is taken as the cause of what they raised.
-            died = Raised("WorkerDied", f"the process ended with exit status {worker.process.wait()}", when=0.0)
+            died = Raised("WorkerDied", f"the process ended with exit status {worker.wait(PATIENCE)}", when=0.0)
             self.raised.setdefault(rank, died)
             return
         match answer:
@@ -153,14 +205,12 @@ class Pool:
             raise RankError(answers.raised)
         return [answers.returned[rank] for rank in range(world)]
 
-    def stop(self, patience: float = 5.0) -> None:
+    def stop(self, patience: int = PATIENCE) -> None:
+        """End the workers: an idle one ends with its connection, one that stays is killed."""
         for worker in self.workers:
-            if patience == 0:
-                worker.process.kill()
-            else:
-                worker.connection.close()
+            worker.connection.close()
         for worker in self.workers:
-            worker.stop(patience)
+            worker.wait(patience)
         self.workers.clear()
         self.joined = None
         self.store = None
@@ -168,15 +218,14 @@ class Pool:
     def _worn(self) -> bool:
         """Whether groups that tests joined are still open somewhere, compiled code among it, in large numbers: each has
         a thread that looks about a hundred times a second, and hundreds of them leave no core for the tests."""
-        files = Path(f"/proc/{self.workers[0].process.pid}/fd") if self.workers else None
+        files = Path(f"/proc/{self.workers[0].process}/fd") if self.workers else None
         return files is not None and files.is_dir() and len(os.listdir(files)) > WORN
 
     def _grow(self, world: int) -> None:
         if self.store is None:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         new = range(len(self.workers), world)
-        self.workers += [Worker.start(rank, self.store.port) for rank in new]
-        # Importing torch takes seconds on a busy machine: not a part of the call's own timeout.
+        self.workers += Worker.start(new, self.store.port) if new else []
         for rank in new:
             connection = self.workers[rank].connection
             if not connection.poll(START) or not isinstance(connection.recv(), Idle):
@@ -210,7 +259,14 @@ class Pool:
 
 
 POOL = Pool()
-atexit.register(POOL.stop)
+
+
+def stop_all() -> None:
+    POOL.stop()
+    stop_templates()
+
+
+atexit.register(stop_all)
 
 
 def run_ranks(world: int, fn: Callable[..., Any], /, *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:

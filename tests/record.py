@@ -1,10 +1,11 @@
-"""Writes the outcome of a test session as JSON: versions, counts, seconds in all and by file, date, commit.
+"""Writes the outcome of a test session as JSON: versions, counts, seconds in all, by file and of the slowest tests.
 
 `pytest --record FILE` switches it on (see conftest.py); `make test-all` keeps its result in the repository. A session
 over part of the tests (`make test-all TESTS=...`) does not replace that of all of them: it is added under "later", and
 `failed` is what failed when it last ran.
 
-The file says nothing about where the tests ran beyond the platform, so that it compares between machines.
+The seconds order the files of the next session (`longest_first`). The file says nothing about where the tests ran beyond
+the platform, so that it compares between machines.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 
+SLOWEST = 20
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "trl", "torchao", "pytest")
 
 
@@ -33,14 +35,14 @@ class Recorder:
     def __init__(self, file: Path, part: str = "") -> None:
         self.file, self.part = file, part
         self.outcomes: dict[str, str] = {}
-        self.by_file: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
         self.started = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # Set-up and tear-down speak only when they do not pass, and then they decide.
         if report.when == "call" or not report.passed:
             self.outcomes[report.nodeid] = outcome(report)
-        self.by_file[report.nodeid.partition("::")[0]] += report.duration
+        self.seconds[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +59,13 @@ class Recorder:
         sessions = [*before.get("later", []), {"asked": self.part} | later]
         return before | {"passed_all": not failed, "failed": failed, "later": sessions}
 
+    def by_file(self) -> Counter[str]:
+        """Return the seconds of every file: the sum over its tests, whichever process ran them."""
+        found: Counter[str] = Counter()
+        for test, seconds in self.seconds.items():
+            found[file_of(test)] += seconds
+        return found
+
     def summary(self, exitstatus: int) -> dict[str, Any]:
         failed = [test for test, how in self.outcomes.items() if how in ("failed", "error")]
         return {
@@ -67,10 +76,30 @@ class Recorder:
             "tests": len(self.outcomes),
             "counts": dict(sorted(Counter(self.outcomes.values()).items())),
             "failed": sorted(failed),
-            "seconds_by_file": {file: round(seconds, 1) for file, seconds in self.by_file.most_common()},
+            "seconds_by_file": rounded(self.by_file().most_common()),
+            "slowest": rounded(self.seconds.most_common(SLOWEST)),
             "platform": f"{platform.system()} {platform.machine()}",
             "versions": {"python": platform.python_version()} | versions(),
         }
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def rounded(seconds: list[tuple[str, float]]) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in seconds}
+
+
+def longest_first(tests: list[str], record: Path) -> list[str]:
+    """Return the files of `tests`, those first that took longest when all tests were recorded.
+
+    Processes that take whole files from a queue end at about the same time where the long files come first. A file
+    that the record does not have counts a second a test.
+    """
+    known = json.loads(record.read_text()).get("seconds_by_file", {}) if record.exists() else {}
+    counts = Counter(map(file_of, tests))
+    return sorted(counts, key=lambda file: known.get(file, counts[file]), reverse=True)
 
 
 def commit() -> str:

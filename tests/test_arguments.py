@@ -1,4 +1,4 @@
-"""Wrong arguments of public names: one sentence that says which was meant, of the kind that Python's own error is."""
+"""Tests of wrong arguments of public functions: one sentence with the argument that was meant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def public() -> list[str]:
 
 
 @pytest.mark.parametrize("name", public())
-def test_every_public_name_says_what_it_takes(name: str) -> None:
+def test_public_name_with_wrong_argument_lists_its_arguments(name: str) -> None:
     target = getattr(ithaca, name)
     taken = [each for each in inspect.signature(target).parameters if each != "self"]
     with pytest.raises(ArgumentError, match=f"^{name} has no argument 'wobble': it takes {', '.join(taken)}$"):
@@ -50,7 +50,7 @@ def test_every_public_name_says_what_it_takes(name: str) -> None:
         (lambda: API.parallelize(None, None, dtype=[]), "'dtype': did you mean compute_dtype?"),
     ],
 )
-def test_the_argument_that_was_meant_is_named(call: Callable[[], Any], said: str) -> None:
+def test_misspelled_argument_gets_the_right_one(call: Callable[[], Any], said: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         call()
     assert said in str(caught.value)
@@ -58,7 +58,7 @@ def test_the_argument_that_was_meant_is_named(call: Callable[[], Any], said: str
     assert isinstance(caught.value, IthacaError)
 
 
-def test_a_functions_own_type_error_is_its_own() -> None:
+def test_type_error_inside_a_function_passes_unchanged() -> None:
     @named_arguments
     def adds(left: Any, right: Any = 1) -> Any:
         return left + right
@@ -125,7 +125,7 @@ def mesh_of_one() -> Iterator[Mesh]:
 
 
 @pytest.mark.parametrize(("call", "said"), SWAPPED, ids=[said for _, said in SWAPPED])
-def test_an_argument_of_a_wrong_kind_is_one_sentence(call: Callable[[Mesh], Any], said: str, mesh_of_one: Mesh) -> None:
+def test_argument_of_wrong_kind_is_one_sentence(call: Callable[[Mesh], Any], said: str, mesh_of_one: Mesh) -> None:
     with pytest.raises(IthacaError) as caught:
         call(mesh_of_one)
     assert said in str(caught.value)
@@ -133,7 +133,7 @@ def test_an_argument_of_a_wrong_kind_is_one_sentence(call: Callable[[Mesh], Any]
     assert len(str(caught.value)) < 300
 
 
-def test_a_value_is_shown_in_a_few_words() -> None:
+def test_long_value_is_shown_in_a_few_words() -> None:
     assert [shown(value) for value in (None, "x", 3, [1, 2], MODEL, nn.Linear)] == [
         *("None", "'x'", "3", "[1, 2]", "a Linear", "the class Linear")
     ]

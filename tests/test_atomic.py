@@ -18,7 +18,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class Killed(BaseException):
-    """What stands for -9: no handler catches it."""
+    """Exception in place of a SIGKILL: no handler catches it."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "part"), [("run.yaml", ".run.yaml.part"), (".mark.json", ".mark.json.part")])
-def test_part_is_hidden_beside_its_place(name: str, part: str, tmp_path: Path) -> None:
+def test_part_is_hidden_beside_its_target(name: str, part: str, tmp_path: Path) -> None:
     assert part_of(tmp_path / name) == tmp_path / part
 
 
@@ -98,7 +98,7 @@ def test_killed_replacement_leaves_both_folders_whole(number: int, left: list[st
     assert names(tmp_path) == left
 
 
-def test_remove_takes_folders_files_and_links_but_not_what_links_name(tmp_path: Path) -> None:
+def test_remove_of_a_link_keeps_its_target(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (tmp_path / "folder" / "deep").mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_remove_takes_folders_files_and_links_but_not_what_links_name(tmp_path: 
     assert names(tmp_path) == ["kept"]
 
 
-def test_forced_file_is_open_no_more(tmp_path: Path) -> None:
+def test_synced_file_is_closed(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     opened = len(os.listdir("/proc/self/fd"))
     force_to_disk(tmp_path)
@@ -119,7 +119,7 @@ def test_forced_file_is_open_no_more(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_free_room_is_that_of_the_nearest_folder(tmp_path: Path) -> None:
+def test_free_bytes_of_missing_folder_are_those_of_its_parent(tmp_path: Path) -> None:
     deep = tmp_path / "not" / "there"
     (tmp_path / "file").touch()
     assert nearest_folder(deep) == nearest_folder(tmp_path / "file") == tmp_path

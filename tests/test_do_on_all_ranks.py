@@ -67,16 +67,16 @@ def test_error_of_another_rank_is_raised_on_all() -> None:
     assert run_ranks(3, caught, True, 1) == [(DataError, "rank 1 refuses", True)] * 3
 
 
-def test_error_is_what_failed_makes_of_it() -> None:
+def test_error_is_mapped_by_failed() -> None:
     assert run_ranks(2, renamed) == ["not written: the disk is full"] * 2
 
 
-def test_fault_of_our_own_ends_its_rank_alone() -> None:
+def test_internal_error_ends_its_rank_alone() -> None:
     with pytest.raises(RankError, match="a bug of rank 0"):
         run_ranks(2, break_down)
 
 
-def test_one_process_without_a_group_does_it_itself() -> None:
+def test_process_without_group_runs_alone() -> None:
     assert on_rank_0(lambda: 3) == 3
     assert on_all_ranks(lambda: 4) == [4]
     assert gather_objects(5) == [5]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ithaca.errors import MeshError
-from ithaca.mesh import Degrees, fit_degrees, init_mesh, largest_divisor
+from ithaca.mesh import AxisDegrees, fit_degrees, init_mesh, largest_divisor
 from tests.ranks import expect_refusal, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -220,5 +220,5 @@ def test_mesh_plain_process_is_world_of_one() -> None:
 
 
 def test_degrees_are_hashable_values() -> None:
-    assert Degrees(2, 1, 2) == fit_degrees(4, sp=2)
-    assert len({Degrees(2, 1, 2), fit_degrees(4, sp=2)}) == 1
+    assert AxisDegrees(2, 1, 2) == fit_degrees(4, sp=2)
+    assert len({AxisDegrees(2, 1, 2), fit_degrees(4, sp=2)}) == 1

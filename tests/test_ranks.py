@@ -1,4 +1,4 @@
-"""Tests of the pool of ranks itself: what it gives back, what it keeps alive, and how it fails."""
+"""Tests of the pool of ranks: its results, the processes that it keeps, and its failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import GRACE, REUSE, RankError, expect_refusal, run_ranks
+from tests.ranks import REUSE, RankError, expect_refusal, run_ranks
 
 
 def whoami(tag: str, *, suffix: str = "") -> tuple[int, int, str]:
@@ -69,7 +69,7 @@ def die() -> None:
         os._exit(7)
 
 
-def test_results_come_by_rank() -> None:
+def test_results_are_in_rank_order() -> None:
     assert run_ranks(3, whoami, "a", suffix="b") == [(0, 3, "ab"), (1, 3, "ab"), (2, 3, "ab")]
 
 
@@ -78,12 +78,12 @@ def test_all_reduce_and_tensors_travel() -> None:
         torch.testing.assert_close(y_D, torch.arange(5.0) * 10)
 
 
-def test_every_call_starts_from_one_seed_and_one_thread() -> None:
+def test_call_starts_from_one_seed_and_one_thread() -> None:
     assert len({*run_ranks(2, draw), *run_ranks(2, draw)}) == 1
     assert run_ranks(2, surroundings) == [(1, "1", "2")] * 2
 
 
-def test_worlds_change_and_processes_stay() -> None:
+def test_changed_world_keeps_processes() -> None:
     two, four, again = (run_ranks(world, process_id) for world in (2, 4, 2))
     assert two == again == four[:2]
     assert len(set(four)) == 4
@@ -91,25 +91,24 @@ def test_worlds_change_and_processes_stay() -> None:
 
 
 @pytest.mark.slow
-def test_a_group_joined_anew_keeps_processes() -> None:
+def test_rejoined_group_keeps_processes() -> None:
     assert len({tuple(run_ranks(2, process_id)) for _ in range(REUSE + 2)}) == 1
 
 
 @pytest.mark.parametrize("in_subgroup", [False, True])
-def test_a_failing_rank_is_named_soon_and_the_next_call_works(in_subgroup: bool) -> None:
-    run_ranks(4, process_id)
-    started = time.monotonic()
+def test_failing_rank_is_named_and_the_next_call_works(in_subgroup: bool) -> None:
+    before = run_ranks(4, process_id)
     with pytest.raises(RankError, match="rank 2 raised KeyError: 'planted on 2'") as caught:
         run_ranks(4, fail_on, 2, in_subgroup=in_subgroup)
-    assert time.monotonic() - started < GRACE + 2
     assert caught.value.rank == 2
     assert caught.value.exceptions[2].error == "KeyError"
     assert "in fail_on" in str(caught.value)
     assert run_ranks(4, reduced, torch.ones(1)) == [torch.tensor([10.0])] * 4
+    assert run_ranks(4, process_id) == before, "no rank was silent for so long that it was killed"
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_answer_after_a_failure_is_killed() -> None:
+def test_rank_silent_after_a_failure_is_killed() -> None:
     before = run_ranks(2, process_id)
     with pytest.raises(RankError, match="rank 0 raised KeyError") as caught:
         run_ranks(2, fail_beside_sleep)
@@ -118,33 +117,33 @@ def test_a_rank_that_does_not_answer_after_a_failure_is_killed() -> None:
 
 
 @pytest.mark.slow
-def test_a_hanging_rank_ends_with_the_timeout() -> None:
+def test_hanging_rank_ends_with_the_timeout() -> None:
     with pytest.raises(RankError, match="rank 1 raised TimeoutError: no answer") as caught:
         run_ranks(2, sleep_on, 1, 60, timeout=0.5)
     assert list(caught.value.exceptions) == [1]
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_named() -> None:
+def test_dead_rank_is_named() -> None:
     with pytest.raises(RankError, match=r"rank 1 raised WorkerDied: .* exit status 7"):
         run_ranks(2, die)
     assert len(run_ranks(2, process_id)) == 2
 
 
 @pytest.mark.slow
-def test_a_refusal_on_all_ranks_keeps_processes() -> None:
+def test_refusal_on_all_ranks_keeps_processes() -> None:
     before = run_ranks(4, process_id)
     exceptions = expect_refusal(4, refuse, "8 heads over sp=16", error="ValueError", match=r"sp=\d+")
     assert [str(exceptions[rank]) for rank in range(4)] == ["ValueError: 8 heads over sp=16"] * 4
     assert run_ranks(4, process_id) == before
 
 
-def test_a_result_that_cannot_travel_is_the_ranks_own_failure() -> None:
+def test_unpicklable_result_fails_its_rank() -> None:
     with pytest.raises(RankError, match="give_unpicklable"):
         run_ranks(2, give_unpicklable)
 
 
-def test_expect_refusal_can_fail() -> None:
+def test_expect_refusal_without_refusal_fails() -> None:
     with pytest.raises(AssertionError, match="no rank of 2 raised"):
         expect_refusal(2, process_id, error="ValueError", match="")
     with pytest.raises(AssertionError, match=r"rank 1 of 2: expected ValueError .* raised TypeError"):
@@ -154,6 +153,6 @@ def test_expect_refusal_can_fail() -> None:
 
 
 @pytest.mark.parametrize("world", [0, 9])
-def test_a_world_out_of_range_is_refused(world: int) -> None:
+def test_world_out_of_range_is_refused(world: int) -> None:
     with pytest.raises(ValueError, match=f"world={world}: the pool has between 1 and 8 ranks"):
         run_ranks(world, process_id)

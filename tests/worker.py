@@ -1,6 +1,7 @@
 """One rank of the pool, on its own side of the pipe: a process that takes calls until its parent closes.
 
-The parent's side is ranks.py; the messages between the two are here. Values travel packed, tensors by value,
+Processes are forked from a template that has imported torch and Ithaca already (`fork_on_request`): importing takes seconds,
+a fork milliseconds. The parent's side is ranks.py; the messages between the two are here. Values travel packed, tensors by value,
 so that no shared memory and no file descriptor is in flight.
 
 Invariant: each `Call` is answered by one `Returned`, or by one `Raised` and then one `Idle`.
@@ -12,6 +13,8 @@ import gc
 import io
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -73,19 +76,66 @@ def unpack(payload: bytes) -> Any:
     return torch.load(io.BytesIO(payload), weights_only=False)
 
 
-def serve(descriptor: int, rank: int, port: int) -> None:
-    """The whole life of a worker: take calls from the parent until the connection closes."""
+# A request to a template and its answer are two numbers each.
+NUMBERS = struct.Struct("!qq")
+
+
+def fork_on_request(descriptor: int) -> None:
+    """Fork workers and wait for them, as the parent asks over a socket, until it closes.
+
+    With a descriptor come (rank, port): the answer is (process id, 0). Without come (process id, seconds): the answer is
+    (process id, exit status), after a kill where the process is alive that long after.
+    """
     # Ctrl-C reaches the whole process group; the default action ends a worker even inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
+    import_module("ithaca.parallelize")
+    gc.collect()
+    # What is imported stays: without this, the collection after every call walks over all of it, for 0.2 s a rank.
+    gc.freeze()
+    control = socket.socket(fileno=descriptor)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, NUMBERS.size, 1)
+        if not message:
+            return
+        first, second = NUMBERS.unpack(message)
+        if not descriptors:
+            control.sendall(NUMBERS.pack(first, _ended(first, second)))
+            continue
+        process = os.fork()
+        if process == 0:
+            control.close()
+            try:
+                serve(descriptors[0], first, second)
+            finally:
+                os._exit(1)
+        os.close(descriptors[0])
+        control.sendall(NUMBERS.pack(process, 0))
+
+
+def _ended(process: int, patience: float) -> int:
+    """Return the exit status of a child of this process, killed where it outlives its parent's patience."""
+    deadline = time.monotonic() + patience
+    try:
+        while True:
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() >= deadline:
+                os.kill(process, signal.SIGKILL)
+            time.sleep(0.005)
+    except ChildProcessError:
+        # Waited for before: a process that died during a call.
+        return 0
+
+
+def serve(descriptor: int, rank: int, port: int) -> None:
+    """The whole life of a worker: take calls from the parent until the connection closes."""
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     connection = Connection(descriptor)
     calls: SimpleQueue[Call] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    # What most calls need takes seconds to import, and more on some ranks than on others: not within a call's time.
-    import_module("ithaca.parallelize")
-    # What is imported stays: without this, the collection after every call walks over all of it, for 0.2 s a rank.
-    gc.freeze()
     connection.send(Idle())
     joined, imported = -1, len(sys.modules)
     while True:

@@ -11,7 +11,7 @@ from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.errors import ArgumentError, BatchError, MeshError, UnsupportedError
 from ithaca.heads import split_heads
 from ithaca.mesh import Mesh, largest_divisor
-from ithaca.quantities import as_number
+from ithaca.quantities import finite_or_nan
 from ithaca.sequence.layout import SequenceLayout
 
 
@@ -31,7 +31,7 @@ def check_options(layout: object, causal: object, window: object, sinks_H: objec
     check_kind("layout", layout, SequenceLayout, "pass the SequenceLayout of the batch, as shard_batch gives it")
     check_flag("causal", causal)
     for name, number in numbers.items():
-        if number is not None and math.isnan(as_number(number)):
+        if number is not None and math.isnan(finite_or_nan(number)):
             raise ArgumentError(f"{name}={shown(number)}: pass a number, or None")
     if window is not None:
         check_kind("window", window, int, "pass a whole number of tokens, or None")

@@ -1,4 +1,4 @@
-"""The command line. This file imports next to nothing: signals are heard before the verbs are there, which take a while."""
+"""The command line. This file imports next to nothing, so that Ctrl-C is handled while the verbs are imported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """The `ithaca` command."""
-    # The process ends with the command only where its own first file made this call.
+    """Run the `ithaca` command."""
+    # Only a call from the process's own first file ends the process: tests call this function too.
     with hearing(last=sys._getframe(1).f_globals.get("__name__") == "__main__"):
         from ithaca.cli.verbs import run
 

@@ -1,4 +1,4 @@
-"""`ithaca doctor`: what this machine can do, tried; what is missing and how to get it."""
+"""`ithaca doctor`: trials of this machine for training, each with its result and the way to mend it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STYLES = {"good": "green", "missing": "dim", "tight": "yellow", "broken": "bold
 
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-    folder: Path = typer.Option(Path("runs"), help="Where runs would be written."),
+    folder: Path = typer.Option(Path("runs"), help="Folder of the runs, whose disk is checked."),
 ) -> None:
-    """Say what this machine can do; exit status 1 where training cannot run on it."""
-    say_loading("loading torch and trying what this machine has")
+    """Check this machine for training; exit code 1 if training cannot run here."""
+    say_loading("loading torch and trying this machine")
     from ithaca.machine.diagnose import examine
 
     findings = examine(folder)

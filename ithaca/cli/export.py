@@ -1,7 +1,7 @@
 """`ithaca export`: a checkpoint of a run as a standard Hugging Face folder, on any machine, without GPUs.
 
-What the run itself keeps, the models in `stages/` (one of which `export/` names) and `checkpoints/`, is never written to,
-and a folder that holds anything else than this run's own export only with `--force`.
+The verb never writes into the run's own models (`stages/`) and `checkpoints/`. A folder that holds anything but an
+export of this run is replaced only with `--force`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import typer
 from ithaca.errors import ConfigError
 from ithaca.launch.stopped import cleaned_if_stopped
 
-_KEPT = ("stages", "checkpoints")
+_RUN_FOLDERS = ("stages", "checkpoints")
 
 
 def export(
     path: Path = typer.Argument(..., metavar="RUN_OR_CHECKPOINT", help="A run's folder, or one of its checkpoints."),
-    to: Path | None = typer.Option(None, help="Where to write; RUN/export-step-N if left out."),
-    step: int | None = typer.Option(None, help="The checkpoint of this step; the newest whole one if left out."),
-    force: bool = typer.Option(False, "--force", help="Replace the model that is in the folder --to."),
+    to: Path | None = typer.Option(None, help="Folder to write; RUN/export-step-N if left out."),
+    step: int | None = typer.Option(None, help="Step of the checkpoint; the newest whole checkpoint if left out."),
+    force: bool = typer.Option(False, "--force", help="Replace the model in the folder --to."),
     dtype: Literal["bf16", "fp32"] | None = typer.Option(
-        None, help="Number format of weights; as in the checkpoint if left out."
+        None, help="Number format of the weights; the checkpoint's if left out."
     ),
 ) -> None:
     """Write a checkpoint as a Hugging Face model that plain transformers loads."""
@@ -37,37 +37,37 @@ def export(
         description_of,
         export_into,
         missing_folders,
-        refuse_own_places,
+        refuse_own_folders,
+        remove_unfinished,
         run_of,
-        take_away,
     )
     from ithaca.state.checkpoint.manifest import step_of
 
     checkpoint = find_checkpoint(path, step)
     target = to or run_of(checkpoint) / f"export-step-{step_of(checkpoint)}"
     _check_target(target)
-    refuse_own_places(target, run_of(checkpoint), description_of(checkpoint, DESCRIPTION))
+    refuse_own_folders(target, run_of(checkpoint), description_of(checkpoint, DESCRIPTION))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[dtype]
-    with cleaned_if_stopped(partial(take_away, target, missing_folders(target))):
+    with cleaned_if_stopped(partial(remove_unfinished, target, missing_folders(target))):
         export_into(checkpoint, target, partial(export_checkpoint, checkpoint, dtype=width), force=force)
     shown = _as_typed(target, path if to is None else to)
     typer.echo(f"{_as_typed(checkpoint, path)} -> {shown}")
     typer.echo(f'load it with: AutoModelForCausalLM.from_pretrained("{shown}")')
 
 
-def _as_typed(place: Path, typed: Path) -> str:
-    """Return a path as the user wrote the other: absolute if `typed` is, else relative to the working folder."""
-    return str(place.absolute() if typed.is_absolute() else os.path.relpath(place))
+def _as_typed(path: Path, typed: Path) -> str:
+    """Return `path` as absolute if `typed` is, else relative to the working folder."""
+    return str(path.absolute() if typed.is_absolute() else os.path.relpath(path))
 
 
 def _check_target(target: Path) -> None:
-    """Refuse what lies, through links too, in a folder that a run keeps its own models or checkpoints in."""
+    """Refuse a folder that lies, perhaps through links, in a run's own `stages/` or `checkpoints/`."""
     try:
         real = target.resolve()
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"--to {target} leads nowhere ({error}): name a folder") from None
     for folder in (real, *real.parents):
-        if folder.name in _KEPT and (folder.parent / "checkpoints").is_dir():
+        if folder.name in _RUN_FOLDERS and (folder.parent / "checkpoints").is_dir():
             where = f"{target} is" if real == target.absolute() else f"{target} leads to {real},"
             raise ConfigError(
                 f"--to {where} in {folder}, which the run keeps for itself: name another folder, such as --to "

@@ -1,20 +1,21 @@
-"""What stands below the options in `ithaca VERB --help`: examples, where all keys are listed, and exit codes."""
+"""Texts of `ithaca VERB --help` below the options: examples, the list of run-file keys, exit codes."""
 
 from __future__ import annotations
 
 from ithaca.exit_codes import FAILED, HANG, INTERRUPTED, MISTAKE, PEER, PREEMPTED, UNTRAINED
 
+SUMMARY = "Train Hugging Face language models, exactly, on sequences of a million tokens and more."
 _KEYS = (
     "Keys: `ithaca train --show` prints every key of a run with its default; KEY.SUB=VALUE sets one, "
     "such as stages.0.length=64k."
 )
 _BAD = f"{MISTAKE} for a mistake in what was typed or in a file that it names"
-_DONE = "0 when it is done"
+_DONE = "0 when done"
 _STOPPED = f"{INTERRUPTED} after Ctrl-C"
 
 
 def _epilog(examples: list[str], codes: list[str], *more: str) -> str:
-    """Paragraphs, which the command line prints one below the other."""
+    # Blank lines between them, or click joins the lines to one paragraph.
     lines = ["Examples:", *examples, *more, f"Exit codes: {'; '.join(codes)}."]
     return "\n\n".join(lines)
 
@@ -27,7 +28,7 @@ EPILOGS = {
             "ithaca plan --model ./my-model --length max --gpus 4xA100-80GB --tune lora",
             "ithaca plan --model qwen3-8b --length 256k --tokens 2B --price 2.5 --compare",
         ],
-        ["0 when there is a plan", f"{_BAD}, or where nothing fits", _STOPPED],
+        ["0 when there is a plan", f"{_BAD}, or if nothing fits", _STOPPED],
     ),
     "rehearse": _epilog(
         ["ithaca rehearse run.yaml", "ithaca rehearse --model llama-3.1-8b --length 1M --gpus 8xH100 --cap 80GB"],
@@ -36,7 +37,7 @@ EPILOGS = {
     ),
     "verify": _epilog(
         ["ithaca verify run.yaml", "ithaca verify --model MODEL_FOLDER --sp 8", "ithaca verify --model qwen3_moe"],
-        ["0 where every check is right", f"{FAILED} where one is off", _BAD, _STOPPED],
+        ["0 if every check passes", f"{FAILED} if a check fails", _BAD, _STOPPED],
         _KEYS,
     ),
     "prepare": _epilog(
@@ -53,12 +54,12 @@ EPILOGS = {
         [
             "0 when the last stage is done",
             _BAD,
-            f"{PREEMPTED} when it was told to stop and has saved, so the same command goes on",
-            f"{_STOPPED}, saved likewise",
-            f"{UNTRAINED} where no step of a stage was taken",
-            f"{HANG} after a hang",
-            f"{PEER} where a rank on another machine failed",
-            f"{FAILED} for everything else",
+            f"{PREEMPTED} after a signal to stop: a checkpoint is saved, and the same command resumes",
+            f"{_STOPPED}, saved in the same way",
+            f"{UNTRAINED} if every step of a stage was skipped",
+            f"{HANG} if the ranks hang",
+            f"{PEER} if a rank on another machine failed",
+            f"{FAILED} for any other error",
         ],
         _KEYS,
     ),
@@ -68,6 +69,6 @@ EPILOGS = {
     ),
     "doctor": _epilog(
         ["ithaca doctor", "ithaca doctor --json"],
-        ["0 where training can run", f"{FAILED} where it cannot", _BAD, _STOPPED],
+        ["0 if training can run here", f"{FAILED} if not", _BAD, _STOPPED],
     ),
 }

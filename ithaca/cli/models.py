@@ -1,4 +1,4 @@
-"""`ithaca models`: which architectures are exact under sequence parallelism, and why the others are refused."""
+"""`ithaca models`: architectures that train exactly under sequence parallelism, and reasons for refusing the others."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ithaca.planning.model.known_models import find_model
 
 def models(
     kind: str = typer.Argument(
-        "", metavar="[TYPE_OR_FOLDER]", help="A model_type (qwen3) or a model's folder; all types if left out."
+        "",
+        metavar="[TYPE_OR_FOLDER]",
+        help="A model_type such as qwen3, a model's folder or name; all types if left out.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Which architectures train exactly here, and why the others are refused."""
+    """List the architectures that train exactly, and the reasons for refusing the others."""
     text = files("ithaca.models").joinpath("verdicts.json").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)["architectures"]
     kind = kind if kind in table else _type_of(kind)
@@ -41,22 +43,16 @@ def models(
 def _rows(chosen: dict[str, dict[str, Any]]) -> Table:
     rows = Table("architecture", "verdict", "reason", box=None, pad_edge=False)
     for kind, row in sorted(chosen.items(), key=lambda item: (item[1]["verdict"] != "exact", item[0])):
-        colour = "green" if row["verdict"] == "exact" else "red"
-        rows.add_row(kind, f"[{colour}]{row['verdict']}[/]", _reason(row))
+        exact = row["verdict"] == "exact"
+        close = f"loss, logits and gradients are those of one process, fp64, within {row['worst']:.0e}" if exact else ""
+        rows.add_row(kind, f"[{'green' if exact else 'red'}]{row['verdict']}[/]", close or str(row["reason"]))
     return rows
 
 
 def _type_of(name: str) -> str:
-    """The model_type of a folder or of a model of the built-in table; any other name is one itself."""
+    """Return the model_type of a folder or of a model of the built-in table; any other name as it is."""
     config = Path(name, "config.json")
     if config.is_file():
         return str(read_content(config).get("model_type", ""))
     known = find_model(name)
     return name if known is None else known.kind
-
-
-def _reason(row: dict[str, Any]) -> str:
-    """How near to one process an exact type is, and why another one is refused."""
-    if row["verdict"] != "exact":
-        return str(row["reason"])
-    return f"loss, logits and gradients are those of one process, fp64, within {row['worst']:.0e}"

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ithaca.config.schema import Run
+    from ithaca.config.schema import RunSettings
     from ithaca.planning.model.known_models import KnownModel
     from ithaca.planning.search.best_mesh import Compared, Option
     from ithaca.planning.search.request import Wanted
@@ -107,7 +107,7 @@ def _facts(
     wanted: Wanted,
     option: Option,
     known: KnownModel,
-    run: Run,
+    run: RunSettings,
     tokens: int | None,
     price: float | None,
     target: float | None,
@@ -189,7 +189,9 @@ def _show(
     print_page(page(facts, wanted, option, reach), *more)
 
 
-def _write(wanted: Wanted, option: Option, run: Run, facts: dict[str, str], spec: Path | None, write: str) -> None:
+def _write(
+    wanted: Wanted, option: Option, run: RunSettings, facts: dict[str, str], spec: Path | None, write: str
+) -> None:
     from ithaca.report.plan_files import rehearsal, spec_of, write_run, writing
 
     if spec is not None:
@@ -222,7 +224,7 @@ def _target(wanted: Wanted, option: Option, target: float) -> str:
     return f"{target:,.0f} tokens/s: {show_gpus(machine, wanted.machine)}{without} would do"
 
 
-def _cautions(known: KnownModel, run: Run) -> dict[str, str]:
+def _cautions(known: KnownModel, run: RunSettings) -> dict[str, str]:
     """What a user should know before starting: exactness of the architecture, jumps of context length."""
     from importlib.resources import files
 

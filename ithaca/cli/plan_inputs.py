@@ -23,7 +23,7 @@ from ithaca.planning.model.config_check import read_content
 from ithaca.planning.model.known_models import KnownModel, endings, find_model, known_names, nearest_models, read_config
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.traffic import Machine
-from ithaca.quantities import at_home, parse_bytes, parse_number
+from ithaca.quantities import expand_home, parse_bytes, parse_number
 
 HUB_TIMEOUT_S = 3.0
 # What usually joins nodes of cards with such a link.
@@ -94,7 +94,7 @@ def _usual_network(device: Device) -> str:
 
 def read_model(name: str) -> KnownModel:
     """A folder or a config.json, a name of the built-in table, or a name on the hub."""
-    path = Path(at_home(name))
+    path = Path(expand_home(name))
     if path.is_dir() or path.suffix == ".json" or path.is_file():
         return _from_file(path / "config.json" if path.is_dir() else path, name)
     if name.startswith((".", "/", "~")):

@@ -1,6 +1,6 @@
-"""`ithaca prepare`: documents to tokens ahead of a run, what came of them, and samples with the learned tokens coloured.
+"""`ithaca prepare`: documents to tokens before a run, with counts, and sample rows with the learned tokens coloured.
 
-It makes the cache that `ithaca train` opens, so what it shows is what will be trained on.
+The verb writes the cache that `ithaca train` opens: the rows that are shown are the rows that are trained on.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ithaca.cli.train import check_places, split_words
+from ithaca.cli.run_words import split_words
+from ithaca.cli.train import check_paths
 from ithaca.launch.terminal import print_page, say_loading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ithaca.config.schema import Run
+    from ithaca.config.schema import RunSettings
     from ithaca.data.prepared import Prepared
 
-_SHOWN = 1500
-_LEARNED, _GIVEN, _SPECIAL = "green", "dim", "bold magenta"
+# Letters of a sample.
+_SAMPLE_LETTERS = 1500
+_LEARNED, _CONTEXT, _SPECIAL = "green", "dim", "bold magenta"
 
 
 def prepare(
-    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    words: list[str] = typer.Argument(
+        None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file, and settings that override it."
+    ),
     show: int = typer.Option(
-        0, "--show", metavar="N", min=0, show_default=False, help="Print N rows, learned tokens in green."
+        0, "--show", metavar="N", min=0, show_default=False, help="Print the first N rows, tokens in the loss in green."
     ),
 ) -> None:
-    """Tokenize a run's documents into its cache, and say what came of them."""
+    """Tokenize a run's documents into its cache, and show the counts."""
     from ithaca.config.schema import load_run
 
-    file, overrides = split_words(words or [])
+    file, overrides = split_words(words)
     run = load_run(file, overrides)
-    check_places(run)
-    say_loading("loading the tokenizer and what reads documents")
+    check_paths(run)
+    say_loading("loading the tokenizer and the readers of documents")
     from ithaca.data.prepared import prepare as prepare_data
     from ithaca.models.files.tokenizer import load_tokenizer
 
@@ -54,14 +58,24 @@ def prepare(
     )
     if prepared.stores or prepared.others:
         print_page(_sources(prepared), whole=True)
-    for line in (*_bad_rows(prepared), *prepared.left_out):
-        # Whole, so that a path in it can be copied.
+    stores = (*prepared.stores, *prepared.others)
+    bad_rows = [f"left out: {named}" for store in stores for named in store.about["named"]]
+    for line in (*bad_rows, *prepared.left_out):
+        # Not wrapped, so that a path in it can be copied.
         typer.echo(line)
     print_page(_stages(run, prepared), whole=True)
-    _check_validation(run, prepared)
+
+    from ithaca.data.rows.feed import open_feed
+
+    length, rows = run.stages[0].length, run.data.rows
+    # A validation split without a document is refused here as in the run; a stream's documents are not known yet.
+    if prepared.stores and prepared.has_validation:
+        open_feed(prepared, length=length, rows=rows, seed=run.seed, split="validation")
     console = Console()
+    feed = open_feed(prepared, length=length, rows=rows, seed=run.seed)
     for index in range(show):
-        console.print(_sample(run, prepared, tokenizer, index))
+        sample = coloured(feed.row(index), tokenizer, _SAMPLE_LETTERS)
+        console.print(Text(feed.describe(index) + "\n", style="bold") + sample)
 
 
 def _sources(prepared: Prepared) -> Table:
@@ -89,21 +103,8 @@ def _right(*names: str) -> list[Column]:
     return [Column(name, justify="right") for name in names]
 
 
-def _check_validation(run: Run, prepared: Prepared) -> None:
-    """Refuse, as the run will, a validation for which no document is held back; a stream's is not known yet."""
-    from ithaca.data.rows.feed import open_feed
-
-    if prepared.stores and prepared.has_validation:
-        open_feed(prepared, length=run.stages[0].length, rows=run.data.rows, seed=run.seed, split="validation")
-
-
-def _bad_rows(prepared: Prepared) -> list[str]:
-    stores = (*prepared.stores, *prepared.others)
-    return [f"left out: {named}" for store in stores for named in store.about["named"]]
-
-
-def _stages(run: Run, prepared: Prepared) -> Table:
-    """Rows and their fill, stage by stage; a stream's rows are not known before they are read."""
+def _stages(run: RunSettings, prepared: Prepared) -> Table:
+    """Return a table of rows, fill and epochs of every stage; a stream's rows are not known before it is read."""
     from ithaca.data.rows.feed import open_feed
 
     table = Table(
@@ -113,38 +114,32 @@ def _stages(run: Run, prepared: Prepared) -> Table:
         feed = open_feed(prepared, length=stage.length, rows=run.data.rows, seed=run.seed + number)
         taken = stage.count * stage.batch
         known = feed.rows_per_epoch
-        told = ("streamed", "-") if known is None else (f"{known:,}", f"{feed.fill:.1%}")
+        rows = ("streamed", "-") if known is None else (f"{known:,}", f"{feed.fill:.1%}")
         epochs = "-" if known is None else f"{taken / known:.2f}"
-        table.add_row(str(number + 1), f"{stage.length:,}", *told, f"{taken:,}", epochs)
+        table.add_row(str(number + 1), f"{stage.length:,}", *rows, f"{taken:,}", epochs)
     return table
 
 
-def _sample(run: Run, prepared: Prepared, tokenizer: Any, index: int) -> Text:
-    from ithaca.data.rows.feed import open_feed
-
-    feed = open_feed(prepared, length=run.stages[0].length, rows=run.data.rows, seed=run.seed)
-    return Text(feed.describe(index) + "\n", style="bold") + coloured(feed.row(index), tokenizer, _SHOWN)
-
-
 def coloured(row: dict[str, Tensor], tokenizer: Any, most: int) -> Text:
-    """A row's text: learned tokens green, the others dim, special ones bold; runs of one colour are decoded whole."""
+    """Return a row's text: learned tokens green, other tokens dim, special tokens bold."""
     ids, labels, documents = (row[name][0].tolist() for name in ("input_ids", "labels", "document_ids"))
     special = set(tokenizer.all_special_ids)
-    # A document's first token has no label, whatever stands there: it is shown as its neighbour is.
+    # The first token of a document never has a label: it gets the colour of the second.
     learned = [label >= 0 for label in labels]
-    for place in range(len(ids) - 1):
-        if place == 0 or documents[place] != documents[place - 1]:
-            learned[place] = learned[place + 1] and ids[place] not in special
+    for at in range(len(ids) - 1):
+        if at == 0 or documents[at] != documents[at - 1]:
+            learned[at] = learned[at + 1] and ids[at] not in special
     text = Text()
-    place = 0
-    while place < len(ids) and documents[place] >= 0 and len(text) < most:
-        alike = (learned[place], documents[place], ids[place] in special)
-        end = place + 1
-        while end < len(ids) and (learned[end], documents[end], ids[end] in special) == alike:
+    at = 0
+    while at < len(ids) and documents[at] >= 0 and len(text) < most:
+        # Tokens of one colour are decoded together: a letter may be spread over several tokens.
+        colour = (learned[at], documents[at], ids[at] in special)
+        end = at + 1
+        while end < len(ids) and (learned[end], documents[end], ids[end] in special) == colour:
             end += 1
-        style = _LEARNED if alike[0] else _GIVEN
-        text.append(tokenizer.decode(ids[place:end]), f"{_SPECIAL} {style}" if alike[2] else style)
-        if end < len(ids) and documents[end] != documents[place]:
+        style = _LEARNED if learned[at] else _CONTEXT
+        text.append(tokenizer.decode(ids[at:end]), f"{_SPECIAL} {style}" if ids[at] in special else style)
+        if end < len(ids) and documents[end] != documents[at]:
             text.append("\n" + "-" * 40 + "\n", "dim")
-        place = end
+        at = end
     return text + Text(" ...\n" if len(text) >= most else "\n")

@@ -1,4 +1,4 @@
-"""`ithaca rehearse`: one rank of the whole cluster's job, on the one device here, beside what the plan says of it."""
+"""`ithaca rehearse`: one rank of a cluster's job on this machine's device; its memory and time beside the plan's."""
 
 from __future__ import annotations
 
@@ -15,103 +15,115 @@ from ithaca.constants import CARDS_PER_NODE
 from ithaca.launch.terminal import say_loading
 
 if TYPE_CHECKING:
-    from ithaca.config.schema import Run
+    from ithaca.config.schema import RunSettings
     from ithaca.planning.terms.traffic import Machine
 
-LENGTH, WORLD = "128k", 8
+DEFAULT_LENGTH, DEFAULT_WORLD = "128k", 8
 
 
 def rehearse(
-    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
+    words: list[str] = typer.Argument(
+        None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file, and settings that override it."
+    ),
     model: str = typer.Option("", help="Instead of a run file: a name, a folder or a config.json."),
-    length: str = typer.Option("", help="Tokens of a row, 128k or 1M; the run's last stage if left out."),
-    world: int | None = typer.Option(
-        None, help="Ranks of the whole job; as --gpus or the run says, or 8, if left out."
+    length: str = typer.Option(
+        "", help="Tokens of a row, such as 128k or 1M; those of the run's last stage if left out."
     ),
-    rank: int = typer.Option(0, help="Which of them is rehearsed, from 0."),
-    stage: int | None = typer.Option(None, help="Which of the run's stages, from 1; the last if left out."),
+    world: int | None = typer.Option(None, help="Ranks of the whole job; from --gpus or the run, or 8, if left out."),
+    rank: int = typer.Option(0, help="Rank to rehearse, from 0."),
+    stage: int | None = typer.Option(None, help="Stage of the run, from 1; the last if left out."),
     layers: str = typer.Option(
-        "auto", help="`all` the layers, `auto`, or a number: few are run, then as many more, and the rest is derived."
+        "auto",
+        help="Layers to run: `all`, or a number; N and then 2N layers are run, and the rest is extrapolated.",
     ),
-    cap: str = typer.Option("", help="Memory that the device may use: 80GB."),
-    gpus: str = typer.Option("", help="The card of the job, if not the one here: H100, 8xH100."),
-    link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
-    network: str | None = typer.Option(None, help="What joins nodes: 'InfiniBand NDR', 'Ethernet 100G'."),
-    host_memory: str | None = typer.Option(None, help="Host memory of one node: 1T, 512GB, 960GiB."),
-    json_file: Path | None = typer.Option(None, "--json", help="Also write everything to this file."),
+    cap: str = typer.Option("", help="Limit on the device's memory, such as 80GB."),
+    gpus: str = typer.Option("", help="GPUs of the job, such as H100 or 8xH100; this machine's if left out."),
+    link: str | None = typer.Option(None, help="Link between the GPUs of a node, such as 'NVLink 4' or 'PCIe 5'."),
+    network: str | None = typer.Option(
+        None, help="Network between nodes, such as 'InfiniBand NDR' or 'Ethernet 100G'."
+    ),
+    host_memory: str | None = typer.Option(None, help="Host memory of one node, such as 1T or 960GiB."),
+    json_file: Path | None = typer.Option(None, "--json", help="Also write the results to this JSON file."),
 ) -> None:
-    """Run one rank of a job on the one device here; memory and time beside the plan's."""
+    """Run one rank of a job on this machine's device; compare memory and time with the plan's."""
     say_loading("loading torch and transformers")
-    from ithaca.cli.train import split_words
+    from ithaca.cli.run_words import split_words
     from ithaca.config.schema import load_run
-    from ithaca.errors import ConfigError
     from ithaca.models.files.pretrained import change_config
     from ithaca.report.plan_files import check_report, writing
 
-    file, overrides = split_words(words or [])
+    file, overrides = split_words(words)
     run = load_run(file, [*overrides, *([f"model.name={json.dumps(model)}"] if model else [])])
-    ranks = (counted_cards(gpus) or _usual_world(run)) if world is None else world
-    if ranks < 1 or not 0 <= rank < ranks:
-        raise ConfigError(f"--world {ranks} --rank {rank}: ranks count from 0 to the world less one")
-    if stage is not None and not 1 <= stage <= len(run.stages):
-        raise ConfigError(f"--stage {stage}: the run has stages 1 to {len(run.stages)}")
+    ranks = (counted_cards(gpus) or _default_world(run)) if world is None else world
+    _check_numbers(ranks, rank, stage, run)
     if json_file is not None:
         with writing("--json", json_file):
             json_file.parent.mkdir(parents=True, exist_ok=True)
         check_report(json_file)
-    more = _layers(layers)
-    limit = _bytes(cap) if cap else None
+    layer_count = _read_layers(layers)
+    limit = _read_cap(cap) if cap else None
     config = change_config(read_model_config(run.model.name, run.model.revision), run.model.config)
     if length or (model and file is None):
-        run = one_length(run, length or LENGTH, ranks, config)
-    from ithaca.rehearse.rehearsal import Asked
+        run = with_one_stage(run, length or DEFAULT_LENGTH, ranks, config)
+    from ithaca.rehearse.prediction import RehearsalRequest
     from ithaca.rehearse.rehearsal import rehearse as run_rank
     from ithaca.rehearse.rehearse_page import as_json, page
 
-    machine = _machine(gpus, ranks, host_memory, link, network)
-    asked = Asked(
+    machine = _read_job_machine(gpus, ranks, host_memory, link, network)
+    request = RehearsalRequest(
         run,
         config,
         machine,
         rank=rank,
         stage=len(run.stages) - 1 if stage is None else stage - 1,
-        layers=more,
+        layers=layer_count,
         cap=limit,
-        typed=partial(_typed, gpus, machine.device.name, world is not None),
+        typed=partial(_options_for, gpus, machine.device.name, world is not None),
     )
-    # Not before the checks above: a mistake in the settings is one line.
+    # After the checks above, so that a mistake in the settings prints one line.
     if world is None and not counted_cards(gpus):
-        typer.echo(f"ithaca: the job has {ranks} ranks, {_why_so_many(run)}: --world sets another number", err=True)
-    result = run_rank(asked, lambda text: typer.echo(f"ithaca: {text}", err=True))
+        typer.echo(
+            f"ithaca: the job has {ranks} ranks, {_reason_for_world(run)}: --world sets another number", err=True
+        )
+    result = run_rank(request, lambda text: typer.echo(f"ithaca: {text}", err=True))
     from ithaca.launch.terminal import print_page
 
-    print_page(page(asked, result))
+    print_page(page(request, result))
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(asked, result), indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(as_json(request, result), indent=1) + "\n", encoding="utf-8")
 
 
-def _usual_world(run: Run) -> int:
-    """The run's processes; where a sequence is split over more, as over several nodes, so many."""
-    here = run.launch.processes if isinstance(run.launch.processes, int) else WORLD
+def _check_numbers(world: int, rank: int, stage: int | None, run: RunSettings) -> None:
+    from ithaca.errors import ConfigError
+
+    if world < 1 or not 0 <= rank < world:
+        raise ConfigError(f"--world {world} --rank {rank}: ranks count from 0 to the world less one")
+    if stage is not None and not 1 <= stage <= len(run.stages):
+        raise ConfigError(f"--stage {stage}: the run has stages 1 to {len(run.stages)}")
+
+
+def _default_world(run: RunSettings) -> int:
+    """Return the run's processes, or its sequence-parallel degree if that is larger, as over several nodes."""
+    here = run.launch.processes if isinstance(run.launch.processes, int) else DEFAULT_WORLD
     return max([here, *(degree for degree in (run.mesh.sp, run.stages[-1].sp) if isinstance(degree, int))])
 
 
-def _why_so_many(run: Run) -> str:
-    """Return the reason for the number of ranks that `_usual_world` gives."""
-    given = isinstance(run.launch.processes, int) or _usual_world(run) > WORLD
+def _reason_for_world(run: RunSettings) -> str:
+    """Return the reason for the number of ranks that `_default_world` gives."""
+    given = isinstance(run.launch.processes, int) or _default_world(run) > DEFAULT_WORLD
     return "by the run's launch.processes and degrees" if given else "as neither --world nor the run says how many"
 
 
 def counted_cards(card: str) -> int:
-    """The cards of `8xH100`; 0 where no number is given."""
+    """Return the number in `8xH100`; 0 if there is none."""
     if not card.strip()[:1].isdigit():
         return 0
     machine = read_machine(card, None, None, None, None)
     return machine.gpus * machine.nodes
 
 
-def _typed(card: str, name: str, by_world: bool, ranks: int) -> str | None:
-    """Return the options that ask for another number of ranks; None if so many are no whole nodes."""
+def _options_for(card: str, name: str, by_world: bool, ranks: int) -> str | None:
+    """Return the options that ask for another number of ranks; None if that number is no whole nodes."""
     if ranks > CARDS_PER_NODE and ranks % CARDS_PER_NODE:
         return None
     words = [f"--world {ranks}"] if by_world or not counted_cards(card) else []
@@ -120,7 +132,8 @@ def _typed(card: str, name: str, by_world: bool, ranks: int) -> str | None:
     return " ".join(words)
 
 
-def _layers(text: str) -> int | None:
+def _read_layers(text: str) -> int | None:
+    """Return the number of layers to run: 0 for `auto`, None for `all`."""
     from ithaca.errors import ConfigError
 
     if text in ("auto", "all"):
@@ -130,7 +143,7 @@ def _layers(text: str) -> int | None:
     return int(text)
 
 
-def _bytes(text: str) -> int:
+def _read_cap(text: str) -> int:
     from ithaca.errors import ConfigError
     from ithaca.quantities import parse_bytes
 
@@ -145,8 +158,8 @@ def _bytes(text: str) -> int:
     return size
 
 
-def _machine(card: str, world: int, host_memory: str | None, link: str | None, network: str | None) -> Machine:
-    """The job's machine: `world` of the card here (an H100 where there is none), eight a node."""
+def _read_job_machine(card: str, world: int, host_memory: str | None, link: str | None, network: str | None) -> Machine:
+    """Return the job's machine: `world` GPUs like the one here (H100 if there is none), eight a node."""
     import torch
 
     from ithaca.errors import ConfigError
@@ -163,7 +176,7 @@ def _machine(card: str, world: int, host_memory: str | None, link: str | None, n
 
 
 def read_model_config(name: str, revision: str | None) -> Any:
-    """The config of a folder, a file, the embedded model, a name of the built-in table, or one on the hub."""
+    """Return the config of a folder, a file, the embedded model, a model of the built-in table, or one on the hub."""
     from ithaca.errors import ConfigError
     from ithaca.launch.scratch import scratch_folder
     from ithaca.models.files.embedded import build_embedded
@@ -180,13 +193,13 @@ def read_model_config(name: str, revision: str | None) -> Any:
     return known_model(name) or read_config(find_folder(name, revision))
 
 
-def one_length(run: Run, length: str, world: int, config: Any) -> Run:
-    """The run with one stage of this length; one row for each sequence group."""
+def with_one_stage(run: RunSettings, length: str, world: int, config: Any) -> RunSettings:
+    """Return the run with one stage of this length, of one row for each sequence group."""
     from ithaca.cli.plan_inputs import read_length
-    from ithaca.config.schema import Stage
+    from ithaca.config.schema import StageSettings
     from ithaca.training.degrees import choose_sp
 
-    stage = Stage(length=read_length(length), steps=1, batch=world, sp=run.stages[-1].sp)
+    stage = StageSettings(length=read_length(length), steps=1, batch=world, sp=run.stages[-1].sp)
     one = run.model_copy(update={"stages": [stage]})
     groups = world // choose_sp(one, 0, world, config.get_text_config())
     return run.model_copy(update={"stages": [stage.model_copy(update={"batch": groups})]})

@@ -1,6 +1,7 @@
-"""`ithaca train`: from documents to a long-context checkpoint; without arguments, a small run that needs nothing.
+"""`ithaca train`: documents to a long-context checkpoint; without arguments, a small run that needs no files.
 
-This file reads the run, starts the ranks (or finds itself to be one) and says at the end where everything is.
+train   reads and checks the run before any rank is there, then launches the ranks
+work    trains as one rank, and prints on rank 0 the files that the run leaves
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ithaca.cli.quiet import quiet
+from ithaca.cli.process import show_own_warnings_only
+from ithaca.cli.run_words import split_words
 from ithaca.exit_codes import INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
-    from ithaca.config.schema import Run
+    from ithaca.config.schema import RunSettings
     from ithaca.training.trainer import Outcome
 
 
 def train(
-    words: list[str] = typer.Argument(None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file; settings."),
-    show: bool = typer.Option(False, "--show", help="Print the whole resolved run file and stop."),
-    processes: int | None = typer.Option(
-        None, min=1, help="Ranks on this machine; all GPUs, or two on the CPU, if left out."
+    words: list[str] = typer.Argument(
+        None, metavar="[RUN.YAML] [KEY.SUB=VALUE]...", help="A run file, and settings that override it."
     ),
-    nodes: int | None = typer.Option(None, help="Machines that take part."),
-    node_rank: int | None = typer.Option(None, help="Which of them this is, from 0."),
+    show: bool = typer.Option(False, "--show", help="Print the whole run file, defaults written out, and stop."),
+    processes: int | None = typer.Option(
+        None, min=1, help="Ranks on this machine; one for each GPU, or two on the CPU, if left out."
+    ),
+    nodes: int | None = typer.Option(None, help="Number of machines that take part."),
+    node_rank: int | None = typer.Option(None, help="Number of this machine, from 0."),
     rendezvous: str | None = typer.Option(
-        None, metavar="HOST:PORT", help="Where they meet: the first machine, a free port."
+        None, metavar="HOST:PORT", help="Address at which the machines meet: the first one and a free port."
     ),
     hosts: str = typer.Option("", metavar="A,B,...", help="Run on these machines only: their host names."),
     restart: bool = typer.Option(
-        False, "--restart", help="Begin at step 1 where there are checkpoints and none is whole; none is deleted."
+        False, "--restart", help="Begin at step 1 if there are checkpoints but none is whole; none is deleted."
     ),
 ) -> None:
     """Train a model on long sequences; without arguments, a small one made on the spot."""
@@ -44,16 +48,17 @@ def train(
     from ithaca.launch.launcher import launch
     from ithaca.training.run.before_start import look_ahead
 
-    file, overrides = split_words(words or [])
+    # Everything that can be refused without ranks is refused here: ranks take many seconds to start.
+    file, overrides = split_words(words)
     run = load_run(file, overrides)
     if show:
         typer.echo(dump_run(run), nl=False)
         return
-    check_places(run)
+    check_paths(run)
     _check_dropout(run)
     ended = look_ahead(run)
     if ended is not None:
-        # Under another launcher every rank comes here, and one prints the line.
+        # Under torchrun or srun every rank is here; rank 0 alone prints.
         if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
             typer.echo(f"ithaca: {ended}", err=True)
         return
@@ -74,8 +79,8 @@ def train(
         raise typer.Exit(status)
 
 
-def check_places(run: Run) -> None:
-    """Refuse a mistyped folder or file here: ranks take long to start."""
+def check_paths(run: RunSettings) -> None:
+    """Refuse a mistyped folder or file before the ranks start, which takes long."""
     from ithaca.config.messages import check_folder
     from ithaca.data.sources.locate import locate
     from ithaca.data.sources.own_files import refuse_own_files
@@ -88,60 +93,48 @@ def check_places(run: Run) -> None:
     refuse_own_files(run)
 
 
-def _check_dropout(run: Run) -> None:
+def _check_dropout(run: RunSettings) -> None:
     """Refuse attention dropout that a folder's config.json names; the ranks check what the model type sets itself."""
     from ithaca.planning.model.config_names import refuse_attention_dropout
 
-    text = _text(Path(run.model.name).expanduser() / "config.json") | run.model.config
-    refuse_attention_dropout(text.get)
+    config = _read_text_config(run) | run.model.config
+    refuse_attention_dropout(config.get)
 
 
-def _check_ranks(run: Run, world: int, typed: Callable[[int], str | None]) -> None:
+def _check_ranks(run: RunSettings, world: int, typed: Callable[[int], str | None]) -> None:
     """Refuse degrees that do not fit the number of ranks or the model's heads.
 
-    `typed`: returns what the user types for another number of ranks.
+    `typed`: returns the option to type for another number of ranks.
     """
     from ithaca.training.degrees import check_degrees
 
-    check_degrees(run, world, _heads(Path(run.model.name).expanduser() / "config.json"), typed)
+    heads = _read_text_config(run).get("num_attention_heads")
+    check_degrees(run, world, heads if isinstance(heads, int) and heads > 0 else None, typed)
 
 
-def _heads(config: Path) -> int | None:
-    """Return the attention heads that a config.json names; None if it names none, and the ranks check them."""
-    heads = _text(config).get("num_attention_heads")
-    return heads if isinstance(heads, int) and heads > 0 else None
-
-
-def _text(config: Path) -> dict[str, Any]:
-    """Return the part of a config.json on its text model; empty if it cannot be read, which the ranks report."""
+def _read_text_config(run: RunSettings) -> dict[str, Any]:
+    """Return the text model's part of config.json; empty if it cannot be read, which the ranks report."""
     from ithaca.errors import IthacaError
     from ithaca.planning.model.config_check import read_content
     from ithaca.planning.model.config_names import text_of
 
     try:
-        return dict(text_of(read_content(config)))
+        return dict(text_of(read_content(Path(run.model.name).expanduser() / "config.json")))
     except (IthacaError, TypeError, ValueError):
         return {}
 
 
-def split_words(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the run file, if the first word is one, and the overrides."""
-    if words and "=" not in words[0]:
-        return words[0], words[1:]
-    return None, words
-
-
 def work(text: str, restart: bool = False) -> int:
-    """Train as one rank; return 75 if a signal stopped the run before its end, 130 if Ctrl-C did."""
-    quiet()
-    from ithaca.config.schema import Run
+    """Train as one rank; return 0, 75 if a signal stopped the run before its end, or 130 if Ctrl-C did."""
+    show_own_warnings_only()
+    from ithaca.config.schema import RunSettings
     from ithaca.errors import DataError
     from ithaca.report.loss_picture import draw_loss
     from ithaca.training.run.run_folder import RunFolder
     from ithaca.training.trainer import train as train_rank
 
     began = time.monotonic()
-    outcome = train_rank(Run.model_validate_json(text), restart=restart)
+    outcome = train_rank(RunSettings.model_validate_json(text), restart=restart)
     if not outcome.finished:
         return INTERRUPTED if outcome.interrupted else PREEMPTED
     if int(os.environ.get("RANK", "0")) == 0:
@@ -149,14 +142,14 @@ def work(text: str, restart: bool = False) -> int:
         try:
             draw_loss(folder.metrics, folder.picture)
         except DataError as error:
-            # The run has ended well, and the picture can be drawn again.
+            # No reason to fail a finished run: the picture can be drawn again from metrics.jsonl.
             typer.echo(f"warning: {error}", err=True)
-        typer.echo(ending(outcome, time.monotonic() - began), err=True)
+        typer.echo(describe_end(outcome, time.monotonic() - began), err=True)
     return 0
 
 
-def ending(outcome: Outcome, seconds: float) -> str:
-    """Return the lines that end a run: files that exist, and the commands to type next."""
+def describe_end(outcome: Outcome, seconds: float) -> str:
+    """Return the last lines of a run: its losses, its files, and the commands to type next."""
     from ithaca.errors import DataError
     from ithaca.report.loss_picture import read_metrics
     from ithaca.training.run.run_folder import RunFolder
@@ -165,7 +158,7 @@ def ending(outcome: Outcome, seconds: float) -> str:
     try:
         steps = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
     except DataError:
-        # `work` has warned of it, and the run has ended well.
+        # `work` has printed the warning.
         steps = []
     losses = [loss for loss in steps if loss is not None]
     last = sorted(folder.checkpoints.glob("step-*"))[-1]
@@ -177,27 +170,26 @@ def ending(outcome: Outcome, seconds: float) -> str:
         ("loss", folder.picture),
         ("settings", folder.settings),
     ]
-    there = [(name, where) for name, where in lines if isinstance(where, str) or where.exists()]
-    told = "\n".join(f"  {name:<12}{where}" for name, where in there)
-    place = outcome.place
+    existing = [(name, path) for name, path in lines if isinstance(path, str) or path.exists()]
+    files = "\n".join(f"  {name:<12}{path}" for name, path in existing)
+    progress = outcome.place
     none = "no step had a loss" if steps else f"the losses of its steps are not in {folder.metrics}"
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else none
-    for count, why in ((place.silent, "nothing to learn"), (place.bad, "a loss or gradient that is not finite")):
+    skipped = ((progress.silent, "nothing to learn"), (progress.bad, "a loss or gradient that is not finite"))
+    for count, why in skipped:
         course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
-    done = f"{place.total} steps, {place.tokens:,} tokens; {course}; this start took {minutes}"
-    return f"\n{done}\n{told}{_next(folder.settings)}"
+    done = f"{progress.total} steps, {progress.tokens:,} tokens; {course}; this start took {minutes}"
+    return f"\n{done}\n{files}{_next_commands(folder.settings)}"
 
 
-def _next(settings: Path) -> str:
-    """Return commands for the user's own model and documents after the embedded run; nothing after another run.
+def _next_commands(settings: Path) -> str:
+    """Return commands for the user's own model and documents; empty after any run but the embedded one."""
+    from ithaca.config.schema import ModelSettings, load_run
 
-    The commands keep no setting of the embedded run: its rate and its RoPE are for weights that are not trained yet.
-    """
-    from ithaca.config.schema import Model, load_run
-
-    if load_run(settings).model.name != Model().name:
+    if load_run(settings).model.name != ModelSettings().name:
         return ""
-    cards = _cards()
+    cards = _own_cards()
+    # No setting of the embedded run is kept: its learning rate and RoPE are for untrained weights.
     if cards is None:
         commands = [
             "ithaca train model.name=MODEL_FOLDER data.sources=DOCUMENTS_FOLDER "
@@ -211,7 +203,7 @@ def _next(settings: Path) -> str:
     return "\nnext: your own model and documents\n" + "\n".join(f"  {command}" for command in commands)
 
 
-def _cards() -> str | None:
+def _own_cards() -> str | None:
     """Return this machine's GPUs as `ithaca plan` takes them; None if it has none that the planner knows."""
     import torch
 

@@ -1,1 +1,1 @@
-"""The run file: its schema, what is laid over it, and messages about mistakes in it."""
+"""The run file: its schema, the overrides laid over it, and messages about mistakes in it."""

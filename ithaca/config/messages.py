@@ -1,9 +1,9 @@
-"""What is wrong with the settings of a run, in a sentence that says what to type instead."""
+"""Messages about mistakes in a run's settings: one sentence each, with the text to type instead."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -11,9 +11,9 @@ import yaml
 from pydantic import BaseModel
 
 from ithaca.errors import ConfigError
-from ithaca.quantities import at_home
+from ithaca.quantities import expand_home
 
-# Pydantic's kinds of problems, in words that need no knowledge of it.
+# Pydantic's types of errors, in words that need no knowledge of pydantic.
 _NEEDED = {
     "bool_parsing": "true or false is needed",
     "bool_type": "true or false is needed",
@@ -34,49 +34,50 @@ _NEEDED = {
 
 
 def check_keys(section: type[BaseModel], given: object, path: str = "") -> None:
-    """Unknown keys first, each with the nearest right one: pydantic's own message does not have it."""
+    """Refuse an unknown key with the nearest right one, which pydantic's own message does not have."""
     if not isinstance(given, Mapping):
         return
     for key, value in given.items():
         field = section.model_fields.get(key)
         if field is None:
             near = difflib.get_close_matches(str(key), section.model_fields, 1, 0.6)
-            inside = _inside(section, str(key), path)
-            hint = f"it takes {', '.join(section.model_fields)}"
-            hint = f"did you mean {inside or repr(near[0])}?" if inside or near else hint
+            below = next((name for name, _ in _all_keys(section, path) if name.rpartition(".")[2] == key), "")
+            hint = f"did you mean {below or repr(near[0])}?" if below or near else ""
+            hint = hint or f"it takes {', '.join(section.model_fields)}"
             where = f" in {path.rstrip('.')}" if path else ""
             raise ConfigError(f"unknown key {key!r}{where}: {hint}")
         for inner in _sections(field.annotation):
-            for place, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                check_keys(inner, item, f"{path}{key}." + ("" if place is None else f"{place}."))
+            for index, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                check_keys(inner, item, f"{path}{key}." + ("" if index is None else f"{index}."))
 
 
 def sentences(problems: Sequence[Any], whole: type[BaseModel]) -> list[str]:
-    """Pydantic's problems with `whole`, one sentence for each setting: a word that it takes too stands at the end."""
-    said: dict[str, str] = {}
+    """Return one sentence for each setting that pydantic refuses; words that a setting also takes stand at its end."""
+    by_setting: dict[str, str] = {}
     for problem in problems:
-        where = _where(problem)
-        if where in said and problem["type"] == "literal_error":
-            said[where] += f", or {problem['ctx']['expected']}"
+        where = _setting(problem)
+        if where in by_setting and problem["type"] == "literal_error":
+            by_setting[where] += f", or {problem['ctx']['expected']}"
         else:
-            said.setdefault(where, _sentence(problem, whole))
-    return list(said.values())
+            by_setting.setdefault(where, _sentence(problem, whole))
+    return list(by_setting.values())
 
 
-def _where(problem: Any) -> str:
+def _setting(problem: Any) -> str:
+    """Return the setting's name without the parts that pydantic adds for validators and unions."""
     kinds = ("function-", "constrained-", "literal[", "list[")
     return ".".join(str(part) for part in problem["loc"] if not str(part).startswith(kinds))
 
 
 def _sentence(problem: Any, whole: type[BaseModel]) -> str:
-    where = _where(problem)
+    where = _setting(problem)
     message, got = problem["msg"].removeprefix("Value error, "), problem.get("input")
     if problem["type"] == "missing":
         return f"{where} is missing: give it a value"
     if problem["type"] == "value_error":
         return f"{where}: {message}" if where else message
     if problem["type"] == "model_type":
-        section = next(one for one in _all_below(whole) if one.__name__ == problem["ctx"]["class_name"])
+        section = next(each for each in _all_sections(whole) if each.__name__ == problem["ctx"]["class_name"])
         key, field = next(iter(section.model_fields.items()))
         plain = isinstance(field.default, str | int | float) and not field.is_required()
         example = got if isinstance(got, str) else field.default if plain else "..."
@@ -89,8 +90,8 @@ def _sentence(problem: Any, whole: type[BaseModel]) -> str:
 
 
 def check_folder(name: str, typed: str) -> None:
-    """Refuse the name of a model that only a folder can have, where there is none."""
-    folder = Path(at_home(name))
+    """Refuse a model's name that only a folder can have, if there is no such folder."""
+    folder = Path(expand_home(name))
     if folder.is_dir() or not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return
     near = near_paths(folder, "config.json")
@@ -98,73 +99,57 @@ def check_folder(name: str, typed: str) -> None:
 
 
 def near_paths(path: Path, holds: str = "") -> str:
-    """Return "; nearest here: ..." with what is called nearly so beside `path`, or nothing.
+    """Return "; nearest here: ..." with similar names beside `path`; empty if there are none.
 
     `holds`: a file that a folder has to hold; any file or folder if empty.
     """
     try:
-        beside = [one.name for one in path.parent.iterdir() if not holds or (one / holds).is_file()]
+        beside = [other.name for other in path.parent.iterdir() if not holds or (other / holds).is_file()]
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, beside, 3)
     return f"; nearest here: {', '.join(str(path.parent / name) for name in near)}" if near else ""
 
 
-def not_yaml(error: yaml.YAMLError) -> str:
-    """Where a text stops being YAML, and why, to stand after its name."""
+def describe_yaml_error(error: yaml.YAMLError) -> str:
+    """Return the line, the column and the reason of a YAML error, to follow the file's name."""
     mark = getattr(error, "problem_mark", None)
     reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
     where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
     return f"{where}: not YAML ({reason})"
 
 
-def _inside(section: type[BaseModel], key: str, path: str) -> str:
-    """Where below `section` the key is, as it is typed; nothing if it is nowhere."""
+def find_settings(section: type[BaseModel], name: str) -> list[str]:
+    """Return the full names of the settings with this name or path; those of the nearest name if there are none."""
+    every = [path for path, is_section in _all_keys(section, "") if not is_section]
+    found = [path for path in every if name in (path, path.replace(".0.", "."), path.rpartition(".")[2])]
+    if found:
+        return found
+    # A section's name stands for its first key.
+    if inside := [path for path in every if name in path.split(".")]:
+        return inside[:1]
+    near = difflib.get_close_matches(name, {part for path in every for part in path.split(".")}, 1, 0.66)
+    return find_settings(section, near[0]) if near else []
+
+
+def _all_keys(section: type[BaseModel], path: str) -> Iterator[tuple[str, bool]]:
+    """Yield the full name of every key below `section`, and True if the key is a section itself."""
     for name, field in section.model_fields.items():
-        place = f"{path}{name}." + (
-            "0." if get_origin(field.annotation) is list or "list" in str(field.annotation) else ""
-        )
-        for inner in _sections(field.annotation):
-            found = f"{place}{key}" if key in inner.model_fields else _inside(inner, key, place)
-            if found:
-                return found
-    return ""
+        inner = _sections(field.annotation)
+        yield f"{path}{name}", bool(inner)
+        for below in inner:
+            yield from _all_keys(below, f"{path}{name}." + ("0." if "list" in str(field.annotation).lower() else ""))
 
 
-def _all_below(section: type[BaseModel]) -> list[type[BaseModel]]:
-    direct = [one for field in section.model_fields.values() for one in _sections(field.annotation)]
-    return [section, *(below for one in direct for below in _all_below(one))]
+def _all_sections(section: type[BaseModel]) -> list[type[BaseModel]]:
+    direct = [inner for field in section.model_fields.values() for inner in _sections(field.annotation)]
+    return [section, *(below for inner in direct for below in _all_sections(inner))]
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold, through lists and unions."""
+    """Return the sections that a field may hold, through lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (list, Union, Annotated) or hasattr(annotation, "__args__"):
         return [found for inner in get_args(annotation) for found in _sections(inner)]
     return []
-
-
-def places_of(section: type[BaseModel], name: str) -> list[str]:
-    """Return the full names of the settings below `section` with this name or path; those of the nearest name if none has."""
-    every = _paths(section, "")
-    found = [path for path in every if name in (path, path.replace(".0.", "."), path.rpartition(".")[2])]
-    if found:
-        return found
-    # A section stands for its first key.
-    if inside := [path for path in every if name in path.split(".")]:
-        return inside[:1]
-    near = difflib.get_close_matches(name, {part for path in every for part in path.split(".")}, 1, 0.66)
-    return places_of(section, near[0]) if near else []
-
-
-def _paths(section: type[BaseModel], ahead: str) -> list[str]:
-    """Return the full name of every setting below `section`."""
-    found = []
-    for name, field in section.model_fields.items():
-        inner = _sections(field.annotation)
-        if not inner:
-            found.append(f"{ahead}{name}")
-        for below in inner:
-            found += _paths(below, f"{ahead}{name}." + ("0." if "list" in str(field.annotation).lower() else ""))
-    return found

@@ -1,1 +1,1 @@
-"""Documents to tokens to rows: found, read, tokenized once into a cache, laid out by a plan, resumable anywhere."""
+"""Documents to tokens to rows: files are found, tokenized once into a cache, and packed into rows found by number."""

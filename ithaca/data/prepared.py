@@ -1,9 +1,9 @@
-"""`prepare`: a run's sources to tokens on disk, ready for `open_feed` to make rows of any length from.
+"""A run's sources as tokens on disk (`prepare`), from which `open_feed` makes rows of any length.
 
-Held back for validation are documents whose hash of seed, source and number falls below the share, or sources of
-their own: never both in train and validation, and no document changes sides when another is added.
+Validation documents are those whose hash of (seed, source, number) falls below the share, or sources of their own. So
+no document is in both splits, and none changes its split when another is added.
 
-Invariant: `prepare` may be called again, and by many processes at once: what is there is opened, not made again.
+Invariant: many processes may call `prepare` at once and again; a source that is in the cache is opened, not tokenized.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ithaca.config.schema import Data, Validation
+from ithaca.config.schema import DataSettings, ValidationSettings
 from ithaca.data.rows.shuffle import Ints, held_back
-from ithaca.data.rows.stream_sources import Streamed
-from ithaca.data.sources.changes import Listing
+from ithaca.data.rows.stream_sources import StreamedSources
+from ithaca.data.sources.changes import FileListing
 from ithaca.data.sources.locate import locate
-from ithaca.data.sources.source_names import VALIDATION, placed
+from ithaca.data.sources.source_names import VALIDATION, with_keys
+from ithaca.data.tokens.row_counts import RowCounts
 from ithaca.data.tokens.store import Store
-from ithaca.data.tokens.tokenize_source import Count, read_template, source_encoder, tokenize_source
+from ithaca.data.tokens.tokenize_source import read_template, source_encoder, tokenize_source
 from ithaca.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -31,13 +31,15 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `open_feed` takes. `stores` hold the data's documents, `others` those of validation's own sources;
-    `streamed` is there instead of `stores` where the data is streamed. `notes` are lines about files that are not read;
-    `as_text`: spellings of special tokens in plain text were left text."""
+    """Documents of a run, as `open_feed` takes them.
+
+    `stores`: the training data, empty if `streamed` has it. `others`: validation's own sources. `notes`: lines about
+    files that are not read. `as_text`: spellings of special tokens in plain text stay text.
+    """
 
     stores: tuple[Store, ...]
     others: tuple[Store, ...]
-    streamed: Streamed | None
+    streamed: StreamedSources | None
     share: float
     seed: int
     pad: int
@@ -46,8 +48,7 @@ class Prepared:
 
     @property
     def fingerprint(self) -> str:
-        """Another one where what is trained on is other tokens, in other documents or another order; a stream's is that
-        of its settings."""
+        """Hash of the training tokens, their documents and their order; of a stream's settings."""
         stores = [store.about["sum"] for store in self.stores]
         sources = [] if self.streamed is None else [one.source.model_dump_json() for one in self.streamed.located]
         held_back = 0.0 if self.others else self.share
@@ -55,16 +56,16 @@ class Prepared:
 
     @property
     def sources(self) -> list[list[Any]]:
-        """The name of each stored source, the sum of its tokens and how many documents it has; plain JSON."""
+        """Name, checksum and number of documents of each stored source; plain JSON."""
         return [[store.about[key] for key in ("name", "sum", "documents")] for store in self.stores]
 
     @property
     def listings(self) -> list[list[int]]:
-        """How many files each streamed source has, and the sum of their names and sizes; plain JSON."""
+        """Number of files of each streamed source, and a checksum of their names and sizes; plain JSON."""
         return [] if self.streamed is None else [one.dump(0) for one in self.streamed.listings]
 
     def changes(self, saved: list[list[int]]) -> tuple[str, ...]:
-        """What to tell of streamed sources whose files are not those of `listings` as it was saved."""
+        """Return lines about streamed sources whose files are not those of the saved `listings`."""
         if self.streamed is None or len(saved) != len(self.streamed.listings):
             return ()
         sources = zip(self.streamed.listings, self.streamed.located, saved, strict=True)
@@ -72,18 +73,16 @@ class Prepared:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Lines about files that are not read, and for every stored source about rows that are no documents and
-        documents that spell special tokens."""
+        """Lines about files that are not read, rows that are no documents, and documents that spell special tokens."""
         lines = list(self.notes)
         for one in (store.about for store in (*self.stores, *self.others)):
-            # A cache from before they were counted has no number of spellings.
-            count = Count(one["rows"], one["bad"], tuple(one["named"]), spelled=one.get("spelled", 0))
+            # Caches of earlier versions have no count of spellings.
+            count = RowCounts(one["rows"], one["bad"], tuple(one["named"]), spelled=one.get("spelled", 0))
             lines += count.notes(one["name"], one["kind"], self.as_text)
         return tuple(lines)
 
     def check_vocabulary(self, size: int) -> None:
-        """DataError where a document holds an id that a model with so many does not have; a stream's are seen as they
-        come."""
+        """Refuse stored documents with an id outside of a vocabulary of `size`; a stream's ids are checked later."""
         for store in (*self.stores, *self.others):
             check_id(store.about["name"], store.about["largest"], size)
 
@@ -92,32 +91,31 @@ class Prepared:
         return self.share > 0 or bool(self.others)
 
     def documents(self, split: Split) -> tuple[tuple[Store, ...], Ints]:
-        """The stores of a split and the numbers, counted over them, of its documents."""
+        """Return the stores of a split and the numbers, counted over all stores, of its documents."""
         if split == "validation" and self.others:
             return self.others, np.arange(sum(store.about["documents"] for store in self.others))
-        kept = self._validation() if split == "validation" else ~self._validation()
-        return self.stores, np.flatnonzero(kept).astype(np.int64)
-
-    def _validation(self) -> NDArray[np.bool_]:
         share = 0.0 if self.others else self.share
-        parts = [
-            held_back(np.arange(store.about["documents"]), self.seed, place, share)
-            for place, store in enumerate(self.stores)
-        ]
-        return np.concatenate(parts)
+        held = np.concatenate(
+            [
+                held_back(np.arange(store.about["documents"]), self.seed, number, share)
+                for number, store in enumerate(self.stores)
+            ]
+        )
+        kept = held if split == "validation" else ~held
+        return self.stores, np.flatnonzero(kept).astype(np.int64)
 
 
 def changed_sources(saved: list[list[Any]] | None, now: list[list[Any]]) -> str:
-    """Name the sources whose documents differ from `saved`, which is None in checkpoints of earlier versions."""
+    """Return words for the sources whose documents differ from `saved` (None in checkpoints of earlier versions)."""
     if not saved or len(saved) != len(now):
         return "the documents"
-    pairs = [(was, there) for was, there in zip(saved, now, strict=True) if was[1] != there[1]]
-    told = [f"{there[0]} ({there[2]:,} now, {was[2]:,} then)" for was, there in pairs]
-    return f"the documents of {' and of '.join(told)}" if told else "the documents"
+    pairs = [(old, new) for old, new in zip(saved, now, strict=True) if old[1] != new[1]]
+    changed = [f"{new[0]} ({new[2]:,} now, {old[2]:,} then)" for old, new in pairs]
+    return f"the documents of {' and of '.join(changed)}" if changed else "the documents"
 
 
 def check_id(where: str, largest: int, size: int) -> None:
-    """DataError where the largest id is none of a vocabulary of `size`."""
+    """Refuse documents whose largest id is outside of a vocabulary of `size`."""
     if largest >= size:
         raise DataError(
             f"{where} holds the id {largest}, this model's vocabulary is 0 to {size - 1}: set model.tokenizer to the "
@@ -126,25 +124,32 @@ def check_id(where: str, largest: int, size: int) -> None:
 
 
 def prepare(
-    data: Data, tokenizer: Any, *, validation: Validation, seed: int, folder: Path, progress: bool = False
+    data: DataSettings,
+    tokenizer: Any,
+    *,
+    validation: ValidationSettings,
+    seed: int,
+    folder: Path,
+    progress: bool = False,
 ) -> Prepared:
-    """Tokenize what is not yet in the cache: `data.cache`, or `folder` where the run names none."""
+    """Tokenize the sources that are not in the cache yet: `data.cache`, or `folder` if that is not set."""
     cache = Path(data.cache).expanduser() if data.cache else folder
-    located = [locate(*each) for each in placed(data.sources)]
-    apart = [locate(*each) for each in placed(validation.sources, VALIDATION)]
+    located = [locate(*each) for each in with_keys(data.sources)]
+    apart = [locate(*each) for each in with_keys(validation.sources, VALIDATION)]
     if not located:
         raise DataError("data.sources is empty: name at least one file, folder or hub name")
-    streamed: Streamed | None = None
+    streamed: StreamedSources | None = None
     stores: tuple[Store, ...] = ()
     if data.streaming:
         template = read_template(data)
         encoders = tuple(source_encoder(one, tokenizer, data, template) for one in located)
         share = 0.0 if apart else validation.share
-        listings = tuple(Listing.of(one.files) for one in located)
-        streamed = Streamed(tuple(located), encoders, listings, data.bad_share, share, seed)
+        listings = tuple(FileListing.of(one.files) for one in located)
+        streamed = StreamedSources(tuple(located), encoders, listings, data.bad_share, share, seed)
     else:
         stores = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in located)
     others = tuple(tokenize_source(one, tokenizer, data, cache, progress=progress) for one in apart)
+    # Any id serves as padding: its label is -100 and its document -1.
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad = next(token for token in pads if token is not None)
     notes = tuple(dict.fromkeys(note for one in (*located, *apart) for note in one.notes))

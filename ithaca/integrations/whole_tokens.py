@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaca.mesh import Mesh
-from ithaca.models.handed_out import Mark, marks_below, reducing
+from ithaca.models.reduction_marks import ReductionMark, marks_below, set_reduced
 from ithaca.sequence.layout import SequenceLayout
 
 
@@ -28,7 +28,7 @@ def whole_tokens(local_BL: Tensor, mesh: Mesh, layout: SequenceLayout) -> Tensor
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local_BL: Tensor, mesh: Mesh, layout: SequenceLayout, marks: list[Mark]) -> Tensor:
+    def forward(ctx: Any, local_BL: Tensor, mesh: Mesh, layout: SequenceLayout, marks: list[ReductionMark]) -> Tensor:
         ctx.mesh, ctx.layout, ctx.marks = mesh, layout, marks
         parts = [torch.empty_like(local_BL, memory_format=torch.contiguous_format) for _ in range(mesh.shards)]
         dist.all_gather(parts, local_BL.detach().contiguous(), group=mesh.sequence.get_group())
@@ -36,7 +36,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BS: Tensor) -> tuple[Tensor, None, None, None]:
-        reducing(ctx.marks)
+        set_reduced(ctx.marks)
         missing = ctx.layout.padded - ctx.layout.length
         padded = F.pad(grad_BS, (0, 0) * (grad_BS.dim() - 2) + (0, missing))
         return padded[:, ctx.layout.shard(ctx.mesh.sequence_rank)] / ctx.mesh.dp, None, None, None

@@ -29,7 +29,7 @@ from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
 from ithaca.models.refusals.compiled import refuse_compiled
 from ithaca.models.shard_loss import CROSS_ENTROPY, TokenLoss, loss_inputs, loss_of, shown_sum
-from ithaca.quantities import as_number
+from ithaca.quantities import finite_or_nan
 from ithaca.sequence.agree import CutBatch, agree, gather_rows
 from ithaca.sequence.batch import Shard, count_targets, cut_batch, shard_batch
 from ithaca.state.weights.placement import averages_gradients
@@ -141,9 +141,9 @@ def _ready(model: nn.Module, mesh: Mesh) -> Binding:
 
 def _check_options(count: object, label_smoothing: object, z_loss: object) -> None:
     """Refuse what is no number, or none that a loss has; nan fails every comparison."""
-    if count is not None and (not as_number(count) >= 0 or as_number(count) % 1):
+    if count is not None and (not finite_or_nan(count) >= 0 or finite_or_nan(count) % 1):
         raise BatchError(f"count={shown(count)}: pass what ithaca.count_tokens(batches, mesh) gives")
-    if not (0 <= as_number(label_smoothing) < 1 and as_number(z_loss) >= 0):
+    if not (0 <= finite_or_nan(label_smoothing) < 1 and finite_or_nan(z_loss) >= 0):
         raise BatchError(
             f"label_smoothing={shown(label_smoothing)}, z_loss={shown(z_loss)}: use 0 <= label_smoothing < 1 and z_loss >= 0"
         )

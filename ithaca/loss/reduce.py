@@ -21,8 +21,8 @@ from ithaca.arguments import named_arguments, shown
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
 from ithaca.models.bound import Binding, binding_of, check_same_mesh
-from ithaca.models.handed_out import reduced
-from ithaca.quantities import as_number
+from ithaca.models.reduction_marks import with_local_gradient
+from ithaca.quantities import finite_or_nan
 
 
 @named_arguments
@@ -45,7 +45,7 @@ def reduce_mean(
     # Nothing was counted on any rank: the sum over nothing, not 0/0.
     divisor = torch.where(number > 0, number, torch.ones_like(number))
     shown = (value / divisor).to(torch.promote_types(total.dtype, torch.float32))
-    return reduced(total, shown, _scale(binding) / divisor)
+    return with_local_gradient(total, shown, _scale(binding) / divisor)
 
 
 def _scale(binding: Binding) -> int:
@@ -64,7 +64,7 @@ def _wrong(total: object, count: object, total_count: object) -> Exception | Non
         if number is None and name == "total_count":
             continue
         single = not isinstance(number, Tensor) or (number.numel() == 1 and not number.requires_grad)
-        if not single or not 0 <= as_number(number.item() if isinstance(number, Tensor) else number) < float("inf"):
+        if not single or not 0 <= finite_or_nan(number.item() if isinstance(number, Tensor) else number) < float("inf"):
             return BatchError(
                 f"reduce_mean: {name}={shown(number)}: pass one number of values, 0 or more, without a gradient"
             )

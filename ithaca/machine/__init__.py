@@ -1,1 +1,1 @@
-"""What this machine can do: `ithaca doctor` and `ithaca plan --calibrate`."""
+"""Checks and timings of this machine: `ithaca doctor` and `ithaca plan --calibrate`."""

@@ -1,9 +1,9 @@
-"""`ithaca doctor`: what this machine can do for training, tried rather than guessed, and what is missing.
+"""Checks of `ithaca doctor`: trials of this machine for training, each with its result and the way to mend it.
 
-Every check gives a `Finding`: what was looked at, what was found, and what to do where that is not enough. A finding is
-"broken" only where training cannot run without it; what is merely absent or tight is "missing" or "tight".
+A `Finding` is "broken" only if training cannot run without the thing; "missing" if it is an option that is absent, and
+"tight" if it works and may not be enough.
 
-Invariant: a check that fails in a way of its own becomes a finding; the doctor does not raise.
+Invariant: a check that raises becomes a finding; `examine` itself does not raise.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ithaca.attention.kernels import AUTO, KERNELS, QKV, AttentionSpec, Kernel
 from ithaca.constants import GIB
 
 State = Literal["good", "missing", "tight", "broken"]
-# Forward and backward of a trial: few enough tokens to be done at once, the head size that most models have.
+# Size of a kernel's trial: few tokens, and the head size that most models have.
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 256, 4, 2, 128
-# Package: what it is for.
+# Package: purpose.
 OPTIONAL = {
     "peft": "LoRA adapters",
     "trl": "SFTTrainer",
@@ -43,14 +43,14 @@ OPTIONAL = {
     "flash-attn": "FlashAttention 2, slower than cuDNN's kernel and not chosen unless named",
 }
 _EXTRAS = ("peft", "trl", "torchao", "tensorboard", "wandb", "trackio")
-# Shown where the package's own list of needs is not there: run from sources that are not installed.
+# Requirements to check if Ithaca runs from sources that are not installed, without its own list.
 MAIN = ("torch", "transformers", "accelerate", "datasets", "safetensors")
-LEAST_SHM, LEAST_DISK, LEAST_LOCKED = GIB, 20 * GIB, 8 * GIB
+SMALLEST_SHM, SMALLEST_DISK, SMALLEST_LOCKED = GIB, 20 * GIB, 8 * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. `fix` is what to do, empty where nothing is needed."""
+    """Result of one check. `fix`: advice, empty if there is nothing to do."""
 
     topic: str
     name: str
@@ -60,7 +60,7 @@ class Finding:
 
 
 def examine(folder: Path) -> list[Finding]:
-    """All findings; `folder` is where runs would be written."""
+    """Return the findings of all checks; `folder` is the folder of the runs."""
     checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("versions", versions),
         ("devices", devices),
@@ -74,7 +74,7 @@ def examine(folder: Path) -> list[Finding]:
         try:
             findings += check()
         except Exception as error:
-            # Whatever a driver or a package does wrong here, the rest is still worth knowing.
+            # A driver or a package may raise anything; the other checks still run.
             findings.append(
                 Finding(topic, topic, "broken", f"{type(error).__name__}: {error}"[:300], "see the message")
             )
@@ -82,10 +82,15 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    """Python, what Ithaca needs, and what it can use."""
+    """Yield findings on Python, the packages that Ithaca needs, and those that it can use."""
     yield Finding("versions", "python", "good", platform.python_version())
-    for text in _needs():
+    try:
+        requirements = metadata.requires("ithaca") or []
+    except metadata.PackageNotFoundError:
+        requirements = list(MAIN)
+    for text in requirements:
         needed = Requirement(text)
+        # A requirement with a marker belongs to an extra, and is checked as optional below.
         if needed.marker is None:
             yield package(needed)
     for name, purpose in OPTIONAL.items():
@@ -97,27 +102,21 @@ def versions() -> Iterator[Finding]:
         yield Finding("versions", "CUDA", "missing", "torch is built without it", "pip install torch (a CUDA build)")
 
 
-def _needs() -> list[str]:
-    try:
-        return metadata.requires("ithaca") or []
-    except metadata.PackageNotFoundError:
-        return list(MAIN)
-
-
 def package(needed: Requirement) -> Finding:
-    """A package that Ithaca cannot do without."""
+    """Check a package that Ithaca needs."""
     fix = f"pip install '{needed}'"
     try:
         version = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
         return Finding("versions", needed.name, "broken", "not installed", fix)
+    # A nightly or local build (2.13.0a0+git) counts as the release of its number.
     if not needed.specifier.contains(Version(version).base_version, prereleases=True):
         return Finding("versions", needed.name, "broken", f"{version}; {needed.specifier} is needed", fix)
     return Finding("versions", needed.name, "good", version)
 
 
 def optional(name: str, purpose: str) -> Finding:
-    """A package that adds something; one that is there but cannot be imported is told apart from none."""
+    """Check a package that Ithaca can use; one that is installed but cannot be imported counts as missing."""
     extra = f"ithaca[{name}]" if name in _EXTRAS else name
     fix = f"pip install '{extra}'"
     try:
@@ -125,6 +124,7 @@ def optional(name: str, purpose: str) -> Finding:
     except metadata.PackageNotFoundError:
         return Finding("versions", name, "missing", f"not installed: {purpose}", fix)
     try:
+        # An installed package may still fail here: compiled for another torch or CUDA.
         import_module(name.replace("-", "_"))
     except Exception as error:
         return Finding("versions", name, "missing", f"{version} cannot be imported ({error}): {purpose}"[:200], fix)
@@ -132,6 +132,7 @@ def optional(name: str, purpose: str) -> Finding:
 
 
 def devices() -> Iterator[Finding]:
+    """Yield findings on the host's memory and on every GPU."""
     memory = psutil.virtual_memory()
     host = f"{psutil.cpu_count()} cores, {memory.total / GIB:.0f} GiB, {memory.available / GIB:.0f} GiB free"
     yield Finding("devices", "host", "good", host)
@@ -142,21 +143,23 @@ def devices() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        said = f"{properties.name}, {total / GIB:.0f} GiB ({free / GIB:.0f} free), capability {properties.major}."
+        capability = f"{properties.major}.{properties.minor}"
+        found = f"{properties.name}, {total / GIB:.0f} GiB ({free / GIB:.0f} free), capability {capability}"
+        # torch alone takes about half a GiB; more than half of the device is another process's.
         state: State = "good" if free > total / 2 else "tight"
         fix = "" if state == "good" else "another process holds its memory: nvidia-smi names it"
-        yield Finding("devices", f"GPU {number}", state, f"{said}{properties.minor}", fix)
+        yield Finding("devices", f"GPU {number}", state, found, fix)
 
 
 def kernels() -> Iterator[Finding]:
-    """Every attention kernel, forward and backward on small tensors."""
+    """Yield findings on every attention kernel: forward and backward on small tensors."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     works = []
     for name, kernel in KERNELS.items():
         reason = try_kernel(kernel, device)
         works += [name] if reason is None else []
-        said = "forward and backward run" if reason is None else reason
-        yield Finding("attention", name, "good" if reason is None else "missing", said)
+        found = "forward and backward run" if reason is None else reason
+        yield Finding("attention", name, "good" if reason is None else "missing", found)
     best = next((name for name in AUTO if name in works), None)
     if best is None:
         fix = "reinstall torch for this machine; kernel='blockwise' is exact but slow"
@@ -166,12 +169,13 @@ def kernels() -> Iterator[Finding]:
 
 
 def try_kernel(kernel: Kernel, device: torch.device) -> str | None:
-    """Why it does not run here, or None; numbers that are not finite count as not running."""
+    """Return the reason why a kernel does not run here; None if forward and backward give finite numbers."""
+    # The GPU kernels take no fp32.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     draw = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
         torch.randn(1, TOKENS, heads, HEAD_SIZE, device=device, dtype=dtype, generator=draw)
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)  # grouped-query attention, as most models have it
     )
     spec = AttentionSpec(HEAD_SIZE**-0.5)
     refused = kernel.refusal(q, v, spec)
@@ -187,6 +191,7 @@ def try_kernel(kernel: Kernel, device: torch.device) -> str | None:
 
 
 def links() -> Iterator[Finding]:
+    """Yield findings on gloo, NCCL and the links between GPUs."""
     if torch.distributed.is_available() and torch.distributed.is_gloo_available():
         yield Finding("links", "gloo", "good", "joins CPU ranks")
     else:
@@ -201,28 +206,28 @@ def links() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     for other in range(1, count):
         direct = torch.cuda.can_device_access_peer(0, other)
-        said = "direct" if direct else "through the host"
-        yield Finding("links", f"GPU 0 - GPU {other}", "good" if direct else "tight", said)
+        path = "direct" if direct else "through the host"
+        yield Finding("links", f"GPU 0 - GPU {other}", "good" if direct else "tight", path)
     if count > 1 and shutil.which("nvidia-smi"):
         shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
         yield Finding("links", "topology", "good", shown.stdout.strip()[:3000])
 
 
 def limits() -> Iterator[Finding]:
-    """Shared memory between processes, memory that may be pinned, open files."""
+    """Yield findings on shared memory, memory that may be pinned, and open files."""
     shared = Path("/dev/shm")
     if shared.is_dir():
-        room = shutil.disk_usage(shared).total
-        tight = room < LEAST_SHM
+        size = shutil.disk_usage(shared).total
+        tight = size < SMALLEST_SHM
         fix = "docker run --shm-size=8g, or --ipc=host" if tight else ""
-        yield Finding("limits", "/dev/shm", "tight" if tight else "good", f"{room / GIB:.1f} GiB", fix)
+        yield Finding("limits", "/dev/shm", "tight" if tight else "good", f"{size / GIB:.1f} GiB", fix)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    endless = locked == resource.RLIM_INFINITY
-    said = "unlimited" if endless else f"{locked / 2**20:.0f} MiB"
-    # CUDA pins by its driver, which the limit does not bind; RDMA registers memory under it.
-    tight = not endless and locked < LEAST_LOCKED and torch.cuda.device_count() > 1
+    unlimited = locked == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{locked / 2**20:.0f} MiB"
+    # CUDA's driver pins memory outside of this limit; RDMA registers memory under it.
+    tight = not unlimited and locked < SMALLEST_LOCKED and torch.cuda.device_count() > 1
     fix = "ulimit -l unlimited (docker: --ulimit memlock=-1), for InfiniBand" if tight else ""
-    yield Finding("limits", "ulimit -l", "tight" if tight else "good", said, fix)
+    yield Finding("limits", "ulimit -l", "tight" if tight else "good", found, fix)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = files < 4096 and files != resource.RLIM_INFINITY
     yield Finding("limits", "ulimit -n", "tight" if few else "good", str(files), "ulimit -n 65536" if few else "")
@@ -231,7 +236,7 @@ def limits() -> Iterator[Finding]:
 
 
 def pinned() -> Finding:
-    """A gigabyte of host memory, pinned as saved tensors are."""
+    """Pin one GiB of host memory, as offloading does."""
     memory = torch.empty(GIB, dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), GIB, 0))
     if code:
@@ -241,9 +246,10 @@ def pinned() -> Finding:
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    there = nearest_folder(folder.resolve())
-    room = shutil.disk_usage(there)
-    tight = room.free < LEAST_DISK
-    said = f"{room.free / GIB:.0f} of {room.total / GIB:.0f} GiB free at {there}"
+    """Yield a finding on the free space of the disk that has `folder`."""
+    existing = nearest_folder(folder.resolve())
+    space = shutil.disk_usage(existing)
+    tight = space.free < SMALLEST_DISK
+    found = f"{space.free / GIB:.0f} of {space.total / GIB:.0f} GiB free at {existing}"
     fix = "a checkpoint of 8B parameters is 98 GB in fp32 with moments: set output to a larger disk" if tight else ""
-    yield Finding("disk", "output", "tight" if tight else "good", said, fix)
+    yield Finding("disk", "output", "tight" if tight else "good", found, fix)

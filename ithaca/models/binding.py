@@ -1,12 +1,27 @@
-"""Binding: a Hugging Face model's attention goes through Ulysses, on that model alone.
+"""Binding: the attention of a Hugging Face model goes through Ulysses, on that model alone.
 
-transformers looks an attention function up by the name in `config._attn_implementation`. Binding registers one
-function under a name of our own, once for the process, gives the model its own copy of its config with that name set,
-and hangs the model's handle on every module that holds a config. Nothing else changes: weights, classes and other models
-built from the same config object are untouched, and `unbind` puts the original config objects back.
+transformers looks its attention function up by a name in the config. The forward of every attention module ends in
 
-The `SequenceLayout` travels as a model kwarg; for architectures that do not pass kwargs down to their attention
-it is read off the `Binding`, which holds it for the time of one forward pass.
+    attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]       # "eager", "sdpa", ... or "ithaca"
+    out, _ = attend(self, q, k, v, attention_mask, scaling=..., sliding_window=..., **kwargs)
+
+so `bind` needs no subclass and no copy of transformers' code:
+
+    ALL_ATTENTION_FUNCTIONS["ithaca"] = _attention     once for the process
+    every module's config                              a deep copy that says "ithaca"; other models keep theirs
+    every module with a config                         carries the model's handle, where `_attention` finds the Binding
+    the model                                          a hook before its forward (_enter) and one after it (_leave)
+
+One forward pass on one rank of a sequence group:
+
+    model(**shard.inputs)     input_ids [B, L] of this rank, sequence_layout
+      _enter                  check the call; the layers get attention_call (the layout, and a layer's tape)
+      layers                  transformers' own code on L tokens
+        _attention            q, k, v [B, L, H, D] -> all-to-all -> [B, S, h, D], kernel, all-to-all -> [B, L, H, E]
+      _leave                  check that every layer reached _attention; mark the outputs
+
+A name without "flash", "sdpa" or "flex" takes none of transformers' special branches, so no S x S mask is built. An
+architecture that passes no kwargs down to its attention reads the layout off the Binding instead.
 """
 
 from __future__ import annotations
@@ -29,28 +44,27 @@ from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.handle import KEY, Handle
 from ithaca.mesh import Mesh
-from ithaca.models.bound import LAYOUT, NAME, Binding, binding_of
+from ithaca.models.bound import CALL, LAYOUT, NAME, Binding, binding_of
 from ithaca.models.called_alone import watch_parts
 from ithaca.models.experts import wants_auxiliary_loss
 from ithaca.models.generate import WholeGenerate
-from ithaca.models.handed_out import mark_output, with_gradient_times
 from ithaca.models.layers.hooks import ShownToHooks
 from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
-from ithaca.models.placed import Placed
+from ithaca.models.reduction_marks import mark_output, with_gradient_times
 from ithaca.models.refusals.calls import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.refusals.random_depth import watch_rates
 from ithaca.models.rope import pin_length
+from ithaca.models.weight_versions import WeightVersions
 from ithaca.sequence.layout import SequenceLayout
 
 
 def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding:
     """Route this model's attention through Ulysses; `unbind` undoes it."""
-    # Again: whoever exchanged it, as trials and tests do, did so for the models that were bound then.
+    # Also registered at import: trials and tests exchange the function, for models that are bound while they do.
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     handle = Handle.on(model, mesh)
-    copies: dict[int, Any] = {}
     configs = {module: module.config for module in model.modules() if getattr(module, "config", None) is not None}
-    signature = inspect.signature(model.forward)
+    parameters = inspect.signature(model.forward).parameters.values()
     binding = Binding(
         handle,
         model,
@@ -58,21 +72,22 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
         layers=model.config.get_text_config().num_hidden_layers,
         configs=configs,
         positions=learned_positions(model),
-        takes_kwargs=any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()),
+        takes_kwargs=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
     )
     handle.keep(binding)
+    copies: dict[int, Any] = {}
     for module, config in configs.items():
-        # One memo for all: modules that shared a config (or a part of it) still do.
+        # One memo for all: modules that shared a config (or a part of one) still do.
         handle.replace(module, "config", copy.deepcopy(config, copies))
         handle.mark(module)
     for module in configs:
         module.config._attn_implementation = NAME
-    binding.shown = ShownToHooks(model, partial(_is_reduced, binding))
+    # `partial`, not a closure: a deep copy of the model must ask the copy's own binding.
+    binding.shown = ShownToHooks(model, partial(_needs_reduction_now, binding))
     for step in (
         model.register_forward_pre_hook(_enter, with_kwargs=True),
         model.register_forward_hook(_leave, always_call=True),
         *watch_rates(model),
-        # No closure: a copy of the model asks its own binding.
         *pin_length(model, partial(_layout_of, binding)),
         *watch_parts(model, binding),
         binding.shown,
@@ -83,12 +98,12 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
 
 
 def _layout_of(binding: Binding) -> SequenceLayout | None:
-    """Of the pass in flight; None between two."""
+    """Return the layout of the forward pass in progress; None between two."""
     return None if binding.call is None else binding.call.layout
 
 
-def _is_reduced(binding: Binding) -> bool:
-    """True in a pass whose losses have to be reduced over ranks."""
+def _needs_reduction_now(binding: Binding) -> bool:
+    """True in a forward pass whose losses have to be reduced over ranks."""
     return binding.call is not None and binding.needs_reduction
 
 
@@ -106,10 +121,10 @@ def unbind(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _GoingBack:
-    """A hook on what a pass gave: its backward begins, and wants what its forward had.
+class _BackwardCheck:
+    """A hook on the outputs: when backward starts, check that the model is still as it was in forward.
 
-    Ranks sum the gradients of shards, and average those of whole sequences.
+    It also sets the reduction of gradients: the sum over ranks for shards, the mean for whole sequences.
     """
 
     binding: Binding
@@ -129,22 +144,21 @@ class _GoingBack:
                 f"backward runs layers again, and their forward ran {where} `with ithaca.unsharded(model):`: call "
                 f"backward {where} the `with` too"
             )
-        placed = binding.handle.part(Placed)
-        if placed is not None:
-            placed.refuse_changed(self.versions)
+        weights = binding.handle.part(WeightVersions)
+        if weights is not None:
+            weights.refuse_changed(self.versions)
         if binding.placement is not None:
             binding.placement.choose(summed=self.sharded)
 
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Check a call of the model before its forward, and put an AttentionCall in the place of the SequenceLayout."""
     binding = binding_of(model)
     if binding.memory is not None:
         binding.memory.refuse_replaced()
     if not binding.sharded:
-        if binding.replays:
-            _refuse_router_logits(binding, kwargs)
-        return args, kwargs | _without_cache(binding, kwargs)
-    layout = kwargs.get(LAYOUT)
+        return args, kwargs | _check_whole_call(binding, kwargs)
+    layout = kwargs.pop(LAYOUT, None)
     if layout is None:
         raise UnsupportedError(
             f"{type(model).__name__} is parallelized but was called with a whole batch: use ithaca.causal_loss(model, "
@@ -156,23 +170,36 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     refuse_autocast(binding.model, binding.mesh.device.type)
     if binding.memory is not None:
         if kwargs.get("output_router_logits"):
-            # A loss of ours has them from the layers, and does not ask for them.
+            # causal_loss takes router logits from the layers and does not ask for them here.
             _refuse_router_logits(binding, kwargs)
         refuse_checkpointing(model)
         binding.memory.begin(layout)
-    binding.call, binding.calls, binding.router_logits = AttentionCall(layout), 0, []
+    binding.call, binding.attended, binding.router_logits = AttentionCall(layout), 0, []
     if binding.shown is not None and binding.needs_reduction:
         binding.shown.begin(binding.mesh.rank)
     binding.begin_drawing()
-    kwargs = {key: value for key, value in kwargs.items() if key != LAYOUT}
     if binding.averages and kwargs.get("inputs_embeds") is not None:
-        # Every rank of the group is given the group's gradient, which a mean over all ranks then counts once.
+        # Every rank gets the gradient of its whole sequence group, so a mean over all ranks counts it `shards` times.
         kwargs["inputs_embeds"] = with_gradient_times(kwargs["inputs_embeds"], 1 / binding.mesh.shards)
-    return args, kwargs | {"use_cache": False} | ({LAYOUT: binding.call} if binding.takes_kwargs else {})
+    return args, kwargs | {"use_cache": False} | ({CALL: binding.call} if binding.takes_kwargs else {})
+
+
+def _check_whole_call(binding: Binding, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Check a call inside `unsharded`; return the arguments to change."""
+    if not (is_grad_enabled() and binding.replays):
+        return {}
+    _refuse_router_logits(binding, kwargs)
+    if kwargs.get("past_key_values") is not None:
+        raise UnsupportedError(
+            "past_key_values was passed to a model whose layers are run again in backward: call it inside "
+            "`with torch.no_grad():`, or use parallelize(..., memory=None)"
+        )
+    # A layer that is recomputed in backward would put its keys into the cache a second time.
+    return {"use_cache": False}
 
 
 def _refuse_router_logits(binding: Binding, kwargs: dict[str, Any]) -> None:
-    """Those that transformers gathers of layers in tiles or run again have no graph."""
+    """Refuse router logits that transformers records of tiled or recomputed layers: they have no graph."""
     if is_grad_enabled() and wants_auxiliary_loss(binding.model, kwargs.get("output_router_logits")):
         raise UnsupportedError(
             "router logits would have no gradient here, for layers are run in tiles or again: use ithaca.causal_loss, "
@@ -180,42 +207,31 @@ def _refuse_router_logits(binding: Binding, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _without_cache(binding: Binding, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """For a whole pass whose layers run again in backward: each would put its keys into a cache a second time."""
-    if not (is_grad_enabled() and binding.replays):
-        return {}
-    if kwargs.get("past_key_values") is not None:
-        raise UnsupportedError(
-            "past_key_values was passed to a model whose layers are run again in backward: call it inside "
-            "`with torch.no_grad():`, or use parallelize(..., memory=None)"
-        )
-    return {"use_cache": False}
-
-
 def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """End a forward pass; refuse its result if a layer bypassed the bound attention."""
     binding = binding_of(model)
-    reached, ran = binding.calls, binding.call is not None
+    ran_sharded = binding.call is not None
     binding.call = None
     binding.end_drawing()
     if binding.memory is not None:
-        # The graph holds what backward needs; the links between layers are not to keep it alive beyond that.
+        # The graph holds what backward needs; the links between layers must not keep it alive beyond that.
         binding.memory.begin()
-    # `output` is None only when the forward raised; that error must not be hidden by ours, nor its graph be kept.
     if output is None:
+        # The forward raised: its error must not be hidden by another one, nor its graph be kept.
         binding.router_logits = []
-    if ran and output is not None and reached < binding.layers:
+    elif ran_sharded and binding.attended < binding.layers:
         raise UnsupportedError(
-            f"{reached} of {binding.layers} layers of {type(model).__name__} reached the bound attention: the others ran "
-            "on their own shard alone, so this result is wrong. Something replaced the model's attention after "
+            f"{binding.attended} of {binding.layers} layers of {type(model).__name__} reached the bound attention: the "
+            "others ran on their own shard alone, so this result is wrong. Something replaced the model's attention after "
             "parallelize; call parallelize last"
         )
-    placed = binding.handle.part(Placed)
-    versions = () if placed is None else placed.versions()
-    back = _GoingBack(binding, binding.sharded, binding.replays, versions)
+    weights = binding.handle.part(WeightVersions)
+    versions = () if weights is None else weights.now()
+    check = _BackwardCheck(binding, binding.sharded, binding.replays, versions)
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(back)
-    return mark_output(output) if ran and binding.needs_reduction else None
+            tensor.register_hook(check)
+    return mark_output(output) if ran_sharded and binding.needs_reduction else None
 
 
 def _attention(
@@ -232,12 +248,12 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls; `[B, H, L, D]` in, `[B, L, H, E]` out."""
+    """Attend over ranks; transformers calls it as one of its attention functions, and takes `[B, L, H, E]`."""
     handle: Handle | None = module.__dict__.get(KEY)
     binding = None if handle is None else handle.part(Binding)
     if binding is None:
         raise UnsupportedError(f"{type(module).__name__} was put into the model after parallelize: put it in before")
-    call: AttentionCall | None = kwargs.pop(LAYOUT, None) or binding.call
+    call: AttentionCall | None = kwargs.pop(CALL, None) or binding.call
     if call is None:
         raise UnsupportedError(
             f"{type(module).__name__} ran outside a sharded forward pass (transformers' gradient checkpointing re-runs "
@@ -251,8 +267,8 @@ def _attention(
         window=sliding_window,
         softcap=softcap,
     )
-    binding.calls += 1
-    binding.announce(q_BLHD, k_BLKD, v_BLKE, spec)
+    binding.attended += 1
+    binding.log_kernel(q_BLHD, k_BLKD, v_BLKE, spec)
     out_BLHE = attend_sharded(
         q_BLHD,
         k_BLKD,
@@ -268,5 +284,5 @@ def _attention(
     return out_BLHE, None
 
 
-# Once for the process, whatever comes and goes; models reach the function by the name in their own config alone.
+# Never taken out again: a model reaches the function by the name in its own config alone.
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)

@@ -1,7 +1,7 @@
-"""`Binding`: the part of a model's handle that its attention, layers and head ask in a forward pass.
+"""`Binding`: the state of a bound model, which its attention, layers and head read in a forward pass.
 
-`binding.py` makes one. The handle hangs on every module that holds a config, so that attention finds it without a
-registry, and `binding_of` finds it in whatever wraps the model. `unsharded` has the model run whole sequences for a while.
+`binding.py` makes one; it is a part of the model's handle, which hangs on every module that holds a config. So attention
+finds it without a registry, and `binding_of` finds it inside any wrapper. `unsharded` runs whole sequences for a while.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ from ithaca.models.refusals.calls import checkpoints
 from ithaca.state.weights.placement import Placement
 
 NAME = "ithaca"
+# Keyword arguments: a SequenceLayout from the caller to the model, an AttentionCall from the model to its attention.
 LAYOUT = "sequence_layout"
+CALL = "attention_call"
 logger = logging.getLogger("ithaca")
 
 
 @dataclass(eq=False)
 class Binding:
-    """What a forward pass of one model needs, and the pass in flight. `configs`: every module's config before."""
+    """State of a bound model and of its forward pass in progress.
+
+    `layers`: number of layers. `configs`: every module's config before. `positions`: size of the table of learned
+    positions. `attended`: attention calls of this pass. `shown`: copies of tensors for the caller's hooks.
+    """
 
     handle: Handle
     model: PreTrainedModel
@@ -50,10 +56,10 @@ class Binding:
     sharded: bool = True
 
     call: AttentionCall | None = None
-    calls: int = 0
+    attended: int = 0
     router_logits: list[Tensor] = field(default_factory=list)
     rng: ShardRng | None = None
-    announced: set[AttentionSpec] = field(default_factory=set)
+    logged_kernels: set[AttentionSpec] = field(default_factory=set)
     warned_of_labels: bool = False
 
     @property
@@ -62,16 +68,17 @@ class Binding:
 
     @property
     def memory(self) -> Installed | None:
-        """What runs layers and head, None where memory is left to autograd."""
+        """The part that runs layers and head; None with `memory=None`, where plain autograd does."""
         return self.handle.part(Installed)
 
     @property
     def placement(self) -> Placement | None:
+        """The placement of sharded weights; None with `weights="none"`."""
         return self.handle.part(Placement)
 
     @property
     def averages(self) -> bool:
-        """True if gradients are averaged over ranks after backward, by a wrapper of the caller's."""
+        """True if a wrapper of the caller's averages gradients over ranks after backward."""
         return self.placement is None
 
     @property
@@ -80,18 +87,20 @@ class Binding:
 
     @property
     def needs_reduction(self) -> bool:
-        """Whether the mean of a rank's own tokens is not what its gradients go by: alone, or under a wrapper that
-        averages over ranks with rows of their own, it is."""
+        """True if the mean over a rank's own tokens has the wrong gradient, and must be reduced over ranks.
+
+        One process needs no reduction, nor does a wrapper that averages over ranks with whole rows of their own.
+        """
         return self.sharded and self.mesh.world > 1 and not (self.averages and self.mesh.shards == 1)
 
     @property
     def replays(self) -> bool:
-        """Whether a pass made now runs layers again in its backward."""
+        """True if a forward pass made now recomputes layers in its backward."""
         ours = self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers)
         return ours or checkpoints(self.model)
 
     def warn_of_labels(self, unlearned: int) -> None:
-        """Say once that labels are left out which transformers would learn."""
+        """Warn once of labels that are left out here and that transformers would train on."""
         if unlearned and not self.warned_of_labels:
             self.warned_of_labels = True
             logger.warning(
@@ -101,22 +110,24 @@ class Binding:
             )
 
     def begin_drawing(self) -> None:
-        """Let this shard draw random numbers of its own until the pass ends."""
+        """Give this shard random numbers of its own until the forward pass ends."""
         self.end_drawing()
         if self.mesh.shards > 1:
             self.rng = ShardRng(self.mesh.device, self.mesh.sequence_rank)
 
     def end_drawing(self) -> None:
+        """Restore the random generators, alike on all ranks of a sequence group."""
         rng, self.rng = self.rng, None
         if rng is not None:
-            # A rank none of whose tokens chose an expert with a dropout drew nothing, where others did.
+            # With dropout in experts, a rank whose tokens chose none of them drew nothing, and other ranks drew.
             rng.end(drew=has_experts(self.model.config) and dropping(self.model) is not None)
 
-    def announce(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, spec: AttentionSpec) -> None:
-        """Say once for every kind of attention in the model, on rank 0, which kernel runs it."""
-        if spec in self.announced:
+    def log_kernel(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKE: Tensor, spec: AttentionSpec) -> None:
+        """Log the kernel of each kind of attention in the model, once and on rank 0."""
+        if spec in self.logged_kernels:
             return
-        self.announced.add(spec)
+        self.logged_kernels.add(spec)
+        # Chosen on every rank, so that a kernel that cannot run is refused on every rank.
         kernel = choose(self.kernel, q_BLHD, v_BLKE, spec).name
         heads = [end - start for start, end in split_heads(q_BLHD.shape[2], k_BLKD.shape[2], self.mesh.sp).q]
         if self.mesh.rank == 0:
@@ -125,7 +136,7 @@ class Binding:
 
 
 def binding_of(model: nn.Module) -> Binding:
-    """The binding of a model or of what it wraps (PEFT, DDP)."""
+    """Return the binding of a model, or of the model inside a wrapper (PEFT, DDP)."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"the model is {shown(model)}: pass what ithaca.parallelize returned")
     handle = handle_of(model)

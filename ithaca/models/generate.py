@@ -1,6 +1,6 @@
 """`model.generate` of a parallelized model: tokens come one by one, so there is no sequence to split.
 
-Every rank runs the whole prompt with the model's own attention and its own cache, and gives what the plain model gives.
+Every rank runs the whole prompt with the model's own attention and cache, and returns what the plain model returns.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from ithaca.models.bound import Binding, unsharded
 
-# How many arguments of transformers' generate stand before `synced_gpus` (seen in 5.23).
+# Positional arguments before `synced_gpus` in transformers' generate (checked on 5.23).
 _BEFORE_SYNCED = 5
 
 
 @dataclass(eq=False)
 class WholeGenerate:
-    """In place of the model's own `generate`."""
+    """Replacement of the model's own `generate`."""
 
     binding: Binding
     generate: Callable[..., Any]
@@ -26,7 +26,7 @@ class WholeGenerate:
         placement = self.binding.placement
         shards = placement is not None and bool(placement.groups) and self.binding.mesh.world > 1
         if shards and len(args) <= _BEFORE_SYNCED and kwargs.get("synced_gpus") is None:
-            # FSDP2 gathers layers on all ranks together: a rank whose prompts are done goes on until the others' are.
+            # FSDP2 gathers layers on all ranks together: a rank whose prompts are done goes on until all others are.
             kwargs["synced_gpus"] = True
         with unsharded(self.binding.model):
             return self.generate(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""The loss of a shard: from the model's output to one number that all ranks share.
+"""The loss of a shard: from a model's output to one number that all ranks share.
 
     output = model(**loss_inputs(binding, shard, asked))
     part   = loss_of(binding, shard, output, asked=asked, weight=targets)     this rank's sum over its own targets
     loss   = shown_sum(part, group, binding) / targets                        one number; each rank's gradient is its part's
 
-`causal_loss`, Trainer's hooks and rehearsal all make their losses of these three. A rank's gradient is that of its own
-part, because FSDP2 sums the parts; the value shown is reduced outside autograd.
+`causal_loss`, Trainer's hooks and rehearsal all use these three. A rank's gradient is that of its own part, because FSDP2
+sums the parts; the value that is returned is reduced outside autograd.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from ithaca.memory.head_loss import Each, token_loss
 from ithaca.models.bound import Binding
 from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
-from ithaca.models.handed_out import reduced
 from ithaca.models.layers.head import EACH, SMOOTHING, TARGETS, Z
+from ithaca.models.reduction_marks import with_local_gradient
 from ithaca.sequence.batch import Shard
 
 
@@ -38,10 +38,10 @@ CROSS_ENTROPY = TokenLoss()
 
 
 def loss_inputs(binding: Binding, shard: Shard, asked: TokenLoss = CROSS_ENTROPY) -> dict[str, Any]:
-    """Return the arguments of a model's call whose output `loss_of` reads."""
+    """Return the arguments of a model's call whose output goes to `loss_of`."""
     if binding.memory is None:
         return shard.inputs
-    # The layers hand their router logits on themselves: what transformers records of a replayed layer has no graph.
+    # The layers return their router logits themselves: what transformers records of a recomputed layer has no graph.
     inputs = {key: value for key, value in shard.inputs.items() if key != "output_router_logits"}
     if not binding.memory.tiles_head:
         return inputs
@@ -57,11 +57,11 @@ def loss_of(
     routers: bool | None = None,
     weight: Tensor | int,
 ) -> Tensor:
-    """Return the sum over this rank's targets, the router's auxiliary loss among it where the model has one.
+    """Return the sum over this rank's targets, with the router's auxiliary loss if the model has one.
 
-    `output` comes from a call with `loss_inputs`, or is one with logits. `routers`: True or False where the call asked
-    for router logits or against them. `weight`: the targets of this batch on all ranks; over micro-batches the auxiliary
-    losses are weighted by them, like everything else.
+    `output`: of a call with `loss_inputs`, or any output with logits. `routers`: the call's `output_router_logits`, None
+    for the config's. `weight`: the number of targets of this batch on all ranks; over micro-batches the auxiliary loss is
+    weighted by it, like the loss of the tokens.
     """
     logits = None if isinstance(output, tuple) else output.logits
     if logits is None:
@@ -71,7 +71,7 @@ def loss_of(
     if binding.memory is None:
         router_logits = getattr(output, "router_logits", None) or ()
     else:
-        # Handed on, not kept: a loss that nobody goes back from is freed with its graph.
+        # Taken off the binding: a loss without backward is freed with its graph.
         router_logits, binding.router_logits = binding.router_logits, []
     if wants_auxiliary_loss(binding.model, routers):
         total = total + auxiliary_loss(binding.model, router_logits, shard.real, binding.mesh) * weight
@@ -81,9 +81,9 @@ def loss_of(
 def shown_sum(part: Tensor, group: dist.ProcessGroup, binding: Binding, scale: float = 1.0) -> Tensor:
     """Return the sum of all ranks' parts, rounded once; its gradient is this rank's own part, times `scale`.
 
-    The mean is taken of a sum that was rounded, as the plain model takes it, so that the two round alike.
+    The plain model rounds the sum before it divides; so does this function, and both round alike.
     """
     dtype = torch.promote_types(binding.model.dtype, torch.float32)
     total = part.detach().clone()
     dist.all_reduce(total, group=group)
-    return reduced(part, total.to(dtype), scale)
+    return with_local_gradient(part, total.to(dtype), scale)

@@ -1,4 +1,4 @@
-"""What stands for parts of a rehearsed step where tensors are fake: nothing can be read of them."""
+"""Parts of a rehearsed step on fake tensors, whose values cannot be read: the optimizer's step, and a batch's shard."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ithaca.sequence.batch import Shard
 
-# Smaller tensors are not kept in 8 bits.
-_CODED = 4096
+# torchao keeps the moments of smaller tensors in fp32 (checked on 0.18).
+_LEAST_QUANTIZED = 4096
 
 
 def fake_step(optimizer: torch.optim.Optimizer) -> None:
-    """torchao steps by compiled code, which takes no fake tensors: there its state is made and no more."""
+    """Step on fake tensors; torchao's compiled step takes none, so only its state is made."""
     make = getattr(optimizer, "_new_buffer", None)
     if make is None:
         optimizer.step()
         return
     with unset_fake_temporarily():
-        # The values that codes stand for are worked out once, and kept.
+        # torchao computes its table of quantized values once and caches it: the table must be real.
         for signed in (True, False):
-            make(torch.zeros(_CODED), signed)
+            make(torch.zeros(_LEAST_QUANTIZED), signed)
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         state = optimizer.state[parameter]
-        for name, signed in zip(("exp_avg", "exp_avg_sq"), (True, False), strict=True):
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             if name not in state:
                 state[name] = make(parameter, signed)
 
 
-def faked(shard: Shard, mode: FakeTensorMode) -> Shard:
+def fake_shard(shard: Shard, mode: FakeTensorMode) -> Shard:
+    """Return a shard with fake tensors of the same shapes."""
+
     def fake(value: Any) -> Any:
         return mode.from_tensor(value) if isinstance(value, Tensor) else value
 

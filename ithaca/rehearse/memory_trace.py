@@ -1,11 +1,11 @@
-"""Memory without a GPU: every storage a step makes is followed from its making to its end, real or fake.
+"""Peak memory without a GPU: a dispatch mode follows every storage of a step, real or fake, while it is alive.
 
-`Trace` is a dispatch mode around a step on the CPU. It sees what operators return, so a kernel's own workspace is not
-in it. FSDP2 frees gathered weights by shrinking their storage, which no operator tells of: sizes are therefore read
-anew after every operator. Saved tensors that a plan sends to the host are counted there while they are away, and with
-`away` weights, optimizer state and gradients always, since on the CPU nothing moves.
+`Trace` sees the tensors that operators return, so a kernel's own workspace is not counted. FSDP2 frees gathered weights
+by shrinking their storage, which is no operator's result: all sizes are read again after every operator. On the CPU
+nothing moves to the host, so saved tensors that a plan offloads are subtracted while they would be there, and with
+`away` weights, optimizer state and gradients always.
 
-Invariant: peaks are of bytes that are alive at one moment, and `Kinds` of a peak adds up to it.
+Invariant: a peak is of bytes that are alive at one moment, and its `Kinds` add up to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ithaca.memory.offload import STAGED, HostStore, Ticket
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Bytes of one moment, by what they are of. `working`: activations, gathered weights, buffers."""
+    """Bytes at one moment, by kind. `working`: activations, gathered weights, buffers."""
 
     weights: int = 0
     optimizer: int = 0
@@ -39,8 +39,10 @@ class Kinds:
 
 
 class Trace(TorchDispatchMode):
-    """Follows storages while it is entered. `held` gives the tensors of weights, optimizer state and gradients, which
-    with `away` are the host's."""
+    """A mode that follows storages while it is entered.
+
+    `held` returns the tensors of weights, optimizer state and gradients, which with `away` count as the host's.
+    """
 
     def __init__(self, held: Callable[[], dict[str, list[Tensor]]], *, away: bool = False) -> None:
         super().__init__()
@@ -54,35 +56,35 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
-        # Arguments too: a buffer may have been made before the trace began.
+        # Arguments too: a buffer may be older than the trace.
         self._see(x for x in tree_leaves((given, args)) if isinstance(x, Tensor))
         self._measure()
         return given
 
     def begin(self) -> None:
-        """A new phase: its peak starts from what is there."""
+        """Start a new phase, whose peak starts from what is alive."""
         self.peak = Kinds()
-        # Gradients come and go; the others stay as they are until the phase ends.
+        # Gradients come and go; weights and optimizer state stay as they are until the phase ends.
         own = self._held() if self.holds_away else {}
         self._resting = bytes_of([x for kind in ("weights", "optimizer") for x in own.get(kind, [])])
         self._measure()
 
     def moved(self, size: int) -> None:
-        """So many bytes left for the host, or came back."""
+        """Count `size` bytes as moved to the host, or back if negative."""
         self.away += size
 
     def reserved(self, size: int) -> None:
-        """The host keeps so many bytes more for saved tensors, or fewer."""
+        """Count `size` more bytes of pinned host memory, or fewer if negative."""
         self._kept += size
         self.pinned = max(self.pinned, self._kept)
 
     def _see(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
-            # What wraps other tensors (DTensor, quantized ones) has no memory of its own; shapes are tried out on meta.
+            # Wrappers of tensors (DTensor, quantized tensors) have no memory of their own, and neither has meta.
             if x.layout is torch.strided and x.device.type != "meta" and not is_traceable_wrapper_subclass(x):
                 storage = x.untyped_storage()
                 if storage._cdata not in self._alive:
-                    self._alive[storage._cdata] = weakref.ref(storage, _forgets(self._alive, storage._cdata))
+                    self._alive[storage._cdata] = weakref.ref(storage, _forget(self._alive, storage._cdata))
 
     def _measure(self) -> None:
         storages = [found() for found in list(self._alive.values())]
@@ -96,9 +98,9 @@ class Trace(TorchDispatchMode):
                 self.peak = Kinds(working=working)
 
 
-def _forgets(alive: dict[int, weakref.ref[Any]], key: int) -> Callable[[Any], None]:
+def _forget(alive: dict[int, weakref.ref[Any]], key: int) -> Callable[[Any], None]:
     def forget(dead: Any) -> None:
-        # The address may be another storage's by now.
+        # The address may belong to another storage by now.
         if alive.get(key) is dead:
             del alive[key]
 
@@ -106,38 +108,38 @@ def _forgets(alive: dict[int, weakref.ref[Any]], key: int) -> Callable[[Any], No
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
-    """Bytes of distinct storages."""
+    """Return the bytes of distinct storages."""
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def held_by(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """This rank's own tensors that stay from step to step; on whichever device.
+    """Return this rank's own weights, optimizer state and gradients, on any device.
 
-    `parameters` are taken while the model is at rest: in a step FSDP2 puts gathered ones in their place.
+    `parameters`: those of the model between steps; in a step FSDP2 puts gathered ones in their place.
     """
     state = [x for each in optimizer.state.values() for x in tree_leaves(dict(each))]
     return {
-        "weights": [_own(p) for p in parameters],
-        "optimizer": [plain for x in state if isinstance(x, Tensor) for plain in _plain(_own(x))],
-        "gradients": [_own(p.grad) for p in parameters if p.grad is not None],
+        "weights": [_shard(p) for p in parameters],
+        "optimizer": [plain for x in state if isinstance(x, Tensor) for plain in _unwrapped(_shard(x))],
+        "gradients": [_shard(p.grad) for p in parameters if p.grad is not None],
     }
 
 
-def _own(x: Tensor) -> Tensor:
-    """This rank's part, taken without an operator: a trace asks after every one."""
+def _shard(x: Tensor) -> Tensor:
+    # Not `to_local()`: it is an operator, and a trace asks after every operator.
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def _plain(x: Tensor) -> list[Tensor]:
-    """The tensors inside a quantized one."""
+def _unwrapped(x: Tensor) -> list[Tensor]:
+    """Return the tensors inside a quantized one, or the tensor itself."""
     if not is_traceable_wrapper_subclass(x):
         return [x]
-    return [part for name in x.__tensor_flatten__()[0] for part in _plain(getattr(x, name))]
+    return [part for name in x.__tensor_flatten__()[0] for part in _unwrapped(getattr(x, name))]
 
 
 @dataclass(slots=True, eq=False)
 class TracedStore(HostStore):
-    """A host store on the CPU that tells a trace what would have left and come back, as on a GPU."""
+    """A host store on the CPU that reports to a trace what a GPU would offload and fetch."""
 
     trace: Trace | None = field(default=None, repr=False)
 
@@ -153,7 +155,7 @@ class TracedStore(HostStore):
 
 @dataclass(slots=True, eq=False)
 class TracedTicket(Ticket):
-    """`size` bytes that count as the host's from `free_device_tensors` to `prefetch`."""
+    """Offloaded tensors of `size` bytes, which count as the host's from `free_device_tensors` to `prefetch`."""
 
     size: int = 0
     gone: bool = False

@@ -1,7 +1,12 @@
-"""Seconds and peaks of a step, phase by phase: of a GPU as its allocator and clock tell, or of a trace.
+"""Seconds and memory peaks of a step, phase by phase: from a GPU's allocator and events, or from a trace.
 
-A phase ends at its `mark`; the next one's peak starts from what is there then. Layers are clocked one by one, from the
-beginning of one to that of the next, so that nothing says where the last one of a phase ends.
+    with DevicePhases(...) as phase:
+        loss = forward();     phase.mark("forward", held)
+        loss.backward();      phase.mark("backward", held)
+        optimizer.step();     phase.mark("optimizer", held)
+
+A phase ends at its `mark`, and the next phase's peak starts from what is alive then. A layer is clocked from its own
+beginning to the beginning of the next, so the seconds of a phase's last layer are unknown.
 """
 
 from __future__ import annotations
@@ -21,14 +26,14 @@ from ithaca.training.watch.layer_boundaries import put_boundaries
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
-# A tenth of a second or so.
+# About a tenth of a second.
 WAIT_CYCLES = 200_000_000
-# The threads of a real group hold a collective's buffers a little longer than it takes.
-LETTING_GO_S = 0.05
+# The threads of a real group hold a collective's buffers a little longer than the collective takes.
+RELEASE_S = 0.05
 
 
-class _Layers:
-    """When each layer's forward and backward began, and how many buffers had been filled by then."""
+class _LayerClock:
+    """The begin of each layer's forward and backward, and the number of buffers filled by then."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device, sent: Sent) -> None:
         self.layers, self.device, self.sent = layers, device, sent
@@ -46,7 +51,7 @@ class _Layers:
         self._began[label] = moment(self.device), len(self.sent.spans)
 
     def seconds(self) -> dict[str, list[float | None]]:
-        """By phase, layer by layer, without the filling of buffers."""
+        """Return seconds by phase and layer, without the filling of buffers; None where unknown."""
         count = len(self.layers)
         return {
             FORWARD: [self._between(f"forward layer {i}", f"forward layer {i + 1}") for i in range(count)],
@@ -61,29 +66,27 @@ class _Layers:
 
 
 class DevicePhases:
-    """Seconds and peaks of a GPU, phase by phase; `held` are bytes of the device and of the host at the end of each.
-
-    The device is kept waiting at first, so that the host is ahead of it, as it is in a run: what the host does before a
-    step's first kernel is done while the step before is still computed.
-    """
+    """Seconds and peaks of a GPU; `held`: bytes on the device and on the host at the end of each phase, by kind."""
 
     def __init__(self, device: torch.device, sent: Sent, layers: Sequence[nn.Module]) -> None:
         self.device, self.sent = device, sent
         self.peaks: dict[str, int] = {}
         self.held: dict[str, dict[str, tuple[int, int]]] = {}
-        self._layers = _Layers(layers, device, sent)
+        self._clock = _LayerClock(layers, device, sent)
         self._ends: list[tuple[str, Any, int]] = []
 
     def __enter__(self) -> DevicePhases:
-        self._layers.__enter__()
+        self._clock.__enter__()
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
+        # Keep the device busy, so that the host is ahead of it, as in a run: there the host prepares a step's first kernel
+        # while the step before is still computed.
         torch.cuda._sleep(WAIT_CYCLES)
         self._ends = [("", moment(self.device), len(self.sent.spans))]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._layers.__exit__()
+        self._clock.__exit__()
 
     def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
         self._ends.append((name, moment(self.device), len(self.sent.spans)))
@@ -93,7 +96,7 @@ class DevicePhases:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of the phases marked so far, without the filling of buffers; waits for them."""
+        """Seconds of the phases marked so far, without the filling of buffers; waits for the device."""
         torch.cuda.synchronize(self.device)
         return {
             name: seconds_between(start, end) - self.sent.filling_s(filled, more)
@@ -106,48 +109,48 @@ class DevicePhases:
         return {name: Kinds(**own, working=self.peaks[name] - sum(own.values())) for name, own in device.items()}
 
     def on_host(self) -> int:
-        """Most bytes of weights, optimizer state and gradients that live there."""
+        """Return the most bytes of weights, optimizer state and gradients on the host."""
         return max(sum(there for _, there in held.values()) for held in self.held.values())
 
     def layers(self) -> dict[str, list[float | None]]:
-        return self._layers.seconds()
+        return self._clock.seconds()
 
 
 class TracedPhases:
-    """The same of a trace."""
+    """Seconds and peaks of a traced step on the CPU."""
 
     def __init__(self, trace: Trace, sent: Sent, layers: Sequence[nn.Module]) -> None:
         self.trace = trace
         self.kinds: dict[str, Kinds] = {}
         self.seconds: dict[str, float] = {}
         self._held: list[dict[str, int]] = []
-        self._layers = _Layers(layers, torch.device("cpu"), sent)
+        self._clock = _LayerClock(layers, torch.device("cpu"), sent)
         self._last = 0.0
 
     def __enter__(self) -> TracedPhases:
-        self._layers.__enter__()
+        self._clock.__enter__()
         self.trace.begin()
         self._last = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._layers.__exit__()
+        self._clock.__exit__()
 
     def mark(self, name: str, held: dict[str, list[Tensor]]) -> None:
         now = time.perf_counter()
         self.kinds[name] = self.trace.peak
         self.seconds[name] = now - self._last
         self._held.append({kind: bytes_of(own) for kind, own in held.items()} if self.trace.holds_away else {})
-        time.sleep(LETTING_GO_S)
+        time.sleep(RELEASE_S)
         self.trace.begin()
         self._last = time.perf_counter()
 
     def on_host(self, kinds: Sequence[str] = ("weights", "optimizer", "gradients")) -> int:
-        """Most bytes of these that count as the host's."""
+        """Return the most bytes of these kinds that count as the host's."""
         return max(sum(held.get(kind, 0) for kind in kinds) for held in self._held)
 
     def layers(self) -> dict[str, list[float | None]]:
-        return self._layers.seconds()
+        return self._clock.seconds()
 
 
 def _bytes(tensors: list[Tensor], kind: str) -> int:

@@ -7,8 +7,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ithaca.config.schema import Data, Launch, Lora, MeshDegrees, Model, Optimizer, Rope, Run, Source, Stage, dump_run
-from ithaca.config.schema import Memory as MemorySection
+from ithaca.config.schema import (
+    DataSettings,
+    LaunchSettings,
+    LoraSettings,
+    MemorySettings,
+    MeshSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RopeSettings,
+    RunSettings,
+    SourceSettings,
+    StageSettings,
+    dump_run,
+)
 from ithaca.constants import GIB
 from ithaca.errors import ConfigError
 from ithaca.planning.model.known_models import KnownModel
@@ -22,11 +34,13 @@ USUAL_HEADROOM = 0.25
 _LINE = 76
 
 
-def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | None, lora_rank: int | None) -> Run:
+def run_of(
+    known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | None, lora_rank: int | None
+) -> RunSettings:
     """The run that the plan is of; the documents are the user's to name."""
     recipe, job = option.recipe, option.job
     budget = None if wanted.headroom == USUAL_HEADROOM else wanted.device_budget
-    stage = Stage(
+    stage = StageSettings(
         length=job.length,
         steps=None if tokens else STEPS,
         tokens=tokens,
@@ -34,21 +48,21 @@ def run_of(known: KnownModel, wanted: Wanted, option: Option, *, tokens: int | N
         rope=_rope(known, job.length),
     )
     optimizer = "adamw" if recipe.optimizer == "none" else recipe.optimizer
-    return Run(
+    return RunSettings(
         output=f"runs/{known.name.rstrip('/').rsplit('/', 1)[-1].removesuffix('.json')}-{job.length}",
         precision=recipe.precision,
-        model=Model(name=_folder(known.name)),
-        lora=Lora(rank=lora_rank) if lora_rank else None,
-        data=Data(sources=[Source(path="documents.jsonl")]),
+        model=ModelSettings(name=_folder(known.name)),
+        lora=LoraSettings(rank=lora_rank) if lora_rank else None,
+        data=DataSettings(sources=[SourceSettings(path="documents.jsonl")]),
         stages=[stage],
-        mesh=MeshDegrees(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
-        memory=MemorySection(
+        mesh=MeshSettings(sp=option.degrees.sp, ring=option.degrees.ring, replicas=job.replicas),
+        memory=MemorySettings(
             budget=budget,
             host_budget=_host_budget(wanted, option),
             on_host="everything" if recipe.on_host else "nothing",
         ),
-        optimizer=Optimizer(name=optimizer),
-        launch=Launch(processes=option.machine.gpus, device="cuda"),
+        optimizer=OptimizerSettings(name=optimizer),
+        launch=LaunchSettings(processes=option.machine.gpus, device="cuda"),
     )
 
 
@@ -63,11 +77,11 @@ def _folder(name: str) -> str:
     return str(Path(name).parent) if Path(name).name.endswith(".json") else name
 
 
-def _rope(known: KnownModel, length: int) -> Rope | None:
+def _rope(known: KnownModel, length: int) -> RopeSettings | None:
     """Positions stretched by YaRN where the model was trained on shorter ones; it replaces a scaling that is there."""
     if not known.positions or not known.original or length <= known.positions:
         return None
-    return Rope(kind="yarn", factor=length / known.original, original=known.original)
+    return RopeSettings(kind="yarn", factor=length / known.original, original=known.original)
 
 
 @contextmanager
@@ -96,7 +110,7 @@ def check_report(file: Path) -> None:
         file.unlink()
 
 
-def write_run(file: Path, run: Run, machine: Machine) -> bool:
+def write_run(file: Path, run: RunSettings, machine: Machine) -> bool:
     """Whether it was written: a file that says something else is left alone."""
     text = "# Made by `ithaca plan`. Name your documents under data.sources, then: ithaca train " + file.name + "\n"
     if machine.nodes > 1:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.errors import MeshError
 from ithaca.mesh import largest_divisor
 
@@ -24,7 +24,7 @@ def another_launcher(ranks: int) -> str | None:
     return f"{ranks} ranks"
 
 
-def choose_sp(run: Run, number: int, world: int, config: Any, typed: TypedRanks = another_launcher) -> int:
+def choose_sp(run: RunSettings, number: int, world: int, config: Any, typed: TypedRanks = another_launcher) -> int:
     """The stage's own degree, the run's, or as many ranks as divide the world and have a head each."""
     run.mesh.refuse_ring()
     heads = int(config.num_attention_heads)
@@ -33,7 +33,7 @@ def choose_sp(run: Run, number: int, world: int, config: Any, typed: TypedRanks 
     return largest_divisor(world, heads) if asked == "auto" else asked
 
 
-def check_degrees(run: Run, world: int, heads: int | None, typed: TypedRanks) -> None:
+def check_degrees(run: RunSettings, world: int, heads: int | None, typed: TypedRanks) -> None:
     """Refuse a run whose stages do not fit `world` ranks. `heads`: the model's attention heads; None if not known."""
     run.mesh.refuse_ring()
     for number in range(len(run.stages)):
@@ -44,7 +44,7 @@ def check_degrees(run: Run, world: int, heads: int | None, typed: TypedRanks) ->
         raise MeshError(f"mesh.replicas={copies} does not divide {_ranks(world)}: use mesh.replicas={works}")
 
 
-def _check_stage(run: Run, number: int, world: int, heads: int | None, typed: TypedRanks) -> None:
+def _check_stage(run: RunSettings, number: int, world: int, heads: int | None, typed: TypedRanks) -> None:
     stage = run.stages[number]
     asked, name = stage.sp or run.mesh.sp, f"stages.{number}.sp" if stage.sp else "mesh.sp"
     if asked == "auto" and heads is None:
@@ -89,7 +89,7 @@ def _worlds(batches: Iterable[int], world: int, sp: int) -> Iterable[int]:
     return sorted(works, key=lambda ranks: (abs(ranks - world), ranks))
 
 
-def _fewer(run: Run, world: int, heads: int | None) -> Iterable[int]:
+def _fewer(run: RunSettings, world: int, heads: int | None) -> Iterable[int]:
     """Smaller numbers of ranks on which all stages go as they are, the largest first."""
     for ranks in range(world - 1, 0, -1):
         degrees = [stage.sp or run.mesh.sp for stage in run.stages]

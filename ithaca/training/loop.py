@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention.clock import CLOCK, Spans
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BadStepsError
 from ithaca.loss.by_position import LossByPosition
@@ -97,7 +97,7 @@ class StageLoop:
 
     def __init__(
         self,
-        run: Run,
+        run: RunSettings,
         session: Session,
         watch: Watch,
         journal: Journal,

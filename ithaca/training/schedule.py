@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from ithaca.config.schema import Rope, Stage
+from ithaca.config.schema import RopeSettings, StageSettings
 from ithaca.errors import ConfigError
 
 # Models follow a stretch of about this factor; beyond it a stage between pays for itself.
@@ -31,7 +31,7 @@ _QUERIES = "llama_4_scaling_beta"
 Parameters = dict[str, Any]
 
 
-def rate_at(stages: Sequence[Stage], number: int, step: int) -> float:
+def rate_at(stages: Sequence[StageSettings], number: int, step: int) -> float:
     """The learning rate of step `step` (from 0) of stage `number` (from 0)."""
     stage = stages[number]
     start = rate_at(stages, number - 1, stages[number - 1].count) if number else 0.0
@@ -42,12 +42,12 @@ def rate_at(stages: Sequence[Stage], number: int, step: int) -> float:
     return stage.lr * _share(stage, done)
 
 
-def _warm_steps(stage: Stage) -> int:
+def _warm_steps(stage: StageSettings) -> int:
     steps = stage.warmup if stage.warmup >= 1 else math.ceil(stage.warmup * stage.count)
     return min(int(steps), stage.count)
 
 
-def _share(stage: Stage, done: float) -> float:
+def _share(stage: StageSettings, done: float) -> float:
     """What is left of the peak when a share `done` of the fall is behind."""
     if stage.schedule == "constant":
         return 1.0
@@ -55,7 +55,7 @@ def _share(stage: Stage, done: float) -> float:
     return stage.final + (1 - stage.final) * left
 
 
-def advise_between(trained: int, stages: Sequence[Stage]) -> list[str]:
+def advise_between(trained: int, stages: Sequence[StageSettings]) -> list[str]:
     """A warning for every jump above fourfold, with the lengths between; `trained` is what the model starts from."""
     warnings = []
     for number, (before, stage) in enumerate(zip([trained, *(s.length for s in stages)], stages, strict=False), 1):
@@ -78,7 +78,7 @@ def _between(before: int, length: int) -> list[int]:
     return lengths[1:]
 
 
-def apply_stages(config: Any, stages: Sequence[Stage], *, random: bool) -> Any:
+def apply_stages(config: Any, stages: Sequence[StageSettings], *, random: bool) -> Any:
     """A copy of a model's config with the RoPE changes of `stages`, the last of which is about to run.
 
     `random`: the weights were never trained, so there is no length that they know.
@@ -163,7 +163,7 @@ def _attention_factor(factor: float, kept: Parameters) -> float:
     return (0.1 * up * log + 1) / (0.1 * down * log + 1) if up and down else 0.1 * log + 1
 
 
-def _renewed(plain: Parameters, rope: Rope) -> Parameters:
+def _renewed(plain: Parameters, rope: RopeSettings) -> Parameters:
     """The same with what a stage sets itself, from here on."""
     return plain | ({_THETA: rope.theta} if rope.theta else {}) | ({_ORIGINAL: rope.original} if rope.original else {})
 
@@ -178,7 +178,7 @@ def _factor(original: int, length: int) -> float:
     return int(ratio) if ratio.is_integer() else ratio
 
 
-def _check_learned(kind: str, stage: Stage, known: int, number: int, *, random: bool) -> None:
+def _check_learned(kind: str, stage: StageSettings, known: int, number: int, *, random: bool) -> None:
     """Positions that are no rotation are a table, and end where it does."""
     if known and stage.length > known and not random:
         raise ConfigError(
@@ -189,7 +189,7 @@ def _check_learned(kind: str, stage: Stage, known: int, number: int, *, random: 
         raise ConfigError(f"stage {number} has rope, but {kind} has no rotary positions: leave it out")
 
 
-def _check_reach(rope: Rope, original: int, length: int, number: int) -> int | None:
+def _check_reach(rope: RopeSettings, original: int, length: int, number: int) -> int | None:
     """How many positions a scaling gives; None where its kind does not say."""
     # llama3's factor slows the lowest frequencies only and says nothing of how far positions reach.
     if rope.factor is None or rope.kind in ("theta", "llama3") or not original:
@@ -202,13 +202,13 @@ def _check_reach(rope: Rope, original: int, length: int, number: int) -> int | N
     return round(original * rope.factor)
 
 
-def _change_rope(text: Any, rope: Rope, plain: dict[str, Parameters]) -> None:
+def _change_rope(text: Any, rope: RopeSettings, plain: dict[str, Parameters]) -> None:
     given = _rotary(text)
     changed = {kind: _scaled(text, given[kind], plain[kind], rope) for kind in given}
     text.rope_parameters = changed.get("", {**text.rope_parameters, **changed})
 
 
-def _check_readable(text: Any, rope: Rope, number: int) -> None:
+def _check_readable(text: Any, rope: RopeSettings, number: int) -> None:
     """Some configs (Phi-3's) refuse a kind only when they are read, which would be after the stage."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -222,7 +222,7 @@ def _check_readable(text: Any, rope: Rope, number: int) -> None:
         ) from None
 
 
-def _scaled(text: Any, given: Parameters, plain: Parameters, rope: Rope) -> Parameters:
+def _scaled(text: Any, given: Parameters, plain: Parameters, rope: RopeSettings) -> Parameters:
     """Parameters as transformers names them; an earlier scaling is replaced, a partial rotation stays, and so does how
     the model's own yarn is done where this is yarn."""
     if rope.kind == "theta":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.config.schema import Run, Stage
+from ithaca.config.schema import RunSettings, StageSettings
 from ithaca.data.prepared import Prepared
 from ithaca.data.rows.feed import Feed, open_feed
 from ithaca.mesh import Mesh, init_mesh
@@ -37,7 +37,7 @@ class Session:
     """One stage of a run on this rank."""
 
     number: int
-    stage: Stage
+    stage: StageSettings
     mesh: Mesh
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -58,7 +58,7 @@ class Session:
         return [row for row in range(first, first + self.stage.batch) if row % self.mesh.dp == self.mesh.dp_rank]
 
 
-def precision_of(run: Run, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
+def precision_of(run: RunSettings, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
     """What weights are kept in, and what they are cast to for computing (None: themselves).
 
     Adapters over weights in bf16 are kept in fp32, by PEFT; computing in that too, they would want every input twice.
@@ -72,7 +72,7 @@ def precision_of(run: Run, device: torch.device) -> tuple[torch.dtype, torch.dty
     return weights, torch.bfloat16 if casts else None
 
 
-def stage_config(run: Run, source: str, number: int) -> Any:
+def stage_config(run: RunSettings, source: str, number: int) -> Any:
     """The model's config in stage `number`: its positions as the stages up to it leave them."""
     config = read_config(source, run.model.config)
     random = run.model.weights == "random" or run.model.name == "embedded"
@@ -80,7 +80,7 @@ def stage_config(run: Run, source: str, number: int) -> Any:
 
 
 def build_session(
-    run: Run, number: int, source: str, prepared: Prepared, feed_state: dict[str, Any] | None, mesh: Mesh | None
+    run: RunSettings, number: int, source: str, prepared: Prepared, feed_state: dict[str, Any] | None, mesh: Mesh | None
 ) -> Session:
     """The stage with weights as the run starts from; a checkpoint is loaded over them. `mesh`: the last stage's."""
     stage = run.stages[number]
@@ -127,7 +127,7 @@ def build_session(
     )
 
 
-def _refuse_too_long(run: Run, number: int, mesh: Mesh, config: Any, planner: AutoMemory) -> None:
+def _refuse_too_long(run: RunSettings, number: int, mesh: Mesh, config: Any, planner: AutoMemory) -> None:
     """A stage that will not fit is told before the stages ahead of it are paid for."""
     for at in range(number, len(run.stages)):
         stage, sp = run.stages[at], choose_sp(run, at, mesh.world, config.get_text_config())
@@ -135,7 +135,7 @@ def _refuse_too_long(run: Run, number: int, mesh: Mesh, config: Any, planner: Au
         planner.check_fits(stage.length, sp=sp, dp=dp, accumulate=stage.batch > dp, words=_settings(run, at, mesh))
 
 
-def _settings(run: Run, number: int, mesh: Mesh) -> Words:
+def _settings(run: RunSettings, number: int, mesh: Mesh) -> Words:
     """What would fit, as it is typed after `ithaca train run.yaml`."""
     own = f"stages.{number}.sp" if run.stages[number].sp else "mesh.sp"
 
@@ -152,7 +152,7 @@ def _settings(run: Run, number: int, mesh: Mesh) -> Words:
     )
 
 
-def _mesh_for(run: Run, number: int, config: Any, mesh: Mesh | None) -> Mesh:
+def _mesh_for(run: RunSettings, number: int, config: Any, mesh: Mesh | None) -> Mesh:
     device = None if run.launch.device == "auto" else run.launch.device
     world = mesh.world if mesh is not None else init_mesh(device=device).world
     sp = choose_sp(run, number, world, config.get_text_config())
@@ -161,7 +161,7 @@ def _mesh_for(run: Run, number: int, config: Any, mesh: Mesh | None) -> Mesh:
     return init_mesh(sp=sp, device=device)
 
 
-def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(run: RunSettings, model: nn.Module) -> torch.optim.Optimizer:
     settings = run.optimizer
     return build_optimizer(
         model,

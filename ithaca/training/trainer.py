@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.data.prepared import Prepared, changed_sources, prepare
 from ithaca.data.sources.own_files import refuse_own_files
 from ithaca.errors import CheckpointError, UntrainedError, UnwrittenError
@@ -64,7 +64,7 @@ class Outcome:
     interrupted: bool = False
 
 
-def train(run: Run, *, restart: bool = False) -> Outcome:
+def train(run: RunSettings, *, restart: bool = False) -> Outcome:
     """Train until the last stage is done or somebody asks to stop; every rank calls this.
 
     `restart`: begin at step 1 where there are checkpoints and none is whole.
@@ -93,7 +93,7 @@ def train(run: Run, *, restart: bool = False) -> Outcome:
 class _Trainer:
     """The parts that outlive a stage."""
 
-    def __init__(self, run: Run, folder: RunFolder, mesh: Mesh, watch: Watch, display: Display) -> None:
+    def __init__(self, run: RunSettings, folder: RunFolder, mesh: Mesh, watch: Watch, display: Display) -> None:
         self.run, self.folder, self.mesh, self.watch, self.display = run, folder, mesh, watch, display
         settings = run.checkpoints
         self.checkpoints = Checkpoints(folder.checkpoints, settings.keep, mesh, settings.background)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ithaca.config.schema import Rope, Stage
+from ithaca.config.schema import RopeSettings, StageSettings
 from ithaca.training.schedule import LARGEST_JUMP, Positions, positions_of
 
 # Long-context training of pretrained models goes from 1e-6 to 1e-4, and adapters take ten times that.
@@ -19,7 +19,7 @@ USUAL_RATE, USUAL_ADAPTER_RATE = "1.0e-5", "1.0e-4"
 LARGEST_THETA = 100
 
 
-def advise_settings(text: Any, stages: Sequence[Stage], *, adapters: bool) -> list[str]:
+def advise_settings(text: Any, stages: Sequence[StageSettings], *, adapters: bool) -> list[str]:
     """A sentence for each setting of `stages` that is unusual for a pretrained model with the text config `text`."""
     positions, said = positions_of(text), []
     for number, stage in enumerate(stages, 1):
@@ -40,7 +40,7 @@ def _rate(rate: float, *, adapters: bool) -> str | None:
     return f"lr {rate:g}, far above what {what} (at most {highest:g}): lr: {usual} is usual"
 
 
-def _rope(rope: Rope, own: Positions, longest: int) -> str | None:
+def _rope(rope: RopeSettings, own: Positions, longest: int) -> str | None:
     if rope.theta is not None and rope.theta < own.theta:
         return (
             f"a rope theta of {rope.theta:,g}, below the model's own {own.theta:,g}: positions then look unlike those "

@@ -1,6 +1,9 @@
-"""`verify`: all checks on one model and one sample, on every rank of a mesh; the checklist out.
+"""`verify`: run all checks on one model and one sample, on every rank of a mesh, and return the checklist.
 
-`devices.py` asks the same of what only GPUs have.
+    pair with parallelize(model, mesh)                         -> every check of CHECKS
+    pair with tiles and layers recomputed in backward          -> recomputed_layers
+
+`gpus.py` adds the checks that need GPUs.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.ranks import on_rank_0
 from ithaca.verify.batches import Sample
-from ithaca.verify.checks import CHECKS, Bench, Check, Line, run_again
-from ithaca.verify.pair import Build, Pair
+from ithaca.verify.checks import CHECKS, Case, Check, Line, recomputed_layers
+from ithaca.verify.parity import Build, Pair
 
-# Few tokens at once, so that a shard of the sample is several tiles and a short last one.
+# Few tokens at once, so that a shard of the sample has several tiles and a short last one.
 _MLP_TILE, _LOSS_TILE = 5, 7
 
 
@@ -36,38 +39,38 @@ def verify(
     *,
     promote: bool = True,
     checks: Iterable[Check] = CHECKS,
-    tell: Callable[[Line], None] = lambda line: None,
+    on_line: Callable[[Line], None] = lambda line: None,
     scratch: Path | None = None,
     **options: Any,
 ) -> list[Line]:
-    """The checklist, the same on all ranks. `build` gives the whole model; `options` go to `parallelize`.
+    """Return the checklist, the same on all ranks. `build` returns the whole model; `options` go to `parallelize`.
 
-    `promote`: for models in fp64, that they really compute in it. `tell` hears of every line as it comes.
-    `scratch`: a folder of the caller's for what is saved, gone with it even where the ranks are killed.
+    `promote`: compute fp64 models in fp64 throughout. `on_line` is called with every line when it is known.
+    `scratch`: the caller's folder for what is saved, which the caller removes even if the ranks are killed.
     """
     lines: list[Line] = []
 
     def run(pair: Pair, chosen: Iterable[Check], folder: Path) -> None:
         for check in chosen:
-            for line in check(Bench(pair, sample, folder)):
-                # NaN is no figure that ranks could agree on: it counts as infinitely wrong.
+            for line in check(Case(pair, sample, folder)):
+                # NaN is equal to nothing, and ranks compare their lines: it counts as infinitely wrong.
                 line = replace(line, figure=inf) if isnan(line.figure) else line
                 lines.append(line)
-                tell(line)
+                on_line(line)
 
     with _shared_folder(mesh, scratch) as folder:
         pair = Pair(build, lambda model, its: parallelize(model, its, **options), mesh, promote=promote)
         refused = memory_refusal(pair.base)
         run(pair, checks, folder)
-        # Or two pairs would be held at once.
+        # Two pairs at once would need twice the memory.
         del pair
         if refused is None:
-            run(Pair(build, _with_layers_run_again(options), mesh, promote=promote), (run_again,), folder)
+            run(Pair(build, _prepare_recomputed(options), mesh, promote=promote), (recomputed_layers,), folder)
     return lines
 
 
-def _with_layers_run_again(options: dict[str, Any]) -> Callable[[PreTrainedModel, Mesh], Any]:
-    """`parallelize` with work in tiles and every layer run again in backward, one in two its attention too."""
+def _prepare_recomputed(options: dict[str, Any]) -> Callable[[PreTrainedModel, Mesh], Any]:
+    """Return a `parallelize` with tiles and every layer recomputed in backward, every second one with its attention."""
 
     def prepare(model: PreTrainedModel, mesh: Mesh) -> Any:
         count = len(decoder_layers(base_model(model)))
@@ -80,7 +83,7 @@ def _with_layers_run_again(options: dict[str, Any]) -> Callable[[PreTrainedModel
 
 @contextmanager
 def _shared_folder(mesh: Mesh, within: Path | None) -> Iterator[Path]:
-    """An empty folder of this machine, the same for all ranks, gone afterwards."""
+    """Make an empty folder of this machine for all ranks; remove it at the end."""
     made = on_rank_0(lambda: tempfile.mkdtemp(prefix="ithaca-verify-", dir=within), mesh.world_group)
     try:
         yield Path(made)

@@ -1,12 +1,23 @@
-"""The checks of `ithaca verify`, one function each: a pair of models and a sample in, lines of the checklist out.
+"""The checks of `ithaca verify`, one generator each: a pair of models and a sample in, lines of the checklist out.
 
-Every function runs on all ranks alike and gives the same lines there. Those at the end of `CHECKS` change weights.
+    check                 batch                                        sharded against one process
+    first_step            the user's own rows                          loss, logits, every gradient
+    documents             |aaaaaab|bbbbccccc|  packed documents        each document run alone; nothing leaks
+    document_bounds       |abbbb|cdddd|  documents on shards' bounds   each document run alone
+    padding               |__aaa|aaaaa|  left, right, whole shards     loss, logits, gradients
+    positions             position ids from far on                     RoPE that depends on the length
+    masked_shards, accumulation, evaluation, router_loss               the loss's divisor
+    sharded               kernel calls, exchanges, saved bytes         attention is sharded at all
+    saving, resuming      files                                        plain transformers and one process load them
+
+Every check runs on all ranks and yields the same lines there. `resuming`, the last of `CHECKS`, changes weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +31,21 @@ from ithaca.state.checkpoint.checkpoints import Checkpoints
 from ithaca.state.checkpoint.dcp import read_tensors
 from ithaca.state.checkpoint.state_tensors import state_tensors
 from ithaca.state.optimizer.build import build_optimizer
-from ithaca.verify.adapters import has_adapters, load_adapters
 from ithaca.verify.batches import Batch, Sample
 from ithaca.verify.fp64 import relative_error
-from ithaca.verify.pair import Pair
-from ithaca.verify.parity import reference, runs_whole
-from ithaca.verify.probes import kept_for_backward, watched
-from ithaca.verify.tolerances import SHARE, Limits, limits_for
+from ithaca.verify.parity import Pair
+from ithaca.verify.probes import recorded_attention, saved_for_backward
+from ithaca.verify.reference import reference, runs_whole
+from ithaca.verify.small_subject import has_adapters, load_adapters
+from ithaca.verify.tolerances import SAVED_FACTOR, ParityLimits, limits_for
 
-# A step that moves the loss, and yet stays where rounding is not blown up.
+# A step that moves the loss, and yet stays where rounding is not amplified.
 LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the checklist: it is right where `figure` is at most `limit`."""
+    """One line of the checklist: right if `figure` is at most `limit`."""
 
     name: str
     figure: float
@@ -47,214 +58,212 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """What a check works on. `folder` is empty, and the same for all ranks."""
+class Case:
+    """Models and batches of a check. `folder` is empty at first, and the same for all ranks."""
 
     pair: Pair
     sample: Sample
     folder: Path
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ParityLimits:
         dtype = next(self.pair.parallel.parameters()).dtype
         return limits_for(dtype, experts=has_experts(self.pair.config))
 
-    def parity(self, name: str, batches: list[Batch], detail: str, **options: Any) -> Line:
-        """The part of a comparison that is nearest to its limit."""
-        part, error, limit = self.pair.compare(batches, **options).worst(self.limits)
+    def compare(self, name: str, batches: list[Batch], detail: str, **options: Any) -> Line:
+        """Return the part of a comparison (loss, logits or a gradient) that is nearest to its limit."""
+        part, error, limit = self.pair.compare(batches, **options).nearest_limit(self.limits)
         return Line(name, error, limit, f"{detail}; worst: {part}")
 
 
-def first_step(bench: Bench) -> Iterator[Line]:
-    """Loss, logits and every gradient of the user's own rows."""
-    batches = bench.sample.plain
-    errors, limits = bench.pair.compare(batches), bench.limits
+def first_step(case: Case) -> Iterator[Line]:
+    """Compare loss, logits and every gradient on the user's own rows."""
+    batches, limits = case.sample.plain, case.limits
+    parity = case.pair.compare(batches)
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    rows = f"{len(batches)} row{'s' if len(batches) > 1 else ''} of {bench.sample.origin}, {tokens} tokens"
-    yield Line("loss", errors.loss, limits.loss, rows)
-    yield Line("logits", errors.logits, limits.logits, "of every token")
-    yield Line("gradients", errors.gradients, limits.gradients, f"{_trained(bench)}; worst: {errors.where}")
-
-
-def _trained(bench: Bench) -> str:
-    """Whose gradients are compared; what is frozen has none on either side, or it is off."""
-    trains = [parameter.requires_grad for parameter in bench.pair.parallel.parameters()]
+    rows = f"{len(batches)} row{'s' if len(batches) > 1 else ''} of {case.sample.origin}, {tokens} tokens"
+    yield Line("loss", parity.loss, limits.loss, rows)
+    yield Line("logits", parity.logits, limits.logits, "of every token")
+    trains = [parameter.requires_grad for parameter in case.pair.parallel.parameters()]
+    # A frozen weight has no gradient on either side, or the check is off.
     frozen = len(trains) - sum(trains)
-    return f"of all {sum(trains)} weights{f' of adapters, none of {frozen} frozen ones' if frozen else ''}"
+    weights = f"of all {sum(trains)} weights{f' of adapters, none of {frozen} frozen ones' if frozen else ''}"
+    name, error = parity.worst_gradient
+    yield Line("gradients", error, limits.gradients, f"{weights}; worst: {name}")
 
 
-def documents(bench: Bench) -> Iterator[Line]:
-    """Packed documents learn as if alone, and see nothing of each other."""
-    batch, spans = bench.sample.packed, bench.sample.spans
-    yield bench.parity("documents", [batch], f"{len(spans)} in a row, against each alone")
+def documents(case: Case) -> Iterator[Line]:
+    """Check that packed documents train as if alone, and that no document sees another."""
+    batch, spans, pair, limit = case.sample.packed, case.sample.spans, case.pair, case.limits.isolation
+    yield case.compare("documents", [batch], f"{len(spans)} in a row, against each alone")
     end = spans[2][1]
-    # The last token but one: later tokens of the document see the change, and the next document begins right after.
-    place = end - 2
+    # The last token but one: the document's last token sees the change, and the next document begins right after.
+    changed_at = end - 2
     other = batch["input_ids"].clone()
-    other[0, place] = (other[0, place] + 1) % bench.pair.config.vocab_size
-    before, shard = bench.pair.own_logits(batch)
-    after, _ = bench.pair.own_logits({**batch, "input_ids": other})
-    tokens = torch.arange(shard.layout.padded)[shard.layout.shard(bench.pair.mesh.sequence_rank)]
-    inside = (tokens >= place) & (tokens < end)
-    outside = (tokens < place) | ((tokens >= end) & (tokens < bench.sample.length))
-    changed = max(bench.pair.gathered(_largest(before - after, inside)))
-    leaked = max(bench.pair.gathered(_largest(before - after, outside)))
-    if not changed:
+    other[0, changed_at] = (other[0, changed_at] + 1) % pair.config.vocab_size
+    before, shard = pair.shard_logits(batch)
+    after, _ = pair.shard_logits({**batch, "input_ids": other})
+    tokens = torch.arange(shard.layout.padded)[shard.layout.shard(pair.mesh.sequence_rank)]
+    inside = (tokens >= changed_at) & (tokens < end)
+    outside = (tokens < changed_at) | ((tokens >= end) & (tokens < case.sample.length))
+    moved = max(pair.gather(_largest(before - after, inside)))
+    leaked = max(pair.gather(_largest(before - after, outside)))
+    if not moved:
         detail = "nothing is shown: no logit moves where a token changes, so these weights look at no token"
-        yield Line("isolation", float("inf"), bench.limits.isolation, detail)
+        yield Line("isolation", inf, limit, detail)
         return
-    kind = "bit for bit" if not bench.limits.isolation else "but for the order of experts' sums"
-    detail = f"others unchanged {kind} where a token of one changes (its own logits move by {changed:.1e})"
-    yield Line("isolation", leaked, bench.limits.isolation, detail)
+    exactness = "bit for bit" if not limit else "but for the order of experts' sums"
+    detail = f"others unchanged {exactness} where a token of one changes (its own logits move by {moved:.1e})"
+    yield Line("isolation", leaked, limit, detail)
 
 
-def document_bounds(bench: Bench) -> Iterator[Line]:
-    """Documents that begin on, before and after the bounds of shards, other ones in every row."""
-    shards = bench.pair.mesh.shards
-    batch = bench.sample.bounded(shards, firsts=not runs_whole(bench.pair.base))
+def document_bounds(case: Case) -> Iterator[Line]:
+    """Check documents that begin on, before and after the bounds of shards, differently in every row."""
+    batch = case.sample.bounded(case.pair.mesh.shards, firsts=not runs_whole(case.pair.base))
     detail = "three rows of unequal bounds: on every shard's, one token beside it, one document over all shards"
-    yield bench.parity("document bounds", [batch], detail)
+    yield case.compare("document bounds", [batch], detail)
 
 
-def padding(bench: Bench) -> Iterator[Line]:
-    """Padding is not attended, and counts in no loss."""
-    yield bench.parity("left padding", [bench.sample.left_padded], "two rows, a third of one")
-    yield bench.parity("right padding", [bench.sample.right_padded], "two rows, a third of one", logits=False)
-    batch = bench.sample.padded_shards(bench.pair.mesh.shards)
-    yield bench.parity("padded shards", [batch], "the whole first shard of one row, the whole last of another")
+def padding(case: Case) -> Iterator[Line]:
+    """Check that padding is not attended, and counts in no loss."""
+    yield case.compare("left padding", [case.sample.left_padded], "two rows, a third of one")
+    yield case.compare("right padding", [case.sample.right_padded], "two rows, a third of one", logits=False)
+    batch = case.sample.padded_shards(case.pair.mesh.shards)
+    yield case.compare("padded shards", [batch], "the whole first shard of one row, the whole last of another")
 
 
-def positions(bench: Bench) -> Iterator[Line]:
-    """Positions are global, and a RoPE that looks at the length sees the whole sequence's."""
-    config, length = bench.pair.config, bench.sample.length
-    by_length = any(depends_on_length(module) for module in bench.pair.parallel.modules())
-    most = int(getattr(config, "max_position_embeddings", None) or 2048)
+def positions(case: Case) -> Iterator[Line]:
+    """Check that positions are global, and that a RoPE that depends on the length sees the whole sequence's."""
+    config, length = case.pair.config, case.sample.length
+    by_length = any(depends_on_length(module) for module in case.pair.parallel.modules())
+    longest = int(getattr(config, "max_position_embeddings", None) or 2048)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kinds = sorted({str(one.get("rope_type", "default")) for one in _ropes(rope)}) or ["none"]
-    # Where the length counts, the first shard ends at a length after which the frequencies change, the next one beyond.
-    shard = -(-length // bench.pair.mesh.shards)
-    firsts = [max(turn - shard, 0) for turn in _turns(config, rope, most)]
-    firsts = firsts if by_length else [min(max(most - length, 0), 1000)]
+    # All layers share one RoPE, or each kind of layer has its own.
+    ropes = [each for each in rope.values() if isinstance(each, dict)] or ([rope] if rope else [])
+    kinds = sorted({str(each.get("rope_type", "default")) for each in ropes}) or ["none"]
+    first_positions = [min(max(longest - length, 0), 1000)]
+    if by_length:
+        # The first shard ends at a length after which frequencies change; the next shard is beyond that length.
+        shard_length = -(-length // case.pair.mesh.shards)
+        first_positions = [max(switch - shard_length, 0) for switch in _switching_lengths(config, ropes, longest)]
     lines = [
-        bench.parity(
+        case.compare(
             "positions",
-            [bench.sample.from_position(first)],
+            [case.sample.from_position(first)],
             f"RoPE {' and '.join(kinds)}{', which looks at the length' if by_length else ''}; positions from "
-            f"{' and '.join(map(str, firsts))}",
+            f"{' and '.join(map(str, first_positions))}",
         )
-        for first in firsts
+        for first in first_positions
     ]
     yield max(lines, key=lambda line: line.figure)
 
 
-def _ropes(rope: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameters of every RoPE in a config: of all layers, or of each kind of layer."""
-    return [one for one in rope.values() if isinstance(one, dict)] or ([rope] if rope else [])
+def _switching_lengths(config: Any, ropes: list[dict[str, Any]], longest: int) -> list[int]:
+    """Return every length at which transformers' RoPE may change its frequencies, in order.
 
-
-def _turns(config: Any, rope: dict[str, Any], most: int) -> list[int]:
-    """Every length at which transformers' RoPE may change its frequencies, in order: `dynamic` goes by
-    max_position_embeddings, `longrope` by original_max_position_embeddings, which may stand in three places."""
+    `dynamic` reads max_position_embeddings, `longrope` original_max_position_embeddings, which may stand in the config, in
+    the parameters of all layers, or in those of one kind of layer.
+    """
     name = "original_max_position_embeddings"
-    given = [one.get(name) for one in _ropes(rope)] + [getattr(config, name, None), most]
-    return sorted({int(turn) for turn in given if turn})
+    lengths = [*(each.get(name) for each in ropes), getattr(config, name, None), longest]
+    return sorted({int(length) for length in lengths if length})
 
 
-def masked_shards(bench: Bench) -> Iterator[Line]:
-    yield bench.parity(
-        "masked shards", [bench.sample.learned_at_the_end], "targets on the last shard only", logits=False
-    )
+def masked_shards(case: Case) -> Iterator[Line]:
+    """Check that a shard without targets adds zero to the loss, and not NaN."""
+    batch = case.sample.learned_at_the_end
+    yield case.compare("masked shards", [batch], "targets on the last shard only", logits=False)
 
 
-def accumulation(bench: Bench) -> Iterator[Line]:
+def accumulation(case: Case) -> Iterator[Line]:
+    """Check gradient accumulation: the mean is over all targets, and not over means of micro-batches."""
     detail = "three micro-batches of unequal size, one token mean"
-    yield bench.parity("accumulation", bench.sample.unequal, detail, logits=False)
+    yield case.compare("accumulation", case.sample.unequal, detail, logits=False)
 
 
-def evaluation(bench: Bench) -> Iterator[Line]:
-    """The same loss, and still on shards."""
-    batches = [bench.sample.packed]
-    with watched() as seen:
-        errors = bench.pair.compare(batches, evaluate=True, logits=False)
-    layers = bench.pair.config.num_hidden_layers
-    sharded = seen.exchanges == 2 * layers
-    error = errors.loss if sharded else float("inf")
-    detail = f"eval() and no_grad(): {seen.exchanges} exchanges in {layers} layer{'s' * (layers > 1)}"
-    yield Line("evaluation", error, bench.limits.loss, detail)
+def evaluation(case: Case) -> Iterator[Line]:
+    """Check the loss in evaluation, and that attention is sharded there too."""
+    with recorded_attention() as calls:
+        parity = case.pair.compare([case.sample.packed], evaluate=True, logits=False)
+    layers = case.pair.config.num_hidden_layers
+    error = parity.loss if calls.exchanges == 2 * layers else inf
+    detail = f"eval() and no_grad(): {calls.exchanges} exchanges in {_layers(layers)}"
+    yield Line("evaluation", error, case.limits.loss, detail)
 
 
-def router_loss(bench: Bench) -> Iterator[Line]:
-    """The auxiliary loss over the whole batch, its gradient through the routers included."""
-    if not wants_auxiliary_loss(bench.pair.base, True):
+def router_loss(case: Case) -> Iterator[Line]:
+    """Compare the auxiliary loss over the whole batch, with its gradient through the routers."""
+    if not wants_auxiliary_loss(case.pair.base, True):
         return
-    batch: Any = {**bench.sample.right_padded, "output_router_logits": True}
-    yield bench.parity("router loss", [batch], "auxiliary loss of the whole batch", logits=False)
+    batch: Any = {**case.sample.right_padded, "output_router_logits": True}
+    yield case.compare("router loss", [batch], "auxiliary loss of the whole batch", logits=False)
 
 
-def sharded(bench: Bench) -> Iterator[Line]:
-    """Every layer's kernel saw all tokens of some heads, and backward keeps a rank's share."""
-    pair = bench.pair
-    batch = bench.sample.right_padded
-    with watched() as seen, kept_for_backward(pair.parallel) as kept:
-        pair.loss([batch], backward=True)
-    ranks, padded = pair.mesh.shards, -(-batch["input_ids"].shape[1] // pair.mesh.shards) * pair.mesh.shards
-    everyone = pair.gathered((seen.brought, seen.attended))
-    layers = pair.config.num_hidden_layers
-    wrong = sum(
-        1
-        for layer in zip(*(list(zip(brought, attended, strict=False)) for brought, attended in everyone), strict=True)
-        if not _is_whole(list(layer), ranks, padded)
-    )
-    missing = max(0, layers - min(len(attended) for _, attended in everyone))
-    heads = [attended[0][1] if attended else 0 for _, attended in everyone]
-    each = ", ".join(map(str, heads))
-    detail = f"{layers} layer{'s' * (layers > 1)}, all {padded} tokens of {each} heads on a rank"
-    detail += f", {seen.exchanges} exchanges a step"
-    # Where all is frozen up to a layer's attention, as below the first adapter, nothing goes back through it.
-    back = seen.learned if has_adapters(pair.parallel) else layers
-    off = wrong + missing + abs(seen.exchanges - 2 * layers - 2 * back)
+def sharded(case: Case) -> Iterator[Line]:
+    """Check that every layer's kernel takes all tokens of some heads, and that backward saves a rank's share."""
+    pair, batch = case.pair, case.sample.right_padded
+    with recorded_attention() as calls, saved_for_backward(pair.parallel) as saved:
+        pair.mean_loss([batch], backward=True)
+    ranks, layers = pair.mesh.shards, pair.config.num_hidden_layers
+    padded = -(-batch["input_ids"].shape[1] // ranks) * ranks
+    everyone = pair.gather((calls.from_model, calls.in_kernel))
+    # Rank by rank, then layer by layer; a layer is right if its heads on all ranks are the model's.
+    by_rank = [list(zip(from_model, in_kernel, strict=False)) for from_model, in_kernel in everyone]
+    wrong = sum(not _is_whole(layer, padded) for layer in zip(*by_rank, strict=True))
+    missing = max(0, layers - min(len(in_kernel) for _, in_kernel in everyone))
+    # Below the first adapter all is frozen, and nothing goes back through such a layer's attention.
+    backward = calls.with_gradient if has_adapters(pair.parallel) else layers
+    off = wrong + missing + abs(calls.exchanges - 2 * layers - 2 * backward)
+    heads = ", ".join(str(in_kernel[0][1] if in_kernel else 0) for _, in_kernel in everyone)
+    detail = f"{_layers(layers)}, all {padded} tokens of {heads} heads on a rank, {calls.exchanges} exchanges a step"
     yield Line("attention is sharded", float(off), 0.0, detail)
-    yield _share_kept(bench, batch, max(pair.gathered(kept.bytes)))
+    yield _activation_memory(case, batch, max(pair.gather(saved.bytes)))
 
 
-def _share_kept(bench: Bench, batch: Batch, most: int) -> Line:
-    """A rank's saved bytes as a share of what one process saves."""
-    pair = bench.pair
+def _is_whole(layer: tuple[tuple[tuple[int, int], tuple[int, int]], ...], padded: int) -> bool:
+    """True if the ranks of one layer share out all heads, and each has all tokens; pairs of (tokens, heads)."""
+    tokens = all(own[0] * len(layer) == padded and in_kernel[0] == padded for own, in_kernel in layer)
+    return tokens and sum(in_kernel[1] for _, in_kernel in layer) == layer[0][0][1]
 
-    def alone(plain: PreTrainedModel) -> int:
+
+def _activation_memory(case: Case, batch: Batch, most: int) -> Line:
+    """Compare the bytes that a rank saves for backward with those of one process."""
+    pair = case.pair
+
+    def count_bytes(plain: PreTrainedModel) -> int:
         plain.set_attn_implementation("sdpa" if plain._supports_sdpa else "eager")
-        with pair.mode(), kept_for_backward(plain) as kept:
+        with pair.precision(), saved_for_backward(plain) as saved:
             plain(**pair.placed(batch), use_cache=False)
-        return kept.bytes
+        return saved.bytes
 
-    whole = int(pair.on_rank_0(alone))
+    whole = int(pair.on_rank_0(count_bytes))
     detail = f"{most / 2**20:.2f} MiB kept for backward on a rank, {whole / 2**20:.2f} MiB in one process"
-    return Line("activation memory", most / max(whole, 1), SHARE / pair.mesh.shards, detail)
+    return Line("activation memory", most / max(whole, 1), SAVED_FACTOR / pair.mesh.shards, detail)
 
 
-def saving(bench: Bench) -> Iterator[Line]:
-    """What `save_pretrained` writes loads in plain transformers to the same logits."""
-    pair, folder = bench.pair, bench.folder / "saved"
+def saving(case: Case) -> Iterator[Line]:
+    """Check that plain transformers loads what `save_pretrained` writes, with the same weights and logits."""
+    pair, folder = case.pair, case.folder / "saved"
     save_pretrained(pair.parallel, folder)
-    batch = {key: bench.sample.right_padded[key] for key in ("input_ids", "attention_mask")}
+    batch = {key: case.sample.right_padded[key] for key in ("input_ids", "attention_mask")}
 
-    def load(plain: PreTrainedModel) -> float:
+    def compare_loaded(plain: PreTrainedModel) -> float:
         plain.set_attn_implementation("eager")
-        loaded = _load(plain, folder).to(pair.mesh.device).train()
+        loaded = _load_as_others_do(plain, folder).to(pair.mesh.device).train()
         own = plain.state_dict()
         if any(not torch.equal(tensor, own[key]) for key, tensor in loaded.state_dict().items()):
-            return float("inf")
-        with pair.mode(), torch.no_grad():
+            return inf
+        with pair.precision(), torch.no_grad():
             got, want = (model(**pair.placed(batch), use_cache=False).logits for model in (loaded, plain))
         return relative_error(got, want)
 
     by = "adapters saved by themselves, loaded by peft" if has_adapters(pair.parallel) else "loaded by transformers"
     detail = f"save_pretrained, {by}: every weight bit for bit, and the logits"
-    yield Line("save", pair.on_rank_0(load), bench.limits.saved, detail)
+    yield Line("save", pair.on_rank_0(compare_loaded), case.limits.saved, detail)
 
 
-def _load(plain: PreTrainedModel, folder: Path) -> Any:
-    """What stands in `folder`, as others read it: a whole model, or adapters for the base of `plain`."""
+def _load_as_others_do(plain: PreTrainedModel, folder: Path) -> Any:
+    """Load a whole model with transformers, or adapters onto the base of `plain` with peft."""
     if has_adapters(plain):
         return load_adapters(plain, folder)
     config = AutoConfig.from_pretrained(folder)
@@ -263,58 +272,58 @@ def _load(plain: PreTrainedModel, folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager")
 
 
-def resuming(bench: Bench) -> Iterator[Line]:
-    """A checkpoint of all ranks, taken up by one process: the same losses from there on."""
-    pair = bench.pair
+def resuming(case: Case) -> Iterator[Line]:
+    """Check that one process resumes a checkpoint of all ranks: the same losses from there on."""
+    pair = case.pair
     optimizer = build_optimizer(pair.parallel, lr=LEARNING_RATE)
     tensors = state_tensors(pair.parallel, optimizer)
-    keeper = Checkpoints(bench.folder / "checkpoints", 1, pair.mesh, background=False)
-    batches = bench.sample.unequal
+    checkpoints = Checkpoints(case.folder / "checkpoints", 1, pair.mesh, background=False)
+    batches = case.sample.unequal
     losses = []
     for number, batch in enumerate(batches):
         pair.parallel.zero_grad(set_to_none=True)
-        losses.append(pair.loss([batch], backward=True))
+        losses.append(pair.mean_loss([batch], backward=True))
         optimizer.step()
         if number == 0:
-            keeper.save(1, tensors, {}, wait=True)
-    path = keeper.latest()
+            checkpoints.save(1, tensors, {}, wait=True)
+    path = checkpoints.latest()
     assert path is not None
 
-    def take_up(plain: PreTrainedModel) -> list[float]:
+    def resume(plain: PreTrainedModel) -> list[float]:
         own = build_optimizer(plain, lr=LEARNING_RATE)
         read_tensors(path, state_tensors(plain, own), None)
         found = []
         for batch in batches[1:]:
             plain.zero_grad(set_to_none=True)
-            with pair.mode():
+            with pair.precision():
                 found.append(reference(plain, [[pair.placed(batch)]]).loss)
             own.step()
         return found
 
-    found = pair.on_rank_0(take_up)
+    found = pair.on_rank_0(resume)
     error = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses[1:], found, strict=True))
     detail = f"saved by {pair.mesh.world} ranks, taken up by one: the next {len(found)} losses"
-    yield Line("resume", error, bench.limits.steps, detail)
+    yield Line("resume", error, case.limits.steps, detail)
 
 
-Check = Callable[[Bench], Iterator[Line]]
+Check = Callable[[Case], Iterator[Line]]
 CHECKS: tuple[Check, ...] = (
     first_step, documents, document_bounds, padding, positions, masked_shards, accumulation, evaluation, router_loss,
     sharded, saving, resuming,
 )  # fmt: skip
 
 
-def run_again(bench: Bench) -> Iterator[Line]:
-    """For a pair whose layers are run again in backward, in tiles."""
-    yield bench.parity("layers run again", [bench.sample.packed], "from saved inputs and anchors, in tiles")
+def recomputed_layers(case: Case) -> Iterator[Line]:
+    """Compare a pair whose layers are recomputed in backward (activation checkpointing), in tiles."""
+    detail = "recomputed in backward from saved inputs and attention outputs, in tiles"
+    yield case.compare("layers run again", [case.sample.packed], detail)
 
 
-def _largest(difference: torch.Tensor, where: torch.Tensor) -> float:
-    kept = difference[:, where.to(difference.device)]
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"
+
+
+def _largest(difference_BLV: torch.Tensor, where_L: torch.Tensor) -> float:
+    """Return the largest absolute difference over some tokens; 0 without tokens."""
+    kept = difference_BLV[:, where_L.to(difference_BLV.device)]
     return float(kept.abs().max()) if kept.numel() else 0.0
-
-
-def _is_whole(layer: list[tuple[tuple[int, int], tuple[int, int]]], ranks: int, padded: int) -> bool:
-    """Of one layer on all ranks: (tokens, heads) brought and attended."""
-    tokens = all(brought[0] * ranks == padded and attended[0] == padded for brought, attended in layer)
-    return tokens and sum(attended[1] for _, attended in layer) == layer[0][0][1]

@@ -1,11 +1,8 @@
-"""A mode in which a model in fp64 really computes in fp64. For proofs only.
+"""`promoted`: a context in which a model in fp64 really computes in fp64. For `ithaca verify` and tests only.
 
 transformers casts norms, RoPE, routers, eager softmax and the loss to fp32 whatever the model's dtype, which hides
-errors below 1e-7. Inside `promoted()` every cast to fp32 becomes one to fp64, so two ways of computing the same
-thing agree to about 1e-14 and a real fault stands out.
-
-torch's own `TorchFunctionMode` would be the tidy tool, but it is off while backward runs, and layers that are
-recomputed in backward would round again. So for the time of the context the functions themselves are replaced.
+errors below 1e-7. Inside `promoted()` every cast to fp32 becomes a cast to fp64, so two correct ways to compute the same
+number agree to about 1e-14, and a fault stands out.
 """
 
 from __future__ import annotations
@@ -23,9 +20,7 @@ _METHODS = ("to", "type", "softmax", "log_softmax", "sum", "mean")
 _FUNCTIONS = ("softmax", "log_softmax", "sum", "mean", "zeros", "ones", "full", "arange", "tensor", "empty")
 
 
-def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with fp64 wherever fp32 is asked for."""
-
+def _with_fp64_for_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(a is torch.float32 for a in args) or kwargs.get("dtype") is torch.float32:
@@ -38,20 +33,22 @@ def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def promoted() -> Iterator[None]:
-    """Casts to fp32 go to fp64 instead, in the whole process, for the time being."""
+    """Turn casts to fp32 into casts to fp64 inside the context, in the whole process."""
+    # The first device context of a process lists torch's factory functions, for good: enter one before they are replaced.
     with torch.device("meta"):
-        # The first such context of a process notes which functions make tensors, for good: not those below.
         torch.empty(0)
+    # A TorchFunctionMode would replace no attributes, but it is off while backward runs: layers that are recomputed in
+    # backward would round to fp32 again.
     with ExitStack() as stack:
         stack.enter_context(patch.object(Tensor, "float", Tensor.double))
         for owner, names in ((Tensor, _METHODS), (torch, _FUNCTIONS)):
             for name in names:
-                stack.enter_context(patch.object(owner, name, _doubled(getattr(owner, name))))
+                stack.enter_context(patch.object(owner, name, _with_fp64_for_fp32(getattr(owner, name))))
         yield
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """The largest difference, against the largest reference entry where that exceeds 1."""
+    """Return the largest difference, relative to the largest reference entry and to 1 at least."""
     if reference.numel() == 0:
         return 0.0
     difference = (value.detach().double() - reference.detach().double()).abs().max()

@@ -1,12 +1,13 @@
-"""`verify_devices`: what only GPUs have, verified on them: links, the exchange in fp32, and the kernels in bf16.
+"""`verify_devices`: the checks that need GPUs: collectives, the checklist in fp32, and the kernels in bf16.
 
-bf16 rounds so coarsely that a difference alone says nothing. So both ways are compared with fp32 on one device: the
-sharded one must be no further from it than one device's own bf16, but for scatter.
+bf16 rounds so coarsely that a difference between two bf16 results says little. So the sharded model's bf16 and one
+device's own bf16 are both compared with fp32 on one device; the sharded one must be no further off, but for scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from ithaca.parallelize import parallelize
 from ithaca.training.check_links import check_collectives
 from ithaca.verify.batches import Sample
 from ithaca.verify.checklist import verify
-from ithaca.verify.checks import CHECKS, Line
-from ithaca.verify.pair import Build, Pair
-from ithaca.verify.parity import reference
+from ithaca.verify.checks import Line
+from ithaca.verify.parity import Build, Pair
+from ithaca.verify.reference import reference
 from ithaca.verify.tolerances import BF16_FACTOR, BF16_LOSS
 
 
@@ -31,66 +32,65 @@ def verify_devices(
     mesh: Mesh,
     *,
     kernel: str = "auto",
-    tell: Callable[[Line], None] = lambda line: None,
+    on_line: Callable[[Line], None] = lambda line: None,
     scratch: Path | None = None,
 ) -> list[Line]:
-    """The checklist of GPUs, the same on all ranks; `build` gives the whole model in fp32.
+    """Return the checklist of GPUs, the same on all ranks; `build` returns the whole model in fp32.
 
-    In fp32 attention runs on the exact blockwise kernel; in bf16 on `kernel`, which is what training would take.
+    In fp32 attention runs on the exact blockwise kernel; in bf16 on `kernel`, as in training.
     """
     lines: list[Line] = []
     if mesh.world > 1:
         check_collectives(mesh)
         lines.append(Line("collectives", 0.0, 0.0, "every one that training uses gave the known answer"))
-        tell(lines[-1])
+        on_line(lines[-1])
         options: dict[str, Any] = {"kernel": "blockwise", "fuse": False}
-        lines += verify(build, sample, mesh, promote=False, checks=CHECKS, tell=tell, scratch=scratch, **options)
-    for line in _bf16(build, sample, mesh, kernel):
+        lines += verify(build, sample, mesh, promote=False, on_line=on_line, scratch=scratch, **options)
+    for line in _check_bf16(build, sample, mesh, kernel):
         lines.append(line)
-        tell(line)
+        on_line(line)
     return lines
 
 
-def _bf16(build: Build, sample: Sample, mesh: Mesh, kernel: str) -> list[Line]:
-    """Loss and gradients in bf16, against fp32 on one device, beside one device's own bf16."""
-
-    def rounded() -> PreTrainedModel:
-        return build().bfloat16()
-
-    pair = Pair(rounded, lambda model, its: parallelize(model, its, kernel=kernel), mesh, promote=False)
+def _check_bf16(build: Build, sample: Sample, mesh: Mesh, kernel: str) -> list[Line]:
+    """Compare loss and gradients in bf16 with fp32 on one device, beside one device's own bf16."""
+    pair = Pair(
+        lambda: build().bfloat16(), lambda model, its: parallelize(model, its, kernel=kernel), mesh, promote=False
+    )
     batch = sample.packed
-    shown = pair.loss([batch], backward=True)
-    gathered = {name: _whole(p.grad) for name, p in pair.parallel.named_parameters()}
+    loss = pair.mean_loss([batch], backward=True)
+    sharded = {name: _whole(p.grad) for name, p in pair.parallel.named_parameters() if p.grad is not None}
 
-    def judge(plain: PreTrainedModel) -> tuple[float, float, float]:
+    def compare(plain: PreTrainedModel) -> tuple[float, float, float]:
         alone = reference(plain, [[pair.placed(batch)]])
-        own = {name: g.float().cpu() for name, g in alone.gradients.items()}
+        single = {name: g.float().cpu() for name, g in alone.gradients.items()}
         plain.zero_grad(set_to_none=True)
         exact = reference(plain.float(), [[pair.placed(batch)]])
-        truth = {name: g.cpu() for name, g in exact.gradients.items()}
-        return exact.loss, _distance(gathered, truth), _distance(own, truth)
+        gradients = {name: g.cpu() for name, g in exact.gradients.items()}
+        return exact.loss, _distance(sharded, gradients), _distance(single, gradients)
 
-    loss, sharded, single = pair.on_rank_0(judge)
-    off = abs(shown - loss) / max(1.0, abs(loss))
-    detail = f"gradients off from fp32 by {sharded:.1e} of their norm, one device's own bf16 by {single:.1e}"
+    exact_loss, sharded_error, single_error = pair.on_rank_0(compare)
+    error = abs(loss - exact_loss) / max(1.0, abs(exact_loss))
+    errors = (
+        f"gradients off from fp32 by {sharded_error:.1e} of their norm, one device's own bf16 by {single_error:.1e}"
+    )
+    against = f"against fp32 on one device; {kernel} kernel"
     return [
-        Line(
-            "bf16 loss", off if off == off else float("inf"), BF16_LOSS, f"against fp32 on one device; {kernel} kernel"
-        ),
-        Line("bf16 gradients", sharded / max(single, 1e-30), BF16_FACTOR, detail),
+        Line("bf16 loss", inf if isnan(error) else error, BF16_LOSS, against),
+        Line("bf16 gradients", sharded_error / max(single_error, 1e-30), BF16_FACTOR, errors),
     ]
 
 
-def _whole(gradient: Any) -> Tensor | None:
-    if gradient is None:
-        return None
+def _whole(gradient: Tensor) -> Tensor:
+    """Return a gathered gradient on the host; every rank takes part."""
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().float().cpu()
 
 
-def _distance(got: dict[str, Any], truth: dict[str, Tensor]) -> float:
-    """Of all gradients together, relative to their norm."""
-    apart = sum(
-        float((got[name] - g).double().square().sum()) for name, g in truth.items() if got.get(name) is not None
-    )
-    lost = sum(float(g.double().square().sum()) for name, g in truth.items() if got.get(name) is None)
-    return ((apart + lost) / sum(float(g.double().square().sum()) for g in truth.values())) ** 0.5
+def _distance(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference of all gradients, relative to their norm; a missing gradient is zero."""
+    off = sum(_squares(got[name] - g if name in got else g) for name, g in exact.items())
+    return (off / sum(map(_squares, exact.values()))) ** 0.5
+
+
+def _squares(x: Tensor) -> float:
+    return float(x.double().square().sum())

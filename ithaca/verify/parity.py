@@ -1,8 +1,14 @@
-"""Parity: loss, logits and every gradient, sequence-parallel against one process with transformers' eager attention.
+"""Parity: one model sharded over ranks and whole in one process, compared number by number.
 
-`compare` runs on every rank of a mesh. Each rank computes the reference for itself (the models are small), then the
-parallel way, and gives the errors it sees; the caller takes the worst over ranks. `batches[d]` are the micro-batches
-of data rank d.
+    plain transformers, one process (reference.py)   loss   logits [B, S, V]   gradients
+    causal_loss on every rank of a mesh              loss   logits [B, L, V]   gradients, gathered
+                                                     ------------ errors: Parity ------------
+
+`compare` is for small models: every rank computes the reference by itself, of any number of data ranks. `Pair` is for
+models with the user's own widths: rank 0 alone holds the whole model, so two copies fit where two a rank would not.
+
+Invariant: all ranks make the same calls, and a `Pair` returns the same figures on all of them. A failure on rank 0 alone
+is raised on every rank.
 """
 
 from __future__ import annotations
@@ -11,30 +17,34 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import inf, isfinite, isnan
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ithaca.errors import CheckpointError, IthacaError
 from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import Mesh
-from ithaca.models.rope import depends_on_length
+from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
-from ithaca.sequence.batch import count_targets, cut_batch, read_documents
-from ithaca.sequence.layout import SequenceLayout, Span
+from ithaca.ranks import gather_objects, on_rank_0
+from ithaca.sequence.batch import Shard, shard_batch
 from ithaca.state.weights.placement import averages_gradients
 from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.reference import Batch, reference
+from ithaca.verify.tolerances import FLOOR, ParityLimits
 
-Batch = Mapping[str, Any]
-_FOR_TRANSFORMERS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "output_router_logits")
+Build = Callable[[], PreTrainedModel]
+Prepare = Callable[[PreTrainedModel, Mesh], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The errors of one comparison, each relative to the largest reference entry (or 1)."""
+    """Errors of one comparison; `gradients` by the parameter's name."""
 
     loss: float
     logits: float
@@ -44,14 +54,20 @@ class Parity:
     def worst(self) -> float:
         return max(self.loss, self.logits, *self.gradients.values())
 
+    @property
+    def worst_gradient(self) -> tuple[str, float]:
+        """Name and error of the gradient that is furthest off; no name if there are no gradients."""
+        return max(self.gradients.items(), key=lambda item: item[1], default=("", 0.0))
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What one process computes: the loss, the logits of every batch, and the gradients."""
-
-    loss: float
-    logits: list[list[Tensor]]
-    gradients: dict[str, Tensor]
+    def nearest_limit(self, limits: ParityLimits) -> tuple[str, float, float]:
+        """Return name, error and limit of the part that is nearest to its limit, or furthest beyond."""
+        name, error = self.worst_gradient
+        parts = [
+            ("loss", self.loss, limits.loss),
+            ("logits", self.logits, limits.logits),
+            (f"gradient of {name}", error, limits.gradients),
+        ]
+        return max(parts, key=lambda part: part[1] / part[2])
 
 
 def compare(
@@ -64,136 +80,199 @@ def compare(
     prepare: Callable[..., PreTrainedModel] = parallelize,
     **options: Any,
 ) -> Parity:
-    """Errors of the parallel way on this rank. `model` is not changed; `options` go to `prepare(model, mesh)`."""
-    mode: AbstractContextManager[None] = promoted() if promote else nullcontext()
-    with mode:
+    """Return the errors that this rank sees; the caller takes the worst over ranks.
+
+    `batches[d]`: micro-batches of data rank d. `model` stays unchanged; `options` go to `prepare(model, mesh)`.
+    """
+    with promoted() if promote else nullcontext():
         expected = reference(copy.deepcopy(model), batches)
         parallel = prepare(copy.deepcopy(model), mesh, **options)
         own = batches[mesh.dp_rank]
-        count = count_tokens(own, mesh)
-        shown = 0.0
-        for batch in own:
-            loss = causal_loss(parallel, batch, mesh, count=count)
-            loss.backward()
-            shown += float(loss.detach())
+        loss = mean_loss(parallel, own, mesh)
         if averages_gradients(parallel):
-            _average_gradients(parallel, mesh)
+            # The caller's own wrapper (DDP, DeepSpeed) would do it.
+            for parameter in parallel.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=mesh.world_group)
+                    parameter.grad /= mesh.world
         gradients = gradient_errors(parallel, expected.gradients)
-        logits = _logits_error(parallel, own, expected.logits[mesh.dp_rank], mesh, evaluate=evaluate)
-    loss_error = abs(shown - expected.loss) / max(1.0, abs(expected.loss))
-    return Parity(loss_error, logits, gradients)
+        parallel.train(not evaluate)
+        pairs = zip(own, expected.logits[mesh.dp_rank], strict=True)
+        logits = max(_logits_error(parallel, batch, whole_BSV, mesh) for batch, whole_BSV in pairs)
+    return Parity(_loss_error(loss, expected.loss), logits, gradients)
 
 
-def reference(model: PreTrainedModel, batches: Sequence[Sequence[Batch]]) -> Reference:
-    """transformers alone, eager attention: the token mean over all micro-batches of all data ranks.
+def mean_loss(parallel: Any, batches: Sequence[Batch], mesh: Mesh, *, backward: bool = True) -> float:
+    """Return the token mean of a sharded model over micro-batches; gradients are added up."""
+    with torch.set_grad_enabled(backward):
+        count = count_tokens(batches, mesh)
+        total = 0.0
+        for batch in batches:
+            loss = causal_loss(parallel, batch, mesh, count=count)
+            if backward:
+                loss.backward()
+            total += float(loss.detach())
+    return total
 
-    Rows of the same micro-step go through the model together where their shapes allow it, as they would in one
-    process with a larger batch: a router's auxiliary loss depends on that. Packed documents are run one by one,
-    since not every architecture of transformers keeps them apart itself (gpt_oss does not); only where the result
-    depends on the company (an auxiliary loss, a RoPE that looks at the longest) does the packed row go in whole.
+
+def shard_logits(parallel: Any, batch: Batch, mesh: Mesh) -> tuple[Tensor, Shard]:
+    """Return the logits of this rank's tokens, `[B, L, V]`, and the shard that they are of."""
+    with torch.no_grad():
+        shard = shard_batch(batch, mesh)
+        return parallel(**shard.inputs).logits, shard
+
+
+def _logits_error(parallel: Any, batch: Batch, whole_BSV: Tensor, mesh: Mesh) -> float:
+    """Return the worst error over this rank's tokens, without padding."""
+    got_BLV, shard = shard_logits(parallel, batch, mesh)
+    want_BLV = whole_BSV[:, shard.layout.shard(mesh.sequence_rank)]
+    # The last shard may be padded beyond the row's end.
+    length = want_BLV.shape[1]
+    real_BL = shard.real[:, :length].to(whole_BSV.device)
+    return relative_error(got_BLV[:, :length].to(whole_BSV.device)[real_BL], want_BLV[real_BL])
+
+
+def gradient_errors(
+    parallel: nn.Module, expected: Mapping[str, Tensor | None], *, floor: float = 1.0
+) -> dict[str, float]:
+    """Return the error of every gradient, relative to its largest entry and to `floor` at least.
+
+    A gradient that is missing on one side counts as zero there. Every rank takes part: sharded gradients are gathered.
     """
-    model.set_attn_implementation("eager")
-    routes, whole = _routes(model), runs_whole(model)
-    steps = [_together([own[i] for own in batches if i < len(own)]) for i in range(max(map(len, batches)))]
-    count = max(sum(count_targets(batch) for own in batches for batch in own), 1)
-    total = 0.0
-    for step in (single for parts in steps for part in parts for single in _apart(part, whole)):
-        weight = count_targets(step) / count
-        if not weight and not routes and not step.get("output_router_logits"):
-            continue
-        output = model(**{key: step[key] for key in _FOR_TRANSFORMERS if step.get(key) is not None}, use_cache=False)
-        loss = output.loss * weight
-        loss.backward()
-        total += float(loss.detach())
-    with torch.no_grad():
-        logits = [[_plain_logits(model, batch, whole) for batch in own] for own in batches]
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Reference(total, logits, gradients)
-
-
-def runs_whole(model: torch.nn.Module) -> bool:
-    """True if packed rows go through the reference whole, because a document's result depends on the others."""
-    return _routes(model) or any(depends_on_length(module) for module in model.modules())
-
-
-def _routes(model: Any) -> bool:
-    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
-
-
-def _average_gradients(parallel: PreTrainedModel, mesh: Mesh) -> None:
-    """What the caller's own wrapper does where weights are theirs."""
-    for parameter in parallel.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=mesh.world_group)
-            parameter.grad /= mesh.world
-
-
-def _together(parts: list[Batch]) -> list[Batch]:
-    keys = parts[0].keys()
-    shapes = {tuple((k, getattr(part[k], "shape", None)) for k in part) for part in parts}
-    if len(parts) == 1 or len(shapes) > 1:
-        return list(parts)
-    return [{k: torch.cat([p[k] for p in parts]) if isinstance(parts[0][k], Tensor) else parts[0][k] for k in keys}]
-
-
-def _apart(batch: Batch, whole: bool) -> list[Batch]:
-    """The documents of a packed batch as batches of their own; any other batch as it is, and all if `whole`."""
-    if batch.get("position_ids") is None or batch.get("output_router_logits") or whole:
-        return [batch]
-    return [
-        {key: value[row : row + 1, start:end] for key, value in batch.items() if isinstance(value, Tensor)}
-        for row, spans in enumerate(_spans(batch))
-        for start, end in spans
-    ]
-
-
-def _spans(batch: Batch) -> tuple[tuple[Span, ...], ...]:
-    layout = SequenceLayout.packed(read_documents(batch, batch["input_ids"]), shards=1, max_position=0)
-    return layout.documents
-
-
-def _plain_logits(model: PreTrainedModel, batch: Batch, whole: bool) -> Tensor:
-    """[B, S, V], zero on padding between documents that were run one by one."""
-    singles = _apart(batch, whole)
-    keys = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-    logits = [model(**{k: s[k] for k in keys if s.get(k) is not None}, use_cache=False).logits for s in singles]
-    if len(singles) == 1 and singles[0] is batch:
-        return logits[0]
-    joined = logits[0].new_zeros(*batch["input_ids"].shape, logits[0].shape[-1])
-    places = [(row, span) for row, spans in enumerate(_spans(batch)) for span in spans]
-    for (row, (start, end)), piece in zip(places, logits, strict=True):
-        joined[row, start:end] = piece[0]
-    return joined
-
-
-def _logits_error(
-    parallel: PreTrainedModel, own: Sequence[Batch], expected: list[Tensor], mesh: Mesh, *, evaluate: bool
-) -> float:
-    """The worst error over this rank's tokens that are no padding."""
-    worst = 0.0
-    parallel.train(not evaluate)
-    with torch.no_grad():
-        for batch, whole in zip(own, expected, strict=True):
-            shard = cut_batch(batch, mesh.shards, mesh.sequence_rank, mesh.device)
-            got = parallel(**shard.inputs).logits
-            piece = whole[:, shard.layout.shard(mesh.sequence_rank)]
-            kept = shard.real[:, : piece.shape[1]]
-            worst = max(worst, relative_error(got[:, : piece.shape[1]][kept], piece[kept]))
-    return worst
-
-
-def gradient_errors(parallel: torch.nn.Module, expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Error of every parameter's gradient; one that is missing on either side counts as infinite unless zero."""
     errors: dict[str, float] = {}
     for name, parameter in parallel.named_parameters():
-        got = parameter.grad
-        if isinstance(got, DTensor):
-            got = got.full_tensor()
+        got = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         want = expected.get(name)
-        if got is None or want is None:
-            other = want if got is None else got
-            if other is not None:
-                errors[name] = float("inf") if other.abs().max() > 0 else 0.0
+        if got is None and want is None:
             continue
-        errors[name] = relative_error(got, want)
+        if got is None or want is None:
+            difference = _largest(got) + _largest(want)
+        else:
+            difference = _largest(got.to(want.device) - want)
+        # A floor of zero comes with gradients of zero.
+        error = difference / max(_largest(want), floor, 1e-300)
+        errors[name] = inf if isnan(error) else error
     return errors
+
+
+def _largest(gradient: Tensor | None) -> float:
+    """Return the largest absolute entry; 0 if there is none."""
+    if gradient is None or not gradient.numel():
+        return 0.0
+    return float(torch.linalg.vector_norm(gradient.detach(), inf))
+
+
+def _loss_error(loss: float, reference_loss: float) -> float:
+    error = abs(loss - reference_loss) / max(1.0, abs(reference_loss))
+    return inf if isnan(error) else error
+
+
+class Pair:
+    """The whole model on rank 0 and the sharded one on all ranks, with the same weights.
+
+    `build` returns the same plain model on every rank; `prepare` parallelizes one copy. `promote`: compute fp64 models in
+    fp64 throughout.
+    """
+
+    def __init__(self, build: Build, prepare: Prepare, mesh: Mesh, *, promote: bool) -> None:
+        self.mesh, self.promote = mesh, promote
+        model = build()
+        # A longrope computes its second set of frequencies in its first forward, which may be in `prepare`.
+        with self.precision():
+            self.parallel = prepare(model, mesh)
+        self.plain = build().to(mesh.device) if mesh.rank == 0 else None
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The sharded transformers model, without what adapters put around it."""
+        return base_model(self.parallel)
+
+    @property
+    def config(self) -> Any:
+        return self.base.config.get_text_config()
+
+    def precision(self) -> AbstractContextManager[None]:
+        """Return the context in which both models compute."""
+        return promoted() if self.promote else nullcontext()
+
+    def compare(self, batches: Sequence[Batch], *, evaluate: bool = False, logits: bool = True) -> Parity:
+        """Return the errors over some micro-batches, the same on all ranks.
+
+        `evaluate`: in eval mode, without backward. `logits`: compare those of every token too, in one more pass.
+        """
+        self.parallel.zero_grad(set_to_none=True)
+        expected_loss, expected_logits = self.on_rank_0(lambda plain: self._reference(plain, batches, evaluate))
+        self.parallel.train(not evaluate)
+        loss = self.mean_loss(batches, backward=not evaluate)
+        gradients = {} if evaluate else self._gradient_errors()
+        pairs = zip(batches, expected_logits, strict=True) if logits else []
+        with self.precision():
+            worst = max((_logits_error(self.parallel, *pair, self.mesh) for pair in pairs), default=0.0)
+        self.parallel.train()
+        errors = self.gather((_loss_error(loss, expected_loss), worst))
+        return Parity(max(error for error, _ in errors), max(error for _, error in errors), gradients)
+
+    def mean_loss(self, batches: Sequence[Batch], *, backward: bool) -> float:
+        """Return the sharded model's token mean over micro-batches."""
+        with self.precision():
+            return mean_loss(self.parallel, batches, self.mesh, backward=backward)
+
+    def shard_logits(self, batch: Batch) -> tuple[Tensor, Shard]:
+        """Return the logits of this rank's tokens, `[B, L, V]`, and the shard that they are of."""
+        with self.precision():
+            return shard_logits(self.parallel, batch, self.mesh)
+
+    def on_rank_0(self, action: Callable[[PreTrainedModel], Any]) -> Any:
+        """Run `action` on the whole model; return its result, or raise its error, on every rank."""
+
+        def act() -> Any:
+            assert self.plain is not None
+            threads = torch.get_num_threads()
+            # The other ranks wait: their cores are free.
+            torch.set_num_threads(threads * self.mesh.local_ranks)
+            try:
+                return action(self.plain)
+            finally:
+                torch.set_num_threads(threads)
+
+        return on_rank_0(act, self.mesh.world_group, failed=_failed_on_rank_0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value that each rank passes, on every rank."""
+        return gather_objects(value, self.mesh.world_group)
+
+    def placed(self, batch: Batch) -> dict[str, Any]:
+        """Return the batch on the whole model's device."""
+        return {key: x.to(self.mesh.device) if isinstance(x, Tensor) else x for key, x in batch.items()}
+
+    def _reference(
+        self, plain: PreTrainedModel, batches: Sequence[Batch], evaluate: bool
+    ) -> tuple[float, list[Tensor]]:
+        """Run the whole model; CheckpointError if its loss or gradients are not finite."""
+        plain.zero_grad(set_to_none=True)
+        with self.precision():
+            expected = reference(plain.train(not evaluate), [[self.placed(batch) for batch in batches]])
+        plain.train()
+        largest = max(map(_largest, expected.gradients.values()), default=0.0)
+        if not isfinite(expected.loss) or not isfinite(largest):
+            # The sharded model is not to blame, and no answer of its own would be right.
+            raise CheckpointError(
+                f"one process of plain transformers has a loss of {expected.loss:g} and gradients of up to "
+                f"{largest:g} with these weights: there is nothing to compare with; start from weights where both are "
+                "finite"
+            )
+        return expected.loss, [logits.cpu() for logits in expected.logits[0]]
+
+    def _gradient_errors(self) -> dict[str, float]:
+        """Return the error of every gradient, the same on all ranks: rank 0 has the whole model's."""
+        expected = {} if self.plain is None else {name: p.grad for name, p in self.plain.named_parameters()}
+        errors = gradient_errors(
+            self.parallel, expected, floor=FLOOR * max(map(_largest, expected.values()), default=0.0)
+        )
+        return on_rank_0(lambda: errors, self.mesh.world_group)
+
+
+def _failed_on_rank_0(error: Exception) -> Exception:
+    if isinstance(error, IthacaError):
+        return error
+    return RuntimeError(f"one process alone: {type(error).__name__}: {error}")

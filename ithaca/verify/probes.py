@@ -1,7 +1,7 @@
-"""Whether attention really is sharded: which tensors it saw, how many exchanges there were, what backward keeps.
+"""Probes of a sharded step: tensors that attention sees, exchanges, and bytes that autograd saves for backward.
 
-A parallelism that silently does nothing gives the right loss. So the calls themselves are watched for the time of a
-context, in this process alone, and the bytes that autograd keeps are counted.
+A parallelism that silently does nothing gives the right loss. So the calls themselves are recorded, for the time of a
+context and in this process alone.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ from ithaca.models import binding
 
 
 @dataclass(slots=True)
-class Seen:
-    """On one rank, layer by layer: (tokens, heads) that the model brought, (tokens, heads) that the kernel took.
+class AttentionCalls:
+    """Attention calls of one rank, layer by layer, as (tokens, heads).
 
-    `learned`: layers whose attention takes part in backward.
+    `from_model`: shapes of the model's queries. `in_kernel`: shapes of the kernel's queries, after the exchange.
+    `with_gradient`: layers whose attention takes part in backward.
     """
 
-    brought: list[tuple[int, int]] = field(default_factory=list)
-    attended: list[tuple[int, int]] = field(default_factory=list)
+    from_model: list[tuple[int, int]] = field(default_factory=list)
+    in_kernel: list[tuple[int, int]] = field(default_factory=list)
     exchanges: int = 0
-    learned: int = 0
+    with_gradient: int = 0
 
 
 @contextmanager
-def watched() -> Iterator[Seen]:
-    """Inside, attention and exchanges are noted."""
-    seen = Seen()
+def recorded_attention() -> Iterator[AttentionCalls]:
+    """Record every attention call and every exchange inside the context."""
+    calls = AttentionCalls()
     attend_sharded, attend, exchange = binding.attend_sharded, LocalAttention.attend, dist.all_to_all_single
 
-    def bring(q_BLHD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.brought.append((q_BLHD.shape[1], q_BLHD.shape[2]))
+    def record_model(q_BLHD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.from_model.append((q_BLHD.shape[1], q_BLHD.shape[2]))
         out = attend_sharded(q_BLHD, *args, **kwargs)
-        seen.learned += out.requires_grad
+        calls.with_gradient += out.requires_grad
         return out
 
-    def take(self: LocalAttention, qkv: QKV, *args: Any, **kwargs: Any) -> Any:
-        seen.attended.append((qkv.q.shape[1], qkv.q.shape[2]))
+    def record_kernel(self: LocalAttention, qkv: QKV, *args: Any, **kwargs: Any) -> Any:
+        calls.in_kernel.append((qkv.q.shape[1], qkv.q.shape[2]))
         return attend(self, qkv, *args, **kwargs)
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        seen.exchanges += 1
+    def record_exchange(*args: Any, **kwargs: Any) -> Any:
+        calls.exchanges += 1
         return exchange(*args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(binding, "attend_sharded", bring))
-        stack.enter_context(patch.object(LocalAttention, "attend", take))
-        stack.enter_context(patch.object(dist, "all_to_all_single", count))
-        yield seen
+        stack.enter_context(patch.object(binding, "attend_sharded", record_model))
+        stack.enter_context(patch.object(LocalAttention, "attend", record_kernel))
+        stack.enter_context(patch.object(dist, "all_to_all_single", record_exchange))
+        yield calls
 
 
 @dataclass(slots=True)
-class Kept:
-    """What autograd keeps for backward, without weights; a storage that is kept twice counts once."""
+class SavedTensors:
+    """Storages that autograd saves for backward, each counted once; weights are left out."""
 
     model: nn.Module
     storages: dict[int, Tensor] = field(default_factory=dict)
@@ -74,22 +75,23 @@ class Kept:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.storages.values())
 
     def pack(self, tensor: Tensor) -> Tensor:
+        """Count a tensor; the hook of autograd's saved tensors."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        place = local.untyped_storage().data_ptr()
-        # FSDP2 puts gathered weights on the modules for the time of a layer: they are looked up when it runs.
-        if place not in self.storages and place not in self._weights():
-            self.storages[place] = local.detach()
+        address = local.untyped_storage().data_ptr()
+        # FSDP2 puts gathered weights on a layer only while it runs, so weights are looked up here and not beforehand.
+        if address not in self.storages and address not in self._weight_addresses():
+            self.storages[address] = local.detach()
         return tensor
 
-    def _weights(self) -> set[int]:
+    def _weight_addresses(self) -> set[int]:
         weights = (p for module in self.model.modules() for p in module._parameters.values() if p is not None)
-        locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
-        return {p.untyped_storage().data_ptr() for p in locals_}
+        shards = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
+        return {p.untyped_storage().data_ptr() for p in shards}
 
 
 @contextmanager
-def kept_for_backward(model: nn.Module) -> Iterator[Kept]:
-    """Inside, what forward passes of `model` save is counted."""
-    kept = Kept(model)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
-        yield kept
+def saved_for_backward(model: nn.Module) -> Iterator[SavedTensors]:
+    """Count what forward passes of `model` inside the context save for backward."""
+    saved = SavedTensors(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        yield saved

@@ -1,11 +1,11 @@
-"""The user's model, made small enough to be run beside itself: fewer layers, the same widths and the same code.
+"""The user's model, cut until it runs beside itself: fewer layers, the same widths and the same code.
 
-Of every kind of layer (sliding and full attention, dense and experts, with and without RoPE) at least one stays.
-Windows are shortened so that they bite within the sample, dropout is off. Of a model that is large even so the
-vocabulary is cut, then layers down to one of each kind, then fp64 to fp32. What was cut is told; what still does not
-fit into memory is refused.
+At least one layer of every kind stays (sliding and full attention, dense and experts, with and without RoPE). Windows
+are shortened until they matter within the sample, and dropout is off. A model that is still large loses most of its
+vocabulary, then all but one layer of each kind, then fp64 for fp32. `Subject.notes` lists what was cut; a model that
+still does not fit into memory is refused.
 
-Invariant: `Subject.build` gives the same weights on every rank and on every call.
+Invariant: `Subject.build` returns the same weights on every rank and on every call.
 """
 
 from __future__ import annotations
@@ -14,59 +14,58 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.constants import GIB
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.models.discover.roles import shapes
-from ithaca.models.files.pretrained import build_causal
+from ithaca.models.files.pretrained import add_adapters, build_causal
 from ithaca.models.support import decoder_layers
-from ithaca.verify.adapters import adapted, notes_on
 from ithaca.verify.small_models.features import build as build_random
 
 LEAST_LAYERS = 2
-# Weights beyond which a step over the CPU's links takes tens of seconds.
+# With more weights a step over the CPU's links takes tens of seconds.
 LARGE = 100_000_000
-# Four thousand tokens of vocabulary are looked up and learned like any other number of them.
+# Looking up and training 4,096 tokens of vocabulary runs the same code as any other number.
 SMALL_VOCABULARY = 4096
-# Copies of the weights while verifying: one a rank before it is cut, the whole one with its gradients, and the shards
-# of weights, gradients and two moments.
+# Copies of the weights while verifying: one a rank before it is sharded, the whole one with its gradients, and the
+# shards of weights, gradients and two moments.
 _COPIES = 6
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Large enough that an adapter moves the logits, small enough that the model computes as before.
+_ADAPTER_STD = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model that is verified. `folder`: where its weights are read from; None for random ones.
+    """The model that is verified. `folder`: the source of its weights; None for random ones.
 
-    `lora`: the run's adapters, drawn from `seed`, all else frozen; None where all weights are trained.
+    `lora`: the run's adapters, drawn from `seed`, with the base frozen; None if all weights are trained.
     """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     folder: Path | None
     notes: tuple[str, ...]
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     seed: int = 0
 
     @property
     def exact(self) -> bool:
-        """Whether it is in fp64, and to be computed in fp64 throughout."""
+        """True if the model is in fp64, and computed in fp64 throughout."""
         return self.dtype == torch.float64
 
     def build(self) -> PreTrainedModel:
-        """Whole, on the host, in training mode; with adapters, the PEFT model around it."""
-        plain = self._plain()
-        return plain if self.lora is None else adapted(plain, self.lora, seed=self.seed)
+        """Return the whole model on the host, in training mode; with adapters, the PEFT model around it."""
+        model = build_random(self.config, dtype=self.dtype) if self.folder is None else self._load()
+        return model if self.lora is None else with_adapters(model, self.lora, seed=self.seed)
 
-    def _plain(self) -> PreTrainedModel:
-        if self.folder is None:
-            return build_random(self.config, dtype=self.dtype)
+    def _load(self) -> PreTrainedModel:
         config = copy.deepcopy(self.config)
         config._experts_implementation = "eager"
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -80,58 +79,60 @@ def make_subject(
     *,
     length: int,
     ranks: int,
-    room: int,
+    memory: int,
     layers: int | None = None,
     folder: Path | None = None,
     dtype: torch.dtype = torch.float64,
-    lora: Lora | None = None,
+    lora: LoraSettings | None = None,
     seed: int = 0,
 ) -> Subject:
-    """Cut `config` for a sample of `length` tokens on `ranks` ranks that share `room` bytes.
+    """Cut `config` for a sample of `length` tokens on `ranks` ranks that share `memory` bytes.
 
-    `layers`: how many to keep. `folder`: take its weights where what is kept are the first layers of a whole vocabulary.
-    `lora` and `seed`: the adapters of the run.
+    `layers`: how many to keep. `folder`: use its weights if the kept layers are its first ones and the vocabulary is whole.
     """
-    cut, first, notes = cut_layers(config, layers)
+    cut, are_first, notes = cut_layers(config, layers)
     text = cut.get_text_config()
-    if _weights(cut) > LARGE and text.vocab_size > SMALL_VOCABULARY:
+    if _count_weights(cut) > LARGE and text.vocab_size > SMALL_VOCABULARY:
         notes.append(f"{SMALL_VOCABULARY:,} of {text.vocab_size:,} tokens of vocabulary")
         _cut_vocabulary(text, SMALL_VOCABULARY)
-    if _weights(cut) > LARGE and layers is None:
-        kept = notes[1:]
-        cut, first, notes = cut_layers(config, least=1)
-        notes += kept
+    if _count_weights(cut) > LARGE and layers is None:
+        vocabulary_notes = notes[1:]
+        cut, are_first, notes = cut_layers(config, least=1)
+        notes += vocabulary_notes
         text = cut.get_text_config()
         _cut_vocabulary(text, min(text.vocab_size, SMALL_VOCABULARY))
-    if _weights(cut) > LARGE and dtype == torch.float64:
+    if _count_weights(cut) > LARGE and dtype == torch.float64:
         dtype = torch.float32
         notes.append("fp32, because fp64 would take long")
-    notes += _quieten(text, length)
-    needed = _weights(cut) * dtype.itemsize * (ranks + _COPIES)
-    if needed > room:
+    notes += _shorten_windows(text, length)
+    needed = _count_weights(cut) * dtype.itemsize * (ranks + _COPIES)
+    if needed > memory:
         raise UnsupportedError(
             f"{text.num_hidden_layers} layers of this model need about {needed / GIB:.1f} GiB to be verified and "
-            f"{room / GIB:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
+            f"{memory / GIB:.1f} GiB are free: use fewer ranks (--sp), or a machine with more memory"
         )
-    own = folder is not None and first and _same_vocabulary(config, cut)
-    notes.append("weights of the folder" if own else "random weights")
+    if not are_first or text.vocab_size != config.get_text_config().vocab_size:
+        folder = None
+    notes.append("random weights" if folder is None else "weights of the folder")
     if lora is not None:
-        notes += notes_on(lora)
-    return Subject(cut, dtype, folder if own else None, tuple(notes), lora, seed)
+        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+        notes.append(f"LoRA of rank {lora.rank} on {targets}, B drawn, all else frozen")
+        notes += [f"lora.dropout 0 for {lora.dropout:g}"] if lora.dropout else []
+    return Subject(cut, dtype, folder, tuple(notes), lora, seed)
 
 
 def cut_layers(
     config: PreTrainedConfig, layers: int | None = None, *, least: int = LEAST_LAYERS
 ) -> tuple[Any, bool, list[str]]:
-    """A copy with few layers, whether those are the model's first ones, and a note of what was cut.
+    """Return a config with few layers, True if they are the model's first ones, and notes on what was cut.
 
-    The first layer of each kind where lists in the config say what each layer is, else as many of the first layers
-    as it takes to have every kind.
+    Keep the first layer of each kind if lists in the config describe each layer; else the first layers, until every kind
+    is among them.
     """
     text = config.get_text_config()
     whole = int(text.num_hidden_layers)
-    lists = _lists(text)
-    kinds = _kinds(config, lists)
+    lists = _layer_lists(text)
+    kinds = _layer_kinds(config, lists)
     if not kinds:
         raise UnsupportedError(
             f"{config.model_type}: no causal language model of it can be built here: verify the folder of its language "
@@ -141,54 +142,55 @@ def cut_layers(
     if layers is not None and not len(firsts) <= layers <= whole:
         raise ConfigError(
             f"--layers {layers}: this model has {whole} layers of {len(firsts)} kind{'s' * (len(firsts) > 1)}, and one of "
-            "each is needed; "
-            f"use {len(firsts)} to {whole}"
+            f"each is needed; use {len(firsts)} to {whole}"
         )
     count = min(whole, max(layers or least, len(firsts)))
     chosen = sorted([*firsts, *[i for i in range(whole) if i not in firsts][: count - len(firsts)]])
-    for keep in (chosen, list(range(max(firsts) + 1)), list(range(whole))):
-        for cut in _with_layers(config, lists, keep):
-            if _kinds(cut, lists) == [kinds[i] for i in keep]:
-                note = [f"{len(keep)} of {whole} layers"] if len(keep) < whole else []
-                return cut, keep == list(range(len(keep))), note
+    for kept in (chosen, list(range(max(firsts) + 1)), list(range(whole))):
+        for cut in _configs_with_layers(config, lists, kept):
+            if _layer_kinds(cut, lists) == [kinds[i] for i in kept]:
+                notes = [f"{len(kept)} of {whole} layers"] if len(kept) < whole else []
+                return cut, kept == list(range(len(kept))), notes
     raise UnsupportedError(f"{config.model_type}: its layers cannot be cut; verify it whole with --layers {whole}")
 
 
-def _lists(text: Any) -> list[str]:
-    """Settings that say something of every layer."""
+def _layer_lists(text: Any) -> list[str]:
+    """Return the names of settings that have a value for every layer."""
     named = {key: value for key, value in vars(text).items() if key not in ("architectures", *_TOKENS)}
     return [key for key, value in named.items() if isinstance(value, list) and len(value) == text.num_hidden_layers]
 
 
-def _with_layers(config: PreTrainedConfig, lists: list[str], keep: list[int]) -> Iterator[PreTrainedConfig]:
-    """Configs that may have just the layers `keep`; the caller looks whether they do."""
+def _configs_with_layers(config: PreTrainedConfig, lists: list[str], kept: list[int]) -> Iterator[PreTrainedConfig]:
+    """Yield configs that may describe exactly the layers `kept`; the caller checks."""
     for dense in (None, 1):
         cut = copy.deepcopy(config)
         text = cut.get_text_config()
         for key in lists:
-            setattr(text, key, [getattr(text, key)[i] for i in keep])
-        text.num_hidden_layers = len(keep)
+            setattr(text, key, [getattr(text, key)[i] for i in kept])
+        text.num_hidden_layers = len(kept)
         if dense is not None and getattr(text, "first_k_dense_replace", None):
             text.first_k_dense_replace = dense
         yield cut
 
 
-def _kinds(config: PreTrainedConfig, lists: list[str]) -> list[Any]:
-    """What each layer is: its weights' names and shapes, its settings, and what lists in the config say of it; nothing
-    where no model can be built of it, or one with other layers than those (of a picture's, say)."""
+def _layer_kinds(config: PreTrainedConfig, lists: list[str]) -> list[Any]:
+    """Return the kind of each layer: shapes of its weights, settings of its modules, its values in the config's lists.
+
+    An empty list means that no model can be built, or that the lists describe other layers (of an image tower, say).
+    """
     try:
         layers = decoder_layers(empty_of(config))
     except (UnsupportedError, ValueError, IndexError, KeyError, TypeError):
         return []
     text = config.get_text_config()
-    said = [[str(one) for one in getattr(text, key)] for key in lists]
-    if any(len(one) != len(layers) for one in said):
+    values = [[str(value) for value in getattr(text, key)] for key in lists]
+    if any(len(each) != len(layers) for each in values):
         return []
-    return [(shapes(layer), _settings(layer), tuple(one[i] for one in said)) for i, layer in enumerate(layers)]
+    return [(shapes(layer), _settings(layer), tuple(each[i] for each in values)) for i, layer in enumerate(layers)]
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:
-    """Windows, scales and switches of a layer, but for its number."""
+    """Return windows, scales and switches of a layer's modules, without the layer's own number."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (name, key, value)
@@ -199,23 +201,24 @@ def _settings(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def empty_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """Its model on the meta device, at no cost; the config is left alone."""
+    """Return a model on the meta device, at no cost; the config stays unchanged."""
     with torch.device("meta"):
         return build_causal(copy.deepcopy(config))
 
 
-def _weights(config: PreTrainedConfig) -> int:
+def _count_weights(config: PreTrainedConfig) -> int:
     return sum(p.numel() for p in empty_of(config).parameters())
 
 
-def _quieten(text: Any, length: int) -> list[str]:
-    """Windows that bite, and no dropout: attention's own is left for `parallelize` to refuse."""
+def _shorten_windows(text: Any, length: int) -> list[str]:
+    """Set windows to a third of the sample at most and dropout to 0; return notes on both."""
     notes = []
     window = getattr(text, "sliding_window", None)
     if isinstance(window, int) and window > length // 3:
         text.sliding_window = length // 3
         notes.append(f"window {length // 3} for {window}")
     for key, value in list(vars(text).items()):
+        # Attention's own dropout stays, for `parallelize` to refuse.
         noise = ("drop" in key and "att" not in key) or key.endswith("jitter_noise")
         if noise and isinstance(value, float) and value > 0:
             setattr(text, key, 0.0)
@@ -231,5 +234,27 @@ def _cut_vocabulary(text: Any, size: int) -> None:
             setattr(text, key, None)
 
 
-def _same_vocabulary(config: PreTrainedConfig, cut: PreTrainedConfig) -> bool:
-    return config.get_text_config().vocab_size == cut.get_text_config().vocab_size
+def with_adapters(model: PreTrainedModel, lora: LoraSettings, *, seed: int) -> PreTrainedModel:
+    """Return the PEFT model around `model`, its adapters in the same dtype and drawn from `seed`."""
+    dtype = next(model.parameters()).dtype
+    # Two processes draw different numbers, so dropout is off.
+    adapted: Any = add_adapters(model, lora.model_copy(update={"dropout": 0.0}), seed=seed).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            # A fresh adapter's B is zero, and so are all gradients of its A: there would be nothing to compare.
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _ADAPTER_STD)
+    return cast(PreTrainedModel, adapted.train())
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def load_adapters(plain: Any, folder: Path) -> Any:
+    """Return a copy of `plain` with the adapters of `folder`, loaded by peft itself."""
+    from peft import PeftModel
+
+    base = copy.deepcopy(plain).unload()
+    return PeftModel.from_pretrained(base, str(folder), is_trainable=True, autocast_adapter_dtype=False)

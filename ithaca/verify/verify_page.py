@@ -1,4 +1,4 @@
-"""What `ithaca verify` shows: the model, a line a check as it comes, the verdict; and the same as JSON."""
+"""The page of `ithaca verify`: the model, a line for each check as it ends, the verdict; and the same as JSON."""
 
 from __future__ import annotations
 
@@ -22,40 +22,42 @@ _DETAIL = 45
 
 
 class Page:
-    """Prints on the one rank that `shows`."""
+    """The printed page; only the rank with `shows` prints."""
 
     def __init__(self, *, shows: bool) -> None:
         self.console = Console(quiet=not shows, highlight=False, soft_wrap=True)
 
     def open(self, subject: Subject, sample: Sample, mesh: Mesh) -> None:
-        """What is verified, and on what."""
-        kind = subject.config.model_type
-        width = str(subject.dtype).removeprefix("torch.")
+        """Print the model, what was cut, and the sample."""
+        self.console.print(
+            f"[bold]{escape(subject.config.model_type)}[/]: sp={mesh.sp} compared with one process, {mesh.device.type}, "
+            f"{_dtype(subject)}"
+        )
         notes = ", ".join(subject.notes)
-        self.console.print(f"[bold]{escape(kind)}[/]: sp={mesh.sp} against one process, {mesh.device.type}, {width}")
-        self.console.print(f"  {escape(notes)}; {escape(sample.origin)}, rows of {sample.length}")
-        self.console.print(f"    {'check':<22}{'found':>9} {'limit':<8} what was compared", style="dim")
+        self.console.print(f"  {escape(notes)}; {escape(sample.origin)}, rows of {sample.length} tokens")
+        self.console.print(f"    {'check':<22}{'error':>9} {'limit':<8} what was compared", style="dim")
 
     def line(self, line: Line) -> None:
-        """One check."""
+        """Print one check."""
         mark = "[green]ok [/]" if line.ok else "[bold red]off[/]"
         limit = f"<= {line.limit:.2g}" if line.limit else "= 0"
-        self.console.print(f"{mark} {line.name:<22}{_figure(line):>9} {limit:<8} {escape(self._fold(line.detail))}")
+        detail = escape(self._fold(line.detail))
+        self.console.print(f"{mark} {line.name:<22}{line.figure:>9.2g} {limit:<8} {detail}")
 
     def _fold(self, detail: str) -> str:
-        """The detail, on a terminal in its own column; in a file on one line."""
+        """Return the detail folded into its own column on a terminal, on one line in a file."""
         if not self.console.is_terminal:
             return detail
         width = max(self.console.width, _DETAIL + 20)
         return fill(detail, width, initial_indent=" " * _DETAIL, subsequent_indent=" " * _DETAIL).lstrip()
 
     def close(self, lines: list[Line], seconds: float) -> None:
-        """The verdict."""
+        """Print the verdict."""
         off = [line.name for line in lines if not line.ok]
         if off:
             self.console.print(
                 f"[bold red]{len(off)} of {len(lines)} checks are off[/]: {', '.join(off)} ({seconds:.0f} s). "
-                "Do not train like this: the figures say where it differs from one process"
+                "Do not train like this: over ranks this model computes something else than in one process"
             )
         else:
             self.console.print(
@@ -63,28 +65,28 @@ class Page:
             )
 
     def write(self, file: Path, lines: list[Line], subject: Subject, sample: Sample, mesh: Mesh) -> None:
-        """Results with versions; those of the set of ranks before (the CPU's before the GPUs') stay beside them."""
+        """Write the results as JSON, beside those of an earlier set of ranks (the CPU's before the GPUs')."""
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         result = {
             "ok": all(line.ok for line in lines),
             "model_type": subject.config.model_type,
             "config": json.loads(subject.config.to_json_string()),
             "notes": list(subject.notes),
-            "dtype": str(subject.dtype).removeprefix("torch."),
+            "dtype": _dtype(subject),
             "sp": mesh.sp,
             "sample": {"origin": sample.origin, "length": sample.length},
-            "checks": [_plain(line) for line in lines],
+            "checks": [_as_json(line) for line in lines],
             "versions": _versions(),
         }
         file.write_text(json.dumps({**before, mesh.device.type: result}, indent=1) + "\n", encoding="utf-8")
 
 
-def _figure(line: Line) -> str:
-    return f"{line.figure:.2g}"
+def _dtype(subject: Subject) -> str:
+    return str(subject.dtype).removeprefix("torch.")
 
 
-def _plain(line: Line) -> dict[str, Any]:
-    """JSON has no infinity: what is not finite is null, and off."""
+def _as_json(line: Line) -> dict[str, Any]:
+    """Return a line as JSON, which has no infinity: a figure that is not finite becomes null."""
     return {**asdict(line), "figure": line.figure if isfinite(line.figure) else None, "ok": line.ok}
 
 

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("rows", [[0, 5, 36], [3, 20, 33]])
 @pytest.mark.parametrize("pairs", [1, 100, 2**28])
-def test_the_formulas_are_those_of_attention(rows: list[int], pairs: int) -> None:
+def test_blocked_reference_equals_attention(rows: list[int], pairs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, dout = (torch.randn(37, 2, 8, generator=generator) for _ in range(2))
     k, v = (torch.randn(37, 8, generator=generator) for _ in range(2))
@@ -32,7 +32,7 @@ def test_the_formulas_are_those_of_attention(rows: list[int], pairs: int) -> Non
         torch.testing.assert_close(one, other)
 
 
-def test_small_lengths_are_exact_and_a_fault_is_seen() -> None:
+def test_exact_small_lengths_pass_and_planted_fault_fails() -> None:
     found = exact.measure("tiny", 257, 2, CPU)
     assert max(*found["error"].values(), *found["loss_error"].values()) < 1e-5
     attend = exact.planned_attention

@@ -16,7 +16,7 @@ def cell(layers: int, **more: Any) -> dict[str, Any]:
     return {"system": "ithaca", "model": "tiny", "length": 96, "settings": settings} | more
 
 
-def test_a_step_is_kept_part_by_part() -> None:
+def test_longest_step_is_saved_part_by_part() -> None:
     kept: list[dict[str, Any]] = []
     longest.measured(cell(2), torch.device("cpu"), kept.append)
     assert [k["outcome"] for k in kept] == ["not done"] * 4 + ["done"]
@@ -27,7 +27,7 @@ def test_a_step_is_kept_part_by_part() -> None:
     assert "tiny | 96" in longest.table({"cells": [cell(2) | last]})
 
 
-def test_what_was_reached_is_kept_when_memory_ends() -> None:
+def test_longest_out_of_memory_keeps_reached_parts() -> None:
     kept: list[dict[str, Any]] = []
     with patch.object(torch.autograd, "backward", side_effect=torch.OutOfMemoryError("out of memory")):
         longest.measured(cell(2), torch.device("cpu"), kept.append)
@@ -36,7 +36,7 @@ def test_what_was_reached_is_kept_when_memory_ends() -> None:
     assert "| out of memory |" in longest.table({"cells": [cell(2) | kept[-1]]})
 
 
-def test_a_whole_models_time_follows_from_one_layers() -> None:
+def test_longest_whole_time_follows_from_one_layer() -> None:
     kept: list[dict[str, Any]] = []
     longest.measured(cell(1), torch.device("cpu"), kept.append)
     run = cell(1) | kept[-1]

@@ -13,7 +13,7 @@ from benchmarks.step import load
 
 
 @pytest.mark.parametrize("end", [0, 2047, 2048, 9000, 50_000, 333_333, 2**20])
-def test_the_search_ends_within_a_sixteenth(end: int) -> None:
+def test_reach_search_ends_within_a_sixteenth(end: int) -> None:
     tried: list[int] = []
     found = reach.longest_that(lambda tokens: tried.append(tokens) or tokens <= end, 2**20)  # type: ignore[func-returns-value]
     assert found <= end
@@ -21,7 +21,7 @@ def test_the_search_ends_within_a_sixteenth(end: int) -> None:
     assert len(tried) <= 16
 
 
-def test_a_row_that_ends_memory_is_not_the_longest() -> None:
+def test_reach_out_of_memory_is_not_the_longest() -> None:
     checkpointed = reach.checkpointed_step
 
     def limited(model: torch.nn.Module) -> reach.Callable[[torch.Tensor], torch.Tensor]:
@@ -40,14 +40,14 @@ def test_a_row_that_ends_memory_is_not_the_longest() -> None:
     assert found["seconds"] > 0
 
 
-def test_four_times_that_is_trained_in_three_quarters_of_the_card() -> None:
+def test_reach_committed_cells_fit_three_quarters_of_card() -> None:
     own = reach.longer("tiny", 1.0, 256, "cpu")
     assert own["outcome"] == "done"
     assert own["tokens"] == 256
     assert own["plan"].startswith("2 keep")
 
 
-def test_a_cell_is_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reach_cell_is_saved_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, halves = tmp_path / "reach.json", [{"tokens": 2048, "seconds": 1.0, "machine": {"device": "one"}}]
     halves.append({"outcome": "done", "tokens": 8192, "seconds": 2.0, "allocated_gib": 0.5, "plan": "2 keep"})
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""`benchmarks.rehearsals`: what it would run, and tables and plot of what a file has."""
+"""`benchmarks.rehearsals`: its cells, and the tables and the plot of its file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def done(of: dict[str, Any], **more: Any) -> dict[str, Any]:
     return of | given | more
 
 
-def test_the_groups_have_their_cells() -> None:
+def test_rehearsal_groups_have_their_cells() -> None:
     assert len(rehearsal_cells.cells_of("plan")) == 25
     assert (
         len({rehearsal_cells.key(c) for group in rehearsal_cells.GROUPS for c in rehearsal_cells.cells_of(group)}) == 41
@@ -49,7 +49,7 @@ def test_the_groups_have_their_cells() -> None:
         rehearsal_cells.cells_of("some")
 
 
-def test_tables_name_the_worst_and_what_failed(tmp_path: Path) -> None:
+def test_rehearsal_tables_name_worst_and_failed(tmp_path: Path) -> None:
     first, second, *_ = rehearsal_cells.cells_of("plan")
     cells = [done(first), done(second, memory_error=-0.2), rehearsal_cells.cells_of("plan")[2] | {"outcome": "failed"}]
     table = rehearsal_page.plan_table(cells)
@@ -60,7 +60,7 @@ def test_tables_name_the_worst_and_what_failed(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
-def test_efficiency_and_published_figures() -> None:
+def test_rehearsal_page_shows_efficiency_and_published_figures() -> None:
     scaling = [done(c, step_s=s) for c, s in zip(rehearsal_cells.cells_of("scaling"), (16.0, 8.0, 5.0), strict=False)]
     table = rehearsal_page.scaling_table(scaling)
     assert "| 2 | 8.00 | 10.00 | 0.50 (predicted, NVLink 4, 450 GB/s) | 16,384 | 100.0% |" in table
@@ -68,7 +68,7 @@ def test_efficiency_and_published_figures() -> None:
     assert "| 8K | 12.00 | 23.4 |" in rehearsal_page.capped_table([done(rehearsal_cells.cells_of("capped")[0])])
 
 
-def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
+def test_rehearsals_equal_cells_of_two_groups_run_once(tmp_path: Path) -> None:
     [planned] = [c for c in rehearsal_cells.cells_of("plan") if (c["model"], c["sp"]) == ("Qwen/Qwen3-4B", 4)]
     scaling = [c for c in rehearsal_cells.cells_of("scaling") if c["sp"] == 4]
     result: dict[str, Any] = {"runs": [], "cells": [done(planned)]}
@@ -81,7 +81,7 @@ def test_what_two_groups_have_is_run_once(tmp_path: Path) -> None:
     assert result["runs"][0].keys() >= {"command", "python", "torch", "transformers"}
 
 
-def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
+def test_rehearsals_config_of_experts_loads(tmp_path: Path) -> None:
     from ithaca.models.files.pretrained import read_config
 
     config = read_config(rehearsals.write_experts(tmp_path))
@@ -89,7 +89,7 @@ def test_the_experts_are_a_config_that_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_cells_of_one_sort_run_in_one_process(tmp_path: Path) -> None:
+def test_rehearsals_cells_of_one_sort_run_in_one_process(tmp_path: Path) -> None:
     of = rehearsal_cells.cell("plan", "embedded", 2, "1K", "precision=fp32")
     with closing(rehearsals.Rehearsers()) as rehearsers:
         got = rehearsals.run_cell(of, 300, [], rehearsers)
@@ -113,7 +113,7 @@ def test_cells_of_one_sort_run_in_one_process(tmp_path: Path) -> None:
     assert "unknown key 'sq' in mesh" in wrong["error"]
 
 
-def test_what_would_be_planned_otherwise_is_run_again(tmp_path: Path) -> None:
+def test_rehearsals_cell_planned_otherwise_runs_again(tmp_path: Path) -> None:
     [of] = [c for c in rehearsal_cells.cells_of("plan") if (c["model"], c["sp"]) == ("Qwen/Qwen3-4B", 4)]
     before = done(of)
     assert rehearsal_plan.planned_anew(before)["planned_so_today"]
@@ -127,7 +127,7 @@ def test_what_would_be_planned_otherwise_is_run_again(tmp_path: Path) -> None:
     assert result["cells"][0]["planned_so_today"]
 
 
-def test_the_plan_agrees_with_what_was_rehearsed() -> None:
+def test_plan_agrees_with_committed_rehearsals() -> None:
     """Every figure of the plan's is today's: a change of the planning that goes wrong is seen here, without a GPU."""
     cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
     planned = {rehearsal_cells.key(c): c for c in cells if c["group"] == "plan"}
@@ -139,14 +139,14 @@ def test_the_plan_agrees_with_what_was_rehearsed() -> None:
         assert abs(today["time_error"]) <= PREDICTED_STEP, rehearsal_cells.name_of(c)
 
 
-def test_steps_that_wait_for_their_host_are_planned_so() -> None:
+def test_plan_host_bound_steps_agree_with_committed_rehearsals() -> None:
     """All states on the host, from 8K tokens, where launching takes most of a step, to a million."""
     cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
     for c in (c for c in cells if "memory.on_host=everything" in c["settings"]):
         assert abs(rehearsal_plan.planned_anew(c)["time_error"]) <= PREDICTED_STEP, rehearsal_cells.name_of(c)
 
 
-def test_what_is_promised_of_a_capped_card_and_of_a_million_tokens_was_rehearsed() -> None:
+def test_committed_rehearsals_hold_capped_card_and_million_tokens() -> None:
     cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
     capped = {show_length(c["length"]): c for c in cells if c["group"] == "capped"}
     for length, limit in {"8K": 12, "32K": 15, "64K": 18, "96K": 20, "1M": 80}.items():
@@ -156,11 +156,3 @@ def test_what_is_promised_of_a_capped_card_and_of_a_million_tokens_was_rehearsed
     assert (whole["sp"], whole["length"], whole["derived"]) == (8, 1_048_576, False)
     assert whole["step_s"] < 300
     assert whole["reserved"] < 40e9
-
-
-def test_the_page_shows_what_the_file_has() -> None:
-    cells = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())["cells"]
-    page = (ROOT / "docs/rehearse.md").read_text()
-    assert rehearsal_page.put_into(page, cells) == page
-    for c in (c for c in cells if c["group"] == "plan"):
-        assert f"| {rehearsal_cells.short_name(c)} | {c['sp']} | {show_length(c['length'])} |" in page

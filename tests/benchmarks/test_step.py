@@ -41,26 +41,26 @@ def cell(system: str = "ithaca", model: str = "8B", length: int = 2**15, **more:
 
 
 @pytest.mark.parametrize(("text", "length"), [("32K", 32_768), ("1M", 1_048_576), ("96", 96), ("1k", 1024)])
-def test_lengths(text: str, length: int) -> None:
+def test_length_is_parsed_and_shown(text: str, length: int) -> None:
     assert step.parse_length(text) == length
     assert step.parse_length(step.show_length(length)) == length
 
 
-def test_cells_are_parsed_or_refused() -> None:
+def test_step_cells_are_parsed_or_refused() -> None:
     assert step.parse_cells("8B:32K,1B:256K") == [("8B", 2**15), ("1B", 2**18)]
     with pytest.raises(SystemExit, match="7B:32K: write model:length"):
         step.parse_cells("7B:32K")
 
 
 @pytest.mark.parametrize(("name", "total"), [("1B", 1_235_814_400), ("3B", 3_212_749_824), ("8B", 8_030_261_248)])
-def test_weights_are_those_of_the_published_models(name: str, total: int) -> None:
+def test_step_models_have_published_weight_counts(name: str, total: int) -> None:
     shape = SHAPES[name]
     norms = (2 * shape.layers + 1) * shape.hidden
     embedding = 0 if shape.tied else shape.vocab * shape.hidden
     assert shape.linear_weights() + embedding + norms == total
 
 
-def test_flops_are_those_of_the_model_built() -> None:
+def test_flops_equal_those_of_model() -> None:
     shape, length = SHAPES["tiny"], 64
     model = floor.build_model(shape, length, CPU, torch.float32)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
@@ -71,7 +71,7 @@ def test_flops_are_those_of_the_model_built() -> None:
     assert floor.step_flops(shape, length) == 6 * linear * length + 3.5 * attention
 
 
-def test_floor_adds_up_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floor_is_sum_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(floor, "seconds", lambda call, device: calls.append(call()) or 1.0)
     monkeypatch.setattr(floor, "HEAD_TOKENS", 48)
@@ -82,7 +82,7 @@ def test_floor_adds_up_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["attention"]["timed_heads"] == [2, 1]
 
 
-def test_a_cell_is_known_by_its_settings() -> None:
+def test_step_cell_key_holds_settings() -> None:
     result: dict[str, Any] = {"runs": [], "cells": []}
     first = step.wanted(options(), result)
     assert [c["system"] for c in first] == ["transformers", "ithaca"]
@@ -99,7 +99,7 @@ def test_a_cell_is_known_by_its_settings() -> None:
     assert step.settings_of("alst-fa2", options(alst='{"offload": "recipe"}')) == {"offload": "recipe", "loss": "liger"}
 
 
-def test_failed_cells_run_again_and_are_replaced() -> None:
+def test_step_failed_cell_runs_again() -> None:
     result: dict[str, Any] = {"runs": [], "cells": []}
     asked = step.wanted(options(systems="liger"), result)[0]
     step.record(result, "step", asked, {"outcome": "failed", "error": "no triton"})
@@ -109,7 +109,7 @@ def test_failed_cells_run_again_and_are_replaced() -> None:
     assert [c["outcome"] for c in result["cells"]] == ["out of memory"]
 
 
-def test_the_file_is_read_back(tmp_path: Path) -> None:
+def test_step_file_is_read_back(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "step.json"
     assert step.load(file) == {"runs": [], "cells": []}
     step.save(file, {"runs": [], "cells": [cell()]})
@@ -128,7 +128,7 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
         ('{"outcome": "out of memory", "allocated_gib": 139.0}', 0, "out of memory"),
     ],
 )
-def test_however_a_cell_ends_it_is_recorded(
+def test_step_cell_outcome_is_recorded(
     monkeypatch: pytest.MonkeyPatch, left: str | None, status: int | None, outcome: str
 ) -> None:
     def fake(command: list[str], **given: Any) -> Any:
@@ -144,7 +144,7 @@ def test_however_a_cell_ends_it_is_recorded(
     assert ("last words" in got.get("error", "")) == (status in (1, -9))
 
 
-def test_what_the_total_leaves_over_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_step_beyond_time_limit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result: dict[str, Any] = {"runs": [], "cells": []}
     monkeypatch.setattr(step, "run_cell", lambda *_: {"outcome": "over the limit"})
     arguments = options(file=tmp_path / "step.json", total=30.0)
@@ -156,7 +156,7 @@ def test_what_the_total_leaves_over_is_not_recorded(monkeypatch: pytest.MonkeyPa
     assert step.load(arguments.file) == result
 
 
-def test_table_and_details() -> None:
+def test_step_table_shows_cells() -> None:
     bare = cell("floor", seconds=3.9)
     ours = cell(seconds=4.84, allocated_gib=39.14, reserved_gib=41.0, loss=11.76)
     cells = [
@@ -178,14 +178,14 @@ def test_table_and_details() -> None:
     assert "floor" not in step.detail(ours | {"settings": {"memory": "auto", "layers": 2}}, cells)
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_step_plot_is_written(tmp_path: Path) -> None:
     cells = [cell(length=n, seconds=n / 1e4, allocated_gib=n / 1e3) for n in (2**13, 2**14, 2**15)]
     assert list(step.curves(cells)) == ["ithaca, 8B"]
     step.plot([*cells, cell("transformers", outcome="out of memory")], tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
-def test_out_of_memory_is_told_from_other_errors() -> None:
+def test_step_out_of_memory_is_distinguished_from_errors() -> None:
     assert peers.outcome_of(torch.OutOfMemoryError("CUDA out of memory")) == "out of memory"
     assert peers.outcome_of(ValueError("wrong")) == "failed"
     wrapped = RuntimeError("step failed")
@@ -208,7 +208,7 @@ def compare(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
         torch.testing.assert_close(got[name], grad, rtol=CLOSE, atol=CLOSE * float(grad.abs().max()), msg=name)
 
 
-def test_a_planted_fault_is_caught() -> None:
+def test_step_planted_fault_is_caught() -> None:
     """A weight gradient a thousandth too large, as a loss scaled after the call would leave behind."""
     _, wanted = plain_gradients(50)
     compare(dict(wanted), wanted)
@@ -217,7 +217,7 @@ def test_a_planted_fault_is_caught() -> None:
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_checkpointing_gives_the_plain_gradients(offloaded: bool) -> None:
+def test_step_checkpointing_gives_plain_gradients(offloaded: bool) -> None:
     model: Any = floor.build_model(SHAPES["tiny"], 50, CPU, torch.float32)
     run = peers.checkpointed_step(model)
     if offloaded:
@@ -239,7 +239,7 @@ def test_checkpointing_gives_the_plain_gradients(offloaded: bool) -> None:
         ("ithaca", {"memory": None}),
     ],
 )
-def test_every_system_gives_the_plain_gradients(system: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_step_every_system_gives_plain_gradients(system: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """In a process of its own, as the program runs it: peers patch what they find. 50 tokens leave a short tile."""
     if system.startswith("alst") and not (importlib.util.find_spec("deepspeed") or (CARRY / "deepspeed").is_dir()):
         pytest.skip("deepspeed is not installed")
@@ -252,7 +252,7 @@ def test_every_system_gives_the_plain_gradients(system: str, settings: dict[str,
 
 
 @pytest.mark.slow
-def test_the_program_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_step_program_resumes_where_it_stopped(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     command = [sys.executable, "-m", "benchmarks.step", str(file), "--cells", "tiny:96", "--device", "cpu"]
     command += ["--systems", "floor", "--limit", "120"]

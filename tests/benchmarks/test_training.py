@@ -1,4 +1,4 @@
-"""`benchmarks.training`: its documents, its job, and the table from what it keeps; a whole run of it is slow."""
+"""`benchmarks.training`: its documents, its job, and the table of its file; a whole run is slow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks import training
 from ithaca.config.schema import load_run
 
 
-def test_documents_are_packages() -> None:
+def test_training_documents_are_packages() -> None:
     found = list(training.documents())
     assert sum(len(text) > 65_536 for text in found) > 10
     assert any(text.startswith("# asyncio/__init__.py\n") for text in found)
 
 
-def test_a_job_is_a_run_file(tmp_path: Path) -> None:
+def test_training_job_is_a_run_file(tmp_path: Path) -> None:
     run = load_run(str(training.write_job(tmp_path, "tiny", 256, 14)), [])
     assert (run.stages[0].length, run.stages[0].steps, run.model.weights) == (256, 14, "random")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] >= 264
@@ -27,7 +27,7 @@ def test_a_job_is_a_run_file(tmp_path: Path) -> None:
     assert 100_000 < (tmp_path / "documents.jsonl").stat().st_size < every
 
 
-def test_what_is_outside_is_what_no_call_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_outside_time_is_total_less_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 3.0, 4.0, 7.0, 8.0, 10.0])
     monkeypatch.setattr(training.time, "perf_counter", lambda: next(clock))
     parts = training.Parts(torch.device("cpu"))
@@ -36,7 +36,7 @@ def test_what_is_outside_is_what_no_call_took(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_both_parts_on_the_cpu() -> None:
+def test_training_parts_run_on_cpu() -> None:
     over = training.overhead("tiny", 128, 4, 1)
     [only] = over["rounds"]
     assert over["overhead"] == only["overhead"] == only["trainer_s"] / only["bare_s"] - 1

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the launcher: small entries, and `main`, which launches one by name.
+"""Entry functions of ranks for the tests of the launcher, and `main`, which launches one by name.
 
 `python -m tests.cli.entries NAME FOLDER [PROCESSES]` is a launcher in a process of its own, so that a test can send
 it signals and look at what it leaves.
@@ -42,7 +42,7 @@ def total(folder: str) -> int:
 
 
 def refuse(folder: str) -> int:
-    """All ranks refuse alike."""
+    """Raise the same refusal on every rank."""
     raise DataError("no documents in 'nowhere': name a folder with files")
 
 
@@ -73,7 +73,7 @@ def shot(folder: str) -> int:
 
 
 def saves(folder: str) -> int:
-    """Train until told to stop; then save, which takes a while."""
+    """Train until a signal stops it; then save, which takes a while."""
     mesh = init_mesh(sp=dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]), device="cpu")
     with Watch.of(mesh, hang=60) as watch:
         _mark(folder, "started", str(os.getpid()))

@@ -1,4 +1,4 @@
-"""What a verb says of itself and of mistakes: help with examples and exit codes, pages that are whole, one hint."""
+"""Tests of help pages, of the width of pages, and of hints for mistyped words."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ VERBS = [command.callback.__name__ for command in app.registered_commands if com
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_verb_has_an_epilog() -> None:
+def test_verb_has_an_epilog() -> None:
     assert set(VERBS) == set(EPILOGS)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_has_examples_keys_and_exit_codes(typed: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+def test_help_of_a_verb_has_examples_keys_and_exit_codes(
+    typed: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     status, out, _ = typed(verb, "--help")
     assert status == 0
@@ -42,8 +44,8 @@ def test_help_has_examples_keys_and_exit_codes(typed: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("columns", [40, 79, 80])
-def test_no_word_of_a_narrow_page_is_cut(columns: int) -> None:
-    """Options are told apart by their ends: --host-memory, --host-headroom."""
+def test_narrow_help_page_cuts_no_word(columns: int) -> None:
+    """Options differ in their ends: --host-memory, --host-headroom."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
     command = [sys.executable, "-m", "ithaca", "plan", "--help"]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
@@ -53,7 +55,7 @@ def test_no_word_of_a_narrow_page_is_cut(columns: int) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_options_of_the_examples_exist(verb: str) -> None:
+def test_options_in_examples_exist(verb: str) -> None:
     (command,) = [one for one in app.registered_commands if one.callback is not None and one.callback.__name__ == verb]
     from typer.main import get_command_from_info
 
@@ -67,7 +69,7 @@ def test_options_of_the_examples_exist(verb: str) -> None:
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_a_page_in_a_pipe_is_whole(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_page_in_a_pipe_is_not_cut(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS")
     status, out, _ = typed("plan", "--model", "llama-3.1-8b", "--length", "128k", "--write", "-", "--compare")
     assert status == 0
@@ -77,7 +79,7 @@ def test_a_page_in_a_pipe_is_whole(typed: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_models_takes_a_type_a_folder_and_a_name_of_the_table(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_takes_a_type_a_folder_or_a_known_name(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS")
     Path("mine").mkdir()
     Path("mine/config.json").write_text('{"model_type": "qwen3"}')
@@ -89,7 +91,7 @@ def test_models_takes_a_type_a_folder_and_a_name_of_the_table(typed: Any, monkey
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_a_mistyped_folder_is_answered_with_the_one_beside_it(typed: Any) -> None:
+def test_mistyped_folder_gets_the_nearest_name(typed: Any) -> None:
     for name, kept in (("my-llama", "config.json"), ("my-lamas", "notes.txt")):
         Path(name).mkdir()
         Path(name, kept).write_text("{}")
@@ -102,7 +104,7 @@ def test_a_mistyped_folder_is_answered_with_the_one_beside_it(typed: Any) -> Non
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_a_models_folder_in_place_of_a_run_is_told_its_key() -> None:
+def test_model_folder_as_run_file_gets_the_key_to_type() -> None:
     Path("mine").mkdir()
     with pytest.raises(ConfigError, match=r"mine is a folder: name a run\.yaml$"):
         load_run("mine")
@@ -122,11 +124,11 @@ def test_a_models_folder_in_place_of_a_run_is_told_its_key() -> None:
         (0, "0"),
     ],
 )
-def test_parameters_are_never_zero_that_are_some(count: int, said: str) -> None:
+def test_parameter_count_above_zero_is_never_shown_as_zero(count: int, said: str) -> None:
     assert parameters(count) == said
 
 
-def test_a_name_is_not_its_own_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_model_names_leave_the_name_itself_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in known_names():
         assert name not in nearest_models(name)
@@ -146,7 +148,7 @@ def test_a_name_is_not_its_own_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         ("x: 'y\n", "line 2"),
     ],
 )
-def test_yaml_that_ends_somewhere_is_told_where(tmp_path: Path, text: str, where: str) -> None:
+def test_invalid_yaml_gets_line_and_column(tmp_path: Path, text: str, where: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"run\.yaml, {where}.*: not YAML \(.+\)$"):
@@ -154,7 +156,7 @@ def test_yaml_that_ends_somewhere_is_told_where(tmp_path: Path, text: str, where
 
 
 def on_a_terminal(code: str) -> bytes:
-    """What a program writes to a terminal that is its stderr."""
+    """Return the output of a program whose stderr is a terminal."""
     own, theirs = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=subprocess.DEVNULL, env=environment)
@@ -171,7 +173,7 @@ def on_a_terminal(code: str) -> bytes:
     return written
 
 
-def test_a_message_takes_the_bars_line() -> None:
+def test_message_replaces_the_progress_line() -> None:
     code = (
         "import os; os.write(2, b'stage 1 ----- 9/60'); "
         "from ithaca.launch.terminal import say_beside_a_bar; say_beside_a_bar('stopping')"
@@ -179,8 +181,8 @@ def test_a_message_takes_the_bars_line() -> None:
     assert on_a_terminal(code) == b"stage 1 ----- 9/60\r\x1b[Kithaca: stopping\r\n"
 
 
-def test_what_is_loaded_is_said_before_it_is_imported() -> None:
-    """On a terminal alone, and by a module that imports neither torch nor transformers."""
+def test_loading_message_comes_before_the_import() -> None:
+    """Only a terminal gets the message, from a module that imports neither torch nor transformers."""
     code = (
         "import sys; from ithaca.launch.terminal import say_loading; say_loading('loading torch'); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -193,7 +195,7 @@ def test_what_is_loaded_is_said_before_it_is_imported() -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "verify", "prepare", "rehearse", "doctor"])
-def test_slow_verbs_say_so_before_they_import_torch(verb: str) -> None:
+def test_slow_verb_prints_loading_before_importing_torch(verb: str) -> None:
     """The first line is written while torch is not there yet."""
     code = (
         f"import sys; sys.argv = ['ithaca', {verb!r}]\n"
@@ -227,14 +229,14 @@ def test_slow_verbs_say_so_before_they_import_torch(verb: str) -> None:
         ("train --output --show", "type output=..."),
     ],
 )
-def test_a_setting_typed_as_an_option_is_told_how_it_is_typed(typed: Any, words: str, said: str) -> None:
+def test_setting_typed_as_option_gets_the_setting_to_type(typed: Any, words: str, said: str) -> None:
     status, out, err = typed(*words.split())
     assert (status, out) == (2, "")
     assert err.startswith("ithaca: --")
     assert err.rstrip().endswith(said)
 
 
-def test_any_other_option_is_the_command_lines_own_mistake(typed: Any) -> None:
+def test_unknown_option_without_near_setting_is_a_usage_error(typed: Any) -> None:
     status, _, err = typed("train", "--qqq", "5")
     assert status == 2
     assert "No such option: --qqq" in err

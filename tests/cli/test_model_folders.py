@@ -1,4 +1,4 @@
-"""A model's folder that no model can be built of: every verb that reads one ends with one sentence and status 2."""
+"""Tests of folders that no model can be built of: every verb that reads one ends with one sentence and status 2."""
 
 from __future__ import annotations
 
@@ -71,27 +71,27 @@ def expect_refused(ends: dict[str, tuple[int, str]]) -> None:
         assert "config.json" in err or "model.json" in err or "/model" in err
 
 
-def test_a_whole_folder_goes_through_all_of_them(verbs: Any, folder: Path) -> None:
+def test_valid_folder_passes_every_verb(verbs: Any, folder: Path) -> None:
     assert verbs(folder) == dict.fromkeys(("plan", "verify", "rehearse", "train"), (0, ""))
 
 
 @pytest.mark.few(20)
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_a_config_with_a_bad_value_is_refused_by_every_verb(verbs: Any, folder: Path, name: str) -> None:
+def test_config_with_bad_value_is_refused_by_every_verb(verbs: Any, folder: Path, name: str) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **BAD_VALUES[name]}))
     expect_refused(verbs(folder))
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_is_no_config_is_refused_by_every_verb(verbs: Any, folder: Path, name: str) -> None:
+def test_file_that_is_no_config_is_refused_by_every_verb(verbs: Any, folder: Path, name: str) -> None:
     held = BAD_FILES[name]
     file = folder / "config.json"
     file.unlink() if held is None else file.write_bytes(held)
     expect_refused(verbs(folder))
 
 
-def test_code_of_a_folder_is_not_run_where_transformers_has_the_type(verbs: Any, folder: Path) -> None:
+def test_code_in_a_folder_is_not_run_for_a_known_type(verbs: Any, folder: Path) -> None:
     file = folder / "config.json"
     own = {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
     file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
@@ -106,7 +106,7 @@ GENERATION = {
 
 
 @pytest.mark.parametrize("name", GENERATION)
-def test_a_generation_config_that_is_none_is_refused(typed: Any, folder: Path, monkeypatch: Any, name: str) -> None:
+def test_invalid_generation_config_is_refused(typed: Any, folder: Path, monkeypatch: Any, name: str) -> None:
     monkeypatch.setattr("ithaca.launch.launcher.launch", lambda *a, **k: 0)
     (folder / "generation_config.json").write_text(GENERATION[name])
     status, _, err = typed("verify", "--device", "cpu", "--model", str(folder))
@@ -149,7 +149,7 @@ TOKENIZERS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_that_cannot_be_built_is_refused(typed: Any, folder: Path, name: str) -> None:
+def test_tokenizer_that_cannot_be_built_is_refused(typed: Any, folder: Path, name: str) -> None:
     file, change = TOKENIZERS[name]
     path = folder / file
     if isinstance(change, dict):

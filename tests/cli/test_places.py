@@ -1,4 +1,4 @@
-"""Where a process stands (Slurm, hosts, nodes), and which of several failures came first: values in, values out."""
+"""Tests of a process's node and rank (Slurm, hosts, nodes), and of the choice of the first failure."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ STEP = {
         ("rack[1-2]-gpu[0-1].net", "rack1-gpu0.net rack1-gpu1.net rack2-gpu0.net rack2-gpu1.net"),
     ],
 )
-def test_slurm_host_lists(text: str, hosts: str) -> None:
+def test_slurm_host_list_is_expanded(text: str, hosts: str) -> None:
     assert expand_hosts(text) == tuple(hosts.split())
 
 
-def test_slurm_counts() -> None:
+def test_slurm_task_counts_are_expanded() -> None:
     assert expand_counts("2(x3),1") == (2, 2, 2, 1)
     with pytest.raises(ConfigError, match="cannot be read"):
         expand_counts("two")
 
 
-def test_a_slurm_task_knows_its_rank() -> None:
+def test_slurm_task_gets_its_rank() -> None:
     task = read_task(STEP)
     assert task is not None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -52,7 +52,7 @@ def test_a_slurm_task_knows_its_rank() -> None:
     assert {name: task.variables()[name] for name in names} != {}
 
 
-def test_a_part_of_the_nodes() -> None:
+def test_hosts_option_takes_a_part_of_the_nodes() -> None:
     task = read_task(STEP)
     assert task is not None
     part = task.only(["big1", "gpu10"])
@@ -63,7 +63,7 @@ def test_a_part_of_the_nodes() -> None:
         task.only(["gpu99"])
 
 
-def test_a_batch_script_is_no_task() -> None:
+def test_batch_script_is_no_slurm_task() -> None:
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "1"}
     assert read_task(batch) is None
     assert read_task({}) is None
@@ -73,14 +73,14 @@ def test_a_batch_script_is_no_task() -> None:
         read_task({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
 
 
-def test_one_task_a_node_starts_the_ranks_of_its_node() -> None:
+def test_one_slurm_task_a_node_starts_its_ranks() -> None:
     task = read_task({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"})
     assert task is not None
     place = find_place(task, None, None, None, ())
     assert (place.count, place.rank, place.endpoint) == (4, 2, f"gpu08:{task.port}")
 
 
-def test_hosts_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_without_slurm_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["ithaca", "train", "--hosts", "a,b"])
     own = socket.gethostname()
     place = find_place(None, None, None, None, ["elsewhere", own])
@@ -99,19 +99,19 @@ def test_hosts_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         ((None, 1, None), "give --nodes too"),
     ],
 )
-def test_wrong_nodes_are_refused(settings: tuple[Any, ...], message: str) -> None:
+def test_wrong_node_options_are_refused(settings: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_place(None, *settings, ())
 
 
-def test_nodes_that_do_not_come_are_told_of() -> None:
+def test_missing_node_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"not all of 2 nodes met at 127\.0\.0\.1:1 within 1 s: start the same command"
     ):
         meet(Nodes(2, 1, "127.0.0.1:1", patience=1), 1)
 
 
-def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_auto_counts_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert count_processes("auto", "auto") == 2
     assert count_processes(8, "cpu") == 8
@@ -124,7 +124,7 @@ def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         count_processes(8, "auto")
 
 
-def test_one_process_runs_here() -> None:
+def test_single_process_runs_in_place() -> None:
     seen: list[int] = []
     assert launch(lambda x: seen.append(x), [7], processes=1, device="cpu") == 0
     assert seen == [7]
@@ -140,7 +140,7 @@ def report(rank: int, error: Exception, when: float) -> Report:
     return Report(rank, when, made.error, made.message, "Traceback ...", made.user, made.consequence, made.status)
 
 
-def test_the_earliest_own_error_is_the_cause() -> None:
+def test_earliest_own_error_is_the_cause() -> None:
     gone = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
     reports = [report(0, gone, 1.0), report(1, ValueError("second"), 3.0), report(2, KeyError("first"), 2.0)]
     verdict = judge(reports, {0: 1, 1: 1, 2: 1}, frozenset())
@@ -148,7 +148,7 @@ def test_the_earliest_own_error_is_the_cause() -> None:
     assert verdict.text.startswith("rank 2 failed: KeyError: 'first'; ranks 0-1 ended because of it")
 
 
-def test_users_mistakes_are_one_line() -> None:
+def test_user_mistake_is_one_line() -> None:
     alike = [report(rank, DataError("no documents"), rank) for rank in range(2)]
     assert judge(alike, {0: 2, 1: 2}, frozenset()).text == "no documents"
     one = [report(0, PeerError("another rank says why"), 1.0), report(1, DataError("row 7 has no text"), 2.0)]
@@ -156,7 +156,7 @@ def test_users_mistakes_are_one_line() -> None:
     assert (verdict.text, verdict.status) == ("rank 1: row 7 has no text", 2)
 
 
-def test_a_rank_that_died_comes_before_what_others_made_of_it() -> None:
+def test_dead_rank_comes_before_errors_it_caused() -> None:
     gone = report(0, RuntimeError("Connection reset by peer"), 1.0)
     verdict = judge([gone], {0: 1, 1: -11, 2: -9}, frozenset({2}))
     assert verdict.status == 128 + 11
@@ -168,7 +168,7 @@ def test_a_rank_that_died_comes_before_what_others_made_of_it() -> None:
     assert judge([gone], {0: 1}, frozenset()).text.startswith("rank 0 failed: RuntimeError")
 
 
-def test_reports_survive_the_folder(tmp_path: Any) -> None:
+def test_failure_reports_outlive_the_folder(tmp_path: Any) -> None:
     written = report(3, KeyError("x"), 1.5)
     written.write(str(tmp_path))
     assert Report.read_all(str(tmp_path)) == [written]

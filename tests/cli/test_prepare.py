@@ -1,4 +1,4 @@
-"""`ithaca prepare`: tables, samples with the learned tokens coloured, and mistakes in one line."""
+"""Tests of `ithaca prepare`: tables, coloured samples, and mistakes in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def call(*words: str) -> str:
     return done.output
 
 
-def test_tables_of_sources_and_stages(tmp_path: Path) -> None:
+def test_prepare_prints_tables_of_sources_and_stages(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 200)
     with file.open("a") as more:
         more.write("{broken\n")
@@ -54,7 +54,7 @@ def test_tables_of_sources_and_stages(tmp_path: Path) -> None:
     assert call(*words) == output
 
 
-def test_no_number_or_path_is_cut_on_a_narrow_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_page_cuts_no_number_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     file = write_documents(tmp_path / "a rather long name of documents.jsonl", 200)
     output = call(f"data.sources={file}", f"output={tmp_path / 'run'}")
@@ -63,22 +63,22 @@ def test_no_number_or_path_is_cut_on_a_narrow_page(tmp_path: Path, monkeypatch: 
     assert {"documents", "rows an epoch"} <= {part.strip() for line in output.splitlines() for part in line.split("  ")}
 
 
-def test_a_validation_without_a_document_is_told(tmp_path: Path) -> None:
-    """As the run would say after its ranks were started."""
+def test_validation_without_documents_is_refused(tmp_path: Path) -> None:
+    """The run would refuse it after its ranks have started."""
     file = write_documents(tmp_path / "docs.jsonl", 1)
     words = [f"data.sources={file}", f"output={tmp_path / 'run'}", "validation.share=0.01"]
     with pytest.raises(DataError, match="validation"):
         CliRunner().invoke(app, ["prepare", *words], catch_exceptions=False)
 
 
-def test_samples(tmp_path: Path) -> None:
+def test_show_prints_sample_rows(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "chat.jsonl", [{"messages": CHAT}] * 3)
     output = call(f"data.sources={file}", f"output={tmp_path / 'run'}", "--show", "1")
     assert f"row 0: {file}:" in output
     assert output.count("<|user|>hi<|end|><|assistant|>yo<|end|>") == 3
 
 
-def test_learned_tokens_are_green_and_the_others_are_not(tmp_path: Path) -> None:
+def test_learned_tokens_alone_are_green(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "chat.jsonl", [{"messages": CHAT}])
     row = open_feed(prepared(tmp_path, file), length=32, rows="packed", seed=0).row(0)
     text = coloured(row, TOKENIZER, 1000)
@@ -94,19 +94,19 @@ def test_learned_tokens_are_green_and_the_others_are_not(tmp_path: Path) -> None
     assert moved.spans != text.spans
 
 
-def test_a_stream_is_not_measured_but_shown(tmp_path: Path) -> None:
+def test_stream_is_shown_without_counts(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 20)
     output = call(f"data.sources={file}", f"output={tmp_path / 'run'}", "data.streaming=true", "--show", "1")
     assert "streamed" in output
     assert "document 1" in output
 
 
-def test_mistakes_are_data_errors(tmp_path: Path) -> None:
+def test_mistake_in_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no file or folder"):
         call(f"data.sources={tmp_path}/none.jsonl", f"output={tmp_path / 'run'}")
 
 
-def test_documents_are_not_prepared_into_their_own_folder(typed: Any, own_folder: None, tmp_path: Path) -> None:
+def test_cache_inside_the_documents_is_refused(typed: Any, own_folder: None, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a text")
     for word in ("output=texts", "data.cache=texts/cache"):

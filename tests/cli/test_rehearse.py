@@ -1,4 +1,4 @@
-"""`ithaca rehearse` as a user runs it: the page, the JSON, and how it refuses."""
+"""Tests of `ithaca rehearse` as a user types it: the page, the JSON, and refusals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 
 from ithaca.cli.plan_inputs import read_machine
-from ithaca.cli.rehearse import _machine, _usual_world, one_length, read_model_config
+from ithaca.cli.rehearse import _default_world, _read_job_machine, read_model_config, with_one_stage
 from ithaca.config.schema import load_run
 from ithaca.mesh import init_mesh
 from ithaca.planning.model.known_models import known_config
+from ithaca.rehearse import prediction
 from ithaca.rehearse import rehearsal as proof
 from ithaca.rehearse.lone_group import alone
 from ithaca.rehearse.rehearse_page import page
@@ -40,11 +41,11 @@ def small(tmp_path: Path) -> str:
 
 def real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors take seconds a layer; the verb is the same with real ones."""
-    asked = proof.Asked
-    monkeypatch.setattr(proof, "Asked", lambda *args, **kwargs: asked(*args, **kwargs, fake=False))
+    request = prediction.RehearsalRequest
+    monkeypatch.setattr(prediction, "RehearsalRequest", lambda *args, **kwargs: request(*args, **kwargs, fake=False))
 
 
-def test_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_writes_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_tensors(monkeypatch)
     file = tmp_path / "out" / "r.json"
     words = ("precision=fp32", "--model", small, "--length", "128", "--world", "4", "--rank", "1", "--json", str(file))
@@ -56,11 +57,11 @@ def test_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest
     ):  # fmt: skip
         assert said in out, said
     assert "plan: 2 keep" in err
-    told = json.loads(file.read_text())
-    assert told["degrees"] == [1, 1, 4]
-    assert told["peak"] == max(told["peaks"].values()) == sum(told["kinds"].values())
-    assert told["memory_error"] == told["predicted"]["device_bytes"] / told["peak"] - 1
-    assert len(told["figures"]) == 1
+    report = json.loads(file.read_text())
+    assert report["degrees"] == [1, 1, 4]
+    assert report["peak"] == max(report["peaks"].values()) == sum(report["kinds"].values())
+    assert report["memory_error"] == report["predicted"]["device_bytes"] / report["peak"] - 1
+    assert len(report["figures"]) == 1
 
 
 @pytest.mark.slow
@@ -71,17 +72,17 @@ def test_page_and_json(run: Any, small: str, tmp_path: Path, monkeypatch: pytest
         ("llama-3.2-1b", "--length", "1M", "--world", "8", "optimizer.name=adamw8bit"),
     ],
 )
-def test_a_job_of_many_gpus_without_one(run: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_rehearsal_of_a_gpu_job_runs_without_gpus(run: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     """Layers that are run again, copies to the host, states that live there or are in 8 bits."""
     file = tmp_path / "r.json"
     status, out, err = run("--model", *words, "--layers", "1", "--json", str(file))
     assert status == 0, err
     assert " save; " in err
     assert "on fake tensors (no GPU here)" in out
-    told = json.loads(file.read_text())
-    assert abs(told["memory_error"]) < TRACED_MEMORY
-    planned = sum(term["host_bytes"] for term in told["predicted"]["memory"]["terms"])
-    assert told["host"] == pytest.approx(planned, rel=1e-3)
+    report = json.loads(file.read_text())
+    assert abs(report["memory_error"]) < TRACED_MEMORY
+    planned = sum(term["host_bytes"] for term in report["predicted"]["memory"]["terms"])
+    assert report["host"] == pytest.approx(planned, rel=1e-3)
 
 
 @pytest.mark.few(2)
@@ -94,7 +95,9 @@ def test_a_job_of_many_gpus_without_one(run: Any, tmp_path: Path, words: tuple[s
         ("qwen3-8b", "--length", "128k", "memory.layers=keep", "memory.loss_tile=1k"),
     ],
 )
-def test_a_refusal_says_what_to_type(run: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_rehearsal_names_the_words_to_type(
+    run: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ("--model", *words, "--world", "4")
     status, out, err = run(*asked)
     assert (status, out) == (2, "")
@@ -112,7 +115,7 @@ def test_a_refusal_says_what_to_type(run: Any, words: tuple[str, ...], monkeypat
         assert run(*asked, *typed)[0] == 130, change
 
 
-def test_ctrl_c_is_told_in_a_sentence(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_after_ctrl_c_is_one_sentence(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -122,7 +125,7 @@ def test_ctrl_c_is_told_in_a_sentence(run: Any, small: str, monkeypatch: pytest.
     assert err.startswith("ithaca: rehearse was stopped before its end")
 
 
-def test_the_plan_beside_a_rehearsal_is_the_one_that_is_planned(tmp_path: Path, typed: Any, monkeypatch: Any) -> None:
+def test_plan_beside_rehearsal_equals_ithaca_plan(tmp_path: Path, typed: Any, monkeypatch: Any) -> None:
     """Here there is no GPU, and the CPU's operators keep more: the plan is the card's all the same."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -131,11 +134,11 @@ def test_the_plan_beside_a_rehearsal_is_the_one_that_is_planned(tmp_path: Path, 
     assert typed("plan", *words)[0] == 0
     run = load_run(Path("run.yaml"))
     machine = read_machine("8xH100", None, None, None, None)
-    asked = proof.Asked(run, read_model_config(run.model.name, None), machine)
+    asked = prediction.RehearsalRequest(run, read_model_config(run.model.name, None), machine)
     with alone(8, 0):
         mesh = init_mesh(sp=8, device="cpu")
         config = apply_stages(asked.config, run.stages, random=True)
-        _, planned = proof.predict(asked, proof.part_of(asked, 0, config, mesh), mesh)
+        _, planned = prediction.predict(asked, proof.job_of_rank(asked, 0, config, mesh), mesh)
     assert json.loads(json.dumps(asdict(planned.plan))) == said["plan"]
     assert planned.target.device_bytes == pytest.approx(said["memory"]["device_bytes"], rel=1e-3)
     assert planned.target.host_bytes == said["memory"]["host_bytes"]
@@ -143,10 +146,10 @@ def test_the_plan_beside_a_rehearsal_is_the_one_that_is_planned(tmp_path: Path, 
     assert planned.memory.device_bytes > 1.2 * planned.target.device_bytes
 
 
-def test_without_a_clock_the_page_has_both_plans(small: str) -> None:
-    run = one_length(load_run(None, ["precision=fp32"]), "128", 2, read_model_config(small, None))
+def test_page_without_timing_has_both_plans(small: str) -> None:
+    run = with_one_stage(load_run(None, ["precision=fp32"]), "128", 2, read_model_config(small, None))
     machine = read_machine("2xH100", None, None, None, None)
-    asked = proof.Asked(run, read_model_config(small, None), machine, fake=False)
+    asked = prediction.RehearsalRequest(run, read_model_config(small, None), machine, fake=False)
     result = proof.rehearse(asked)
     console = Console(width=140, record=True, file=StringIO())
     console.print(page(asked, replace(result, seconds={})))
@@ -159,29 +162,29 @@ def test_without_a_clock_the_page_has_both_plans(small: str) -> None:
     assert f"{said.target.device_bytes / 2**20:.2f} MiB" in last
 
 
-def test_more_groups_take_more_rows(small: str) -> None:
+def test_stage_of_one_length_has_a_row_for_each_group(small: str) -> None:
     from ithaca.config.schema import read_run
 
     config = read_model_config(small, None)
-    run = one_length(read_run({"mesh": {"sp": 2}}), "4k", 8, config)
+    run = with_one_stage(read_run({"mesh": {"sp": 2}}), "4k", 8, config)
     assert (run.stages[0].length, run.stages[0].batch) == (4096, 4)
 
 
 @pytest.mark.parametrize(("settings", "world"), [([], 8), (["launch.processes=4"], 4), (["mesh.sp=32"], 32)])
-def test_a_plan_over_several_nodes_is_a_world_of_as_many(settings: list[str], world: int) -> None:
-    assert _usual_world(load_run(None, settings)) == world
+def test_run_over_several_nodes_sets_the_world(settings: list[str], world: int) -> None:
+    assert _default_world(load_run(None, settings)) == world
 
 
-def test_a_name_of_the_table_is_its_architecture() -> None:
+def test_model_name_of_the_table_gives_its_config() -> None:
     config = read_model_config("qwen3-4b", None)
     assert (config.model_type, config.num_hidden_layers, config.head_dim) == ("qwen3", 36, 128)
     assert known_config("no such model") is None
 
 
 @pytest.mark.parametrize("gpus", ["H200", "8xH200", "8 x H200", "16xH200"])
-def test_the_card_may_have_the_jobs_number_before_it(gpus: str) -> None:
-    """As `ithaca plan` takes it."""
-    machine = _machine(gpus, 16 if gpus.startswith("16") else 8, None, None, None)
+def test_gpus_with_a_number_is_read(gpus: str) -> None:
+    """The option has the form of `ithaca plan`."""
+    machine = _read_job_machine(gpus, 16 if gpus.startswith("16") else 8, None, None, None)
     assert (machine.device.name, machine.gpus, machine.nodes) == ("H200", 8, 2 if gpus.startswith("16") else 1)
 
 
@@ -208,20 +211,20 @@ def test_the_card_may_have_the_jobs_number_before_it(gpus: str) -> None:
         (("--length", "far"), "--length"),
     ],
 )
-def test_mistakes_are_one_line(run: Any, words: tuple[str, ...], message: str) -> None:
+def test_mistake_in_options_is_one_line(run: Any, words: tuple[str, ...], message: str) -> None:
     status, _, err = run(*words)
     assert status == 2
     assert message in err
     assert "Traceback" not in err
 
 
-def test_what_does_not_fit_says_which_term(run: Any, small: str) -> None:
+def test_job_that_does_not_fit_names_the_largest_term(run: Any, small: str) -> None:
     status, _, err = run("memory.budget=300kB", "--model", small, "--length", "64k", "--world", "2")
     assert status == 2
     assert "MiB" in err or "GiB" in err
 
 
-def test_a_number_of_ranks_is_said_and_told_as_it_is_typed(run: Any, tmp_path: Path) -> None:
+def test_default_world_is_printed_with_its_option(run: Any, tmp_path: Path) -> None:
     """Four heads over the eight ranks that are usual: two sequence groups, and one row."""
     config = small_config("llama")
     config.num_attention_heads, config.num_key_value_heads = 4, 4
@@ -236,7 +239,7 @@ def test_a_number_of_ranks_is_said_and_told_as_it_is_typed(run: Any, tmp_path: P
     assert both.rstrip().endswith("use stages.0.batch=2, or --world 4 --gpus 4xH100")
 
 
-def test_the_cards_are_the_ranks(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_option_sets_the_world(run: Any, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_tensors(monkeypatch)
     status, out, err = run("--model", small, "--length", "128", "--gpus", "2xH100", "precision=fp32")
     assert status == 0, err

@@ -1,4 +1,4 @@
-"""`ithaca train` as it is typed: settings shown, mistakes in a sentence, a run to its end, a run told to stop."""
+"""Tests of `ithaca train` as a user types it: settings shown, mistakes in a sentence, whole and stopped runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from ithaca.cli import app
-from ithaca.cli.train import split_words
-from ithaca.config.schema import Run, load_run, read_run
+from ithaca.cli.run_words import split_words
+from ithaca.config.schema import RunSettings, load_run, read_run
 from ithaca.errors import ConfigError, MeshError, UnsupportedError
 from tests.training.runs import small_run
 
@@ -30,7 +30,7 @@ def typed(*words: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_show_prints_the_whole_resolved_file(tmp_path: Path) -> None:
+def test_show_prints_every_key_of_the_run(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("seed: 4\n")
     result = CliRunner().invoke(app, ["train", str(file), "stages.0.length=4k", "--show"])
@@ -38,16 +38,16 @@ def test_show_prints_the_whole_resolved_file(tmp_path: Path) -> None:
     shown = read_run(yaml.safe_load(result.stdout))
     assert shown == load_run(file, ["stages.0.length=4k"])
     assert (shown.seed, shown.stages[0].length) == (4, 4096)
-    assert set(yaml.safe_load(result.stdout)) == set(Run.model_fields)
+    assert set(yaml.safe_load(result.stdout)) == set(RunSettings.model_fields)
 
 
-def test_the_first_word_is_a_file_unless_it_is_a_setting() -> None:
+def test_first_word_without_equals_is_the_run_file() -> None:
     assert split_words(["run.yaml", "seed=3"]) == ("run.yaml", ["seed=3"])
     assert split_words(["seed=3"]) == (None, ["seed=3"])
     assert split_words([]) == (None, [])
 
 
-def test_attention_dropout_is_refused_before_ranks_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_dropout_is_refused_before_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_head": 2, "attn_pdrop": 0.1}')
     words = ["train", f"model.name={tmp_path}", "stages.0.length=64"]
     with pytest.raises(UnsupportedError, match=r"^config\.attn_pdrop=0\.1: .* type model\.config\.attn_pdrop=0 beside"):
@@ -89,12 +89,12 @@ ROWS = ["stages.0.batch=6", "stages.1.batch=6"]
         ),
     ],
 )
-def test_mistakes_are_told_before_a_rank_starts(words: list[str], said: str) -> None:
+def test_mistake_in_settings_is_refused_before_launch(words: list[str], said: str) -> None:
     with pytest.raises((ConfigError, MeshError), match=said):
         CliRunner().invoke(app, ["train", *words], catch_exceptions=False)
 
 
-def test_a_degree_above_the_heads_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+def test_degree_above_heads_is_refused_before_launch(tmp_path: Path) -> None:
     """The model's folder says how many heads there are; the degree advised has a rank for each, or fewer."""
     run = small_run(tmp_path, "heads", mesh={"sp": 8}, launch={"processes": 8, "device": "cpu"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
@@ -102,7 +102,7 @@ def test_a_degree_above_the_heads_is_refused_before_a_rank_starts(tmp_path: Path
         CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml")], catch_exceptions=False)
 
 
-def test_more_ranks_than_the_machine_has_gpus_are_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_never_exceeds_the_gpus_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(MeshError, match=r"2 ranks of this run: use mesh\.sp=2$"):
         CliRunner().invoke(app, ["train", "mesh.sp=3", *ROWS], catch_exceptions=False)
@@ -117,7 +117,7 @@ def test_more_ranks_than_the_machine_has_gpus_are_not_advised(monkeypatch: pytes
     ids=["model", "data"],
 )
 @pytest.mark.slow
-def test_mistakes_that_ranks_find_are_one_sentence(tmp_path: Path, more: dict[str, object], said: str) -> None:
+def test_mistake_found_by_ranks_is_one_sentence(tmp_path: Path, more: dict[str, object], said: str) -> None:
     run = small_run(tmp_path, "wrong", **more)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
     output = (job := typed("run.yaml", folder=tmp_path)).communicate(timeout=120)[0]
@@ -128,9 +128,9 @@ def test_mistakes_that_ranks_find_are_one_sentence(tmp_path: Path, more: dict[st
 
 
 @pytest.mark.slow
-def test_a_run_told_to_stop_goes_on_when_typed_again(tmp_path: Path) -> None:
+def test_run_stopped_by_signal_resumes_when_typed_again(tmp_path: Path) -> None:
     stages = [{"length": 64, "steps": 400, "batch": 2, "lr": 1e-3}]
-    run = small_run(tmp_path, "told", stages=stages, launch={"processes": 2, "device": "cpu"})
+    run = small_run(tmp_path, "stopped", stages=stages, launch={"processes": 2, "device": "cpu"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
     job = typed("run.yaml", folder=tmp_path)
     lines = Path(run.output) / "metrics.jsonl"
@@ -154,7 +154,7 @@ def test_a_run_told_to_stop_goes_on_when_typed_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_run_needs_nothing(tmp_path: Path) -> None:
+def test_embedded_run_without_arguments_finishes(tmp_path: Path) -> None:
     job = typed("stages.0.steps=3", "stages.1.steps=2", folder=tmp_path)
     output = job.communicate(timeout=400)[0]
     assert job.returncode == 0, output

@@ -1,4 +1,4 @@
-"""`ithaca verify` as it is typed: mistakes in a sentence, a checklist, JSON, and status 1 where something is off."""
+"""Tests of `ithaca verify` as a user types it: mistakes in a sentence, the checklist, JSON, exit codes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def typed(*words: str, folder: Path) -> tuple[int, str]:
         (["--model", "llama", "--json", "nowhere/out.json"], "there is no folder .*nowhere"),
     ],
 )
-def test_mistakes_are_told_before_a_rank_starts(words: list[str], said: str) -> None:
+def test_mistake_in_options_is_refused_before_launch(words: list[str], said: str) -> None:
     with pytest.raises((ConfigError, MeshError), match=said):
         CliRunner().invoke(app, ["verify", *words], catch_exceptions=False)
 
 
-def test_the_page_names_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_with_failed_check_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     page = Page(shows=True)
     lines = [Line("loss", 1e-16, 1e-10, "of rows"), Line("isolation", float("inf"), 0.0, "leaks [here]")]
     for line in lines:
@@ -68,7 +68,7 @@ def test_the_page_names_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_refusal_is_one_sentence_and_status_2(tmp_path: Path) -> None:
+def test_refused_model_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     file = tiny_model(tmp_path / "cut") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     status, output = typed("--model", "cut", folder=tmp_path)
@@ -78,7 +78,7 @@ def test_a_refusal_is_one_sentence_and_status_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_that_verify_was_stopped(tmp_path: Path) -> None:
+def test_verify_after_ctrl_c_prints_that_it_stopped(tmp_path: Path) -> None:
     """And leaves no folder behind, wherever the ranks are."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "ithaca", "verify", "--device", "cpu", "--model", "llama"]
@@ -90,15 +90,15 @@ def test_ctrl_c_says_that_verify_was_stopped(tmp_path: Path) -> None:
             if line.startswith("ok  loss"):
                 break
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert told.startswith("ithaca: verify was stopped before its end")
-    assert told.count("\n") == 1
+    assert message.startswith("ithaca: verify was stopped before its end")
+    assert message.count("\n") == 1
     assert not list(tmp_path.glob("ithaca-*"))
 
 
 @pytest.mark.slow
-def test_a_run_is_verified_on_its_own_rows(tmp_path: Path) -> None:
+def test_verify_of_a_run_takes_its_own_rows(tmp_path: Path) -> None:
     run = small_run(tmp_path, "unused")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
     status, output = typed("run.yaml", "--json", "out.json", folder=tmp_path)
@@ -114,7 +114,7 @@ def test_a_run_is_verified_on_its_own_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_status_1_where_something_is_off(tmp_path: Path) -> None:
+def test_failed_check_ends_with_status_1(tmp_path: Path) -> None:
     """The ranks run an entry that plants a fault first."""
     # Held by a name, because a context that is collected undoes what it planted.
     plant = "from tests import faults\nplanted = faults.document_leak()\nplanted.__enter__()\n"

@@ -1,26 +1,28 @@
-"""run.yaml: what is read, what is laid over it, and the one sentence that a mistake gets."""
+"""Tests of run.yaml: values, overrides, and the one sentence for each mistake."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ithaca.config.schema import Run, Source, Stage, dump_run, load_run, read_run
+from ithaca.config.schema import RunSettings, SourceSettings, StageSettings, dump_run, load_run, read_run
 from ithaca.errors import ConfigError
 
 
-def test_nothing_is_the_embedded_run() -> None:
+def test_empty_run_file_is_the_embedded_run() -> None:
     run = load_run(None)
-    assert run == Run()
+    assert run == RunSettings()
     assert (run.model.name, len(run.stages)) == ("embedded", 2)
     assert (run.checkpoints.save_every, run.checkpoints.keep) == (200, 2)
 
 
-def test_what_is_written_out_reads_back_the_same() -> None:
+def test_dumped_run_reads_back_the_same() -> None:
     run = read_run(
         {"lora": {"rank": 4}, "stages": [{"length": "1M", "tokens": "2B", "rope": {"kind": "ntk", "factor": 2}}]}
     )
@@ -40,22 +42,22 @@ def test_what_is_written_out_reads_back_the_same() -> None:
         ("1.5e3", 1500),
     ],
 )
-def test_lengths_are_of_1024(text: str | int, number: int) -> None:
-    assert Stage(length=text, steps=1).length == number  # type: ignore[arg-type]
+def test_length_with_k_counts_1024(text: str | int, number: int) -> None:
+    assert StageSettings(length=text, steps=1).length == number  # type: ignore[arg-type]
 
 
-def test_tokens_are_of_1000_and_become_steps() -> None:
-    stage = Stage(length="1k", tokens="2M", batch=4)  # type: ignore[arg-type]
+def test_stage_of_tokens_counts_1000_and_becomes_steps() -> None:
+    stage = StageSettings(length="1k", tokens="2M", batch=4)  # type: ignore[arg-type]
     assert stage.tokens == 2_000_000
     assert stage.count == round(2_000_000 / (1024 * 4))
 
 
 @pytest.mark.parametrize(("text", "number"), [("60GiB", 60 * 2**30), ("80GB", 80 * 10**9), ("80gb", 80 * 10**9)])
-def test_memory_may_be_written_both_ways(text: str, number: int) -> None:
+def test_memory_in_gib_or_gb_is_read(text: str, number: int) -> None:
     assert load_run(None, [f"memory.budget={text}"]).memory.budget == number
 
 
-def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
+def test_override_replaces_the_value_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("seed: 3\nstages:\n- {length: 4k, steps: 5}\n")
     run = load_run(file, ["stages.0.length=8k", "stages.1.length=16k", "stages.1.steps=2", "mesh.sp=2", "lora.rank=8"])
@@ -66,14 +68,14 @@ def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
     assert run.lora.rank == 8
 
 
-def test_an_override_of_what_the_file_leaves_out_keeps_the_defaults_beside_it() -> None:
+def test_override_below_absent_key_keeps_its_defaults() -> None:
     run = load_run(None, ["stages.0.length=64k"])
     assert run.stages[0].length == 65_536
-    assert run.stages[0].steps == Run().stages[0].steps
-    assert run.stages[1] == Run().stages[1]
+    assert run.stages[0].steps == RunSettings().stages[0].steps
+    assert run.stages[1] == RunSettings().stages[1]
 
 
-def test_sources_may_be_plain_paths() -> None:
+def test_source_as_plain_path_is_read() -> None:
     run = load_run(None, ["data.sources=books/"])
     assert [source.path for source in run.data.sources] == ["books/"]
     assert load_run(None, ["validation.sources=held.jsonl"]).validation.sources[0].path == "held.jsonl"
@@ -85,7 +87,7 @@ def test_sources_may_be_plain_paths() -> None:
     assert [(source.path, source.kind) for source in two.data.sources] == [("a.jsonl", "auto"), ("b", "chat")]
 
 
-def test_what_is_decided_of_a_memory_plan_may_be_written_for_all_layers_or_each() -> None:
+def test_memory_decided_by_hand_takes_one_value_or_one_a_layer() -> None:
     said = ["memory.layers=save", "memory.offload=false", "memory.mlp_tile=4k", "memory.head_groups=2"]
     run = load_run(None, said)
     assert run.memory.decided == {"layers": "save", "offload": False, "mlp_tile": 4096, "head_groups": 2}
@@ -93,7 +95,7 @@ def test_what_is_decided_of_a_memory_plan_may_be_written_for_all_layers_or_each(
     each = load_run(None, ["memory.layers=[save, recompute]", "memory.offload=[true, false]"])
     assert each.memory.decided == {"layers": ["save", "recompute"], "offload": [True, False]}
     freed = [f"memory.{name}=null" for name in run.memory.decided]
-    assert load_run(None, [*said, *freed]) == Run()
+    assert load_run(None, [*said, *freed]) == RunSettings()
 
 
 WRONG = [
@@ -155,7 +157,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("overrides", "said"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_a_mistake_is_one_sentence_that_helps(overrides: list[str], said: str) -> None:
+def test_mistake_in_settings_is_one_sentence(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run(None, overrides)
     assert said in str(caught.value)
@@ -165,7 +167,7 @@ def test_a_mistake_is_one_sentence_that_helps(overrides: list[str], said: str) -
 @pytest.mark.parametrize(
     ("text", "number"), [("1e3", 1000), ("1_000", 1000), ("010", 10), ("100.0", 100), ("0x10", 16), ("+5", 5)]
 )
-def test_numbers_are_those_that_are_written(text: str, number: int, tmp_path: Path) -> None:
+def test_number_in_yaml_is_read_as_written(text: str, number: int, tmp_path: Path) -> None:
     """No octal and no base of sixty, in an override or in a file."""
     file = tmp_path / "run.yaml"
     file.write_text(f"stages: [{{length: {text}, steps: {text}}}]\n")
@@ -177,7 +179,7 @@ def test_numbers_are_those_that_are_written(text: str, number: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["1e3", "2024-01-01", "010", "1:30", "0x10", "~", "null", "a: b", "ü b"])
-def test_texts_that_look_like_numbers_are_written_as_texts(name: str, tmp_path: Path) -> None:
+def test_text_like_a_number_is_dumped_quoted(name: str, tmp_path: Path) -> None:
     run = read_run({"output": f"{name}" if name != "~" else "x", "model": {"revision": name}})
     file = tmp_path / "run.yaml"
     file.write_text(dump_run(run), encoding="utf-8")
@@ -187,7 +189,7 @@ def test_texts_that_look_like_numbers_are_written_as_texts(name: str, tmp_path: 
 @pytest.mark.parametrize(
     "content", ["\ufeffseed: 3\n", "seed: 3\r\n", "# first\r\n\r\nseed: 0003\r\n", "seed: 3"], ids=repr
 )
-def test_files_of_other_editors_are_read(content: str, tmp_path: Path) -> None:
+def test_file_with_bom_or_crlf_is_read(content: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(content.encode())
     assert load_run(file).seed == 3
@@ -196,14 +198,14 @@ def test_files_of_other_editors_are_read(content: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["[" * 3000, "seed: " + "1" * 6000, "? [a]\n: 1\n", "seed: 1\n---\nseed: 2\n"], ids=len
 )
-def test_what_no_reader_of_yaml_takes_is_a_sentence(content: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_one_sentence(content: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"run\.yaml.*(not YAML \(|no number)|seed: got"):
         load_run(file)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_unreadable_run_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_run(tmp_path / "no.yaml")
     listed = tmp_path / "list.yaml"
@@ -220,17 +222,17 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load_run(twice)
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
-    assert load_run(empty) == Run()
+    assert load_run(empty) == RunSettings()
 
 
-def test_a_tilde_is_the_home_folder_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_any_path_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/penelope")
     run = load_run(None, ["output=~/runs/a", "model.name=~/m", "model.tokenizer=~/t", "data.sources=~/d"])
     given = [run.output, run.model.name, run.model.tokenizer, run.data.sources[0].path]
     assert given == [f"/home/penelope/{name}" for name in ("runs/a", "m", "t", "d")]
 
 
-def test_a_file_runs_no_code(tmp_path: Path) -> None:
+def test_yaml_tag_that_runs_code_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'made'}]\n")
     with pytest.raises(ConfigError, match=r"line \d+, column \d+: not YAML"):
@@ -238,28 +240,28 @@ def test_a_file_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_config_needs_no_torch() -> None:
+def test_schema_import_leaves_torch_out() -> None:
     code = "import sys, ithaca.config.schema as c; c.load_run(None); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_the_sentence_that_refuses_a_ring_stands_once() -> None:
+def test_ring_refusal_stands_in_one_file() -> None:
     said = "ring attention is not there yet"
     files = (Path(__file__).parents[2] / "ithaca").rglob("*.py")
-    assert [path.name for path in files if said in path.read_text(encoding="utf-8")] == ["schema.py"]
+    assert [path.name for path in files if said in path.read_text(encoding="utf-8")] == ["training_sections.py"]
     run = load_run(None, ["mesh.ring=2"])
     with pytest.raises(ConfigError, match=f"{said}: use mesh.ring=1"):
         run.mesh.refuse_ring()
 
 
-def test_amounts_are_said_in_a_unit_that_shows_them() -> None:
-    from ithaca.quantities import show_bytes, show_of
+def test_bytes_are_shown_in_a_readable_unit() -> None:
+    from ithaca.quantities import show_bytes, show_part
 
     assert show_bytes(80 * 2**30, 1) == "80.0 GiB"
     assert show_bytes(2**20) == "1.00 MiB"
-    assert show_of(0, 2**34) == "0.0 of 16.0 GiB"
-    assert show_of(3 * 2**20, 2**20) == "3.0 of 1.0 MiB"
+    assert show_part(0, 2**34) == "0.0 of 16.0 GiB"
+    assert show_part(3 * 2**20, 2**20) == "3.0 of 1.0 MiB"
 
 
 @pytest.mark.parametrize(
@@ -271,12 +273,34 @@ def test_amounts_are_said_in_a_unit_that_shows_them() -> None:
         ("lora.targets.a=3", r"lora\.targets\.0: got"),
     ],
 )
-def test_a_key_of_a_list_is_told_its_place(word: str, said: str) -> None:
+def test_key_without_list_index_gets_the_indexed_name(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_run(None, [word])
 
 
-def test_another_path_is_not_read_as_the_defaults_documents() -> None:
-    assert load_run(None, ["data.sources.0.path=x.jsonl"]).data.sources == [Source(path="x.jsonl")]
+def test_override_of_default_source_path_drops_its_format() -> None:
+    assert load_run(None, ["data.sources.0.path=x.jsonl"]).data.sources == [SourceSettings(path="x.jsonl")]
     kept = read_run({"data": {"sources": [{"path": "x", "kind": "chat"}]}}, ["data.sources.0.path=y"])
-    assert kept.data.sources == [Source(path="y", kind="chat")]
+    assert kept.data.sources == [SourceSettings(path="y", kind="chat")]
+
+
+def undocumented_fields(text: str) -> list[str]:
+    """Return the annotated names in classes of `text` that no docstring follows."""
+    sections = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    missing = []
+    for section in sections:
+        for field, follower in pairwise([*section.body, ast.Pass()]):
+            documented = isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and not documented:
+                missing.append(f"{section.name}.{field.target.id}")
+    return missing
+
+
+def test_field_of_the_schema_has_a_docstring() -> None:
+    folder = Path(__file__).parents[2] / "ithaca" / "config"
+    for name in ("data_sections.py", "training_sections.py", "schema.py"):
+        text = (folder / name).read_text(encoding="utf-8")
+        assert undocumented_fields(text) == []
+        assert undocumented_fields(text.replace('    """Peak learning rate."""\n', "")) == (
+            ["StageSettings.lr"] if name == "training_sections.py" else []
+        )

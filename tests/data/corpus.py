@@ -1,4 +1,4 @@
-"""Small sets of documents on disk, and what the tests of `data/` share to read them back."""
+"""Small sets of documents on disk, and functions that read them back, for the tests of `data/`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ithaca.config.schema import Data, Validation
+from ithaca.config.schema import DataSettings, ValidationSettings
 from ithaca.data.prepared import Prepared, prepare
 from ithaca.data.rows.feed import Feed
+from ithaca.data.sources.locate import Located
+from ithaca.data.sources.read_records import open_rows, parse_row, raw_rows
 from ithaca.models.files.embedded import BOS, EOS, embedded_tokenizer
 
 TOKENIZER = embedded_tokenizer()
@@ -24,7 +26,7 @@ def write_lines(file: Path, records: Iterable[Any]) -> Path:
 
 
 def documents(count: int, *, name: str = "document") -> list[str]:
-    """Texts of many lengths, no two alike."""
+    """Texts of many lengths, all different."""
     return [f"{name} {place}:" + " word" * (place * 7 % 41) for place in range(count)]
 
 
@@ -33,14 +35,14 @@ def write_documents(file: Path, count: int, *, name: str = "document") -> Path:
 
 
 def prepared(
-    folder: Path, *sources: Any, validation: Validation | None = None, seed: int = 0, **settings: Any
+    folder: Path, *sources: Any, validation: ValidationSettings | None = None, seed: int = 0, **settings: Any
 ) -> Prepared:
     """Prepare sources with the byte-level tokenizer; the cache is in `folder`."""
     given = [str(source) if isinstance(source, Path) else source for source in sources]
     return prepare(
-        Data(sources=given, **settings),
+        DataSettings(sources=given, **settings),
         TOKENIZER,
-        validation=validation or Validation(),
+        validation=validation or ValidationSettings(),
         seed=seed,
         folder=folder / "cache",
     )
@@ -64,3 +66,15 @@ def epoch_of(feed: Feed) -> list[dict[str, Tensor]]:
 def whole(text: str) -> str:
     """A plain document as it is trained on."""
     return f"{BOS}{text}{EOS}"
+
+
+def source_texts(located: Located) -> list[str]:
+    """Return the texts of a source's rows."""
+    return [parse_row(raw)["text"] for raw in raw_rows(located, open_rows(located, streaming=False))]
+
+
+def touch(root: Path, *files: str, content: str = "x = 1\n") -> None:
+    """Write files, in folders that are made, with one content."""
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(content, encoding="utf-8")

@@ -1,5 +1,7 @@
-"""Tokenizers of many kinds, small and made on the spot: byte-level BPE under the patterns of well-known models,
-SentencePiece's ways, WordPiece, WordLevel, and normalizers."""
+"""Small tokenizers of many kinds, made on the spot.
+
+Byte-level BPE under the patterns of well-known models, SentencePiece's ways, WordPiece, WordLevel, and normalizers.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Chat templates in the four common styles, without generation marks, and tokenizers that know their special tokens.
+"""Chat templates in four common styles, without generation marks, and tokenizers that know their special tokens.
 
-`said(style, messages)` writes a conversation by hand, piece by piece, each with whether it is learned: what the
-templates and the masks are judged by.
+`said(style, messages)` writes a conversation by hand, piece by piece, each with its loss mask; templates and masks are
+compared with it.
 """
 
 from __future__ import annotations

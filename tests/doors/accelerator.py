@@ -158,7 +158,7 @@ HABITS: list[Habit] = [
     ),
     refused(
         DOOR, "`weight.grad.norm().item()`", read_norms, says=r"call .full_tensor\(\) on it first, on every rank",
-        note="`weight.grad.norm().full_tensor().item()`",
+        note="use `weight.grad.norm().full_tensor().item()`",
     ),
     _exact("an average of weights, begun after `prepare`", average=True),
     _exact("`save_state` and `load_state`", resume=True),

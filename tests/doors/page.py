@@ -10,13 +10,19 @@ from tests.doors.habits import Habit
 from tests.doors.table import habits
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "habits.md"
-HEAD = """# Habits
+HEAD = """# Habits: common code around a model
 
-What people do around a model, and what comes of it under Ithaca. Every line is a test in `tests/doors/`, which runs the
-same script on one process of plain transformers and on several ranks. *exact* means the numbers of the one process.
-*refused* means one sentence on every rank that names the way that works, given here where it is short. *absent* means
-that there is nothing to compare, for the reason given.
-The page is written from the tests by `python -m tests.doors.page --write`.
+Each line is something that people do around a model, with its outcome under Ithaca. The sections are the ways to use
+Ithaca: a PyTorch loop, Trainer, Accelerator, and each trainer of TRL. Every line is a test in `tests/doors/`, which runs
+the same script in one process of plain transformers and on several ranks.
+
+| outcome | meaning |
+|---|---|
+| exact | the numbers of one process |
+| refused | an error on every rank, in one sentence, that names what works instead; the remark repeats it where it is short |
+| absent | there is nothing to compare; the remark gives the reason |
+
+`python -m tests.doors.page --write` writes this page from the tests.
 """
 
 
@@ -25,7 +31,7 @@ def page(entries: list[Habit]) -> str:
     parts = [HEAD]
     for door, of_door in groupby(entries, key=lambda habit: habit.door):
         rows = [f"| {habit.name} | {habit.outcome} | {_remark(habit)} |" for habit in of_door]
-        parts.append("\n".join([f"## {door}", "", "| habit | outcome | |", "|---|---|---|", *rows]) + "\n")
+        parts.append("\n".join([f"## {door}", "", "| habit | outcome | remark |", "|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 

@@ -287,7 +287,7 @@ HABITS: list[Habit] = [
     exact(DOOR, "train three steps", trained),
     exact(
         DOOR, "make the optimizer before `parallelize`", partial(trained, optimizer_first=True, make_optimizer=adamw),
-        note="it is found, and goes on with the shards; so does its state",
+        note="the optimizer and its state continue with the shards",
     ),
     exact(
         DOOR, "make optimizer and scheduler before", partial(trained, optimizer_first=True, schedule=True),
@@ -297,7 +297,7 @@ HABITS: list[Habit] = [
     exact(DOOR, "`clip_grad_norm_`", partial(trained, clip=0.5)),
     refused(
         DOOR, "clip a list of parameters taken before `parallelize`", clip_old_list,
-        says="take lists of parameters to clip", note="take it after",
+        says="take lists of parameters to clip", note="take the list after `parallelize`",
     ),
     exact(DOOR, "`torch.amp.GradScaler`", partial(trained, scaler=True, clip=0.5), within=LOSS),
     exact(DOOR, "freeze layers before `parallelize`", partial(trained, before=freeze_layer)),
@@ -305,7 +305,7 @@ HABITS: list[Habit] = [
     exact(DOOR, "freeze layers between steps", partial(trained, between=freeze_layer)),
     refused(
         DOOR, "freeze layers on one rank", partial(trained, between=freeze_on_rank_1),
-        says="train different weights", note="freeze the same ones on all ranks",
+        says="train different weights", note="freeze the same layers on all ranks",
     ),
     exact(DOOR, "unfreeze layers between steps", partial(trained, before=freeze_layer, between=unfreeze_layer)),
     exact(DOOR, "change weights in place", partial(trained, after=noise, between=noise)),
@@ -315,26 +315,30 @@ HABITS: list[Habit] = [
     exact(DOOR, "resize the embeddings before `parallelize`", partial(trained, before=grow)),
     refused(
         DOOR, "resize the embeddings after `parallelize`", resized_after,
-        says="resize the model before parallelize", note="resize before",
+        says="resize the model before parallelize", note="resize before `parallelize`",
     ),
     refused(
         DOOR, "add adapters after `parallelize`", adapters_after,
-        says="after parallelize: add adapters and the like before it", note="add them before",
+        says="after parallelize: add adapters and the like before it", note="add adapters before `parallelize`",
     ),
     exact(
         DOOR, "`AveragedModel` made before `parallelize`", averaged,
-        note="parallelize `averaged.module` too",
+        note="call `parallelize` on `averaged.module` too",
     ),
-    refused(DOOR, "`AveragedModel` made after", averaged_after, says="of an AveragedModel its .module", note="make it before"),
+    refused(DOOR, "`AveragedModel` made after", averaged_after, says="of an AveragedModel its .module",
+            note="make it before `parallelize`"),
     exact(DOOR, "an average of weights kept by hand", averaged_by_hand),
-    refused(DOOR, "`copy.deepcopy` of the model", copied, says="copy the model before parallelize", note="copy it before"),
+    refused(DOOR, "`copy.deepcopy` of the model", copied, says="copy the model before parallelize",
+            note="copy before `parallelize`"),
     exact(DOOR, "`copy.deepcopy` with `weights=\"none\"`", copied_unsharded),
     refused(
         DOOR, "call `model.model(...)` by itself", decoder_alone,
         says="LlamaModel was called by itself, .* call the whole model", note="call the whole model",
     ),
-    refused(DOOR, "call `model.lm_head(...)` by itself", head_alone, says="Linear was called by itself", note="likewise"),
-    refused(DOOR, "call the embeddings by themselves", embeddings_alone, says="Embedding was called by itself", note="likewise"),
+    refused(DOOR, "call `model.lm_head(...)` by itself", head_alone, says="Linear was called by itself",
+            note="call the whole model"),
+    refused(DOOR, "call the embeddings by themselves", embeddings_alone, says="Embedding was called by itself",
+            note="call the whole model"),
     exact(DOOR, "hidden states of whole sequences in a loss", hidden_states, note="inside `ithaca.unsharded(model)`"),
     exact(
         DOOR, "values of the embeddings and the head alone", embeddings_gathered,
@@ -342,8 +346,9 @@ HABITS: list[Habit] = [
     ),
     refused(
         DOOR, "`load_state_dict` of whole weights after `parallelize`", loaded_after,
-        says="load them before parallelize", note="load before, or `set_model_state_dict`",
+        says="load them before parallelize", note="load before `parallelize`, or use `set_model_state_dict`",
     ),
     exact(DOOR, "`set_model_state_dict` and `get_model_state_dict` of whole weights", loaded_whole),
-    refused(DOOR, "`torch.save(model)`", pickled, says="ithaca.save_pretrained", note="`ithaca.save_pretrained(model, folder)`"),
+    refused(DOOR, "`torch.save(model)`", pickled, says="ithaca.save_pretrained",
+            note="use `ithaca.save_pretrained(model, folder)`"),
 ]  # fmt: skip

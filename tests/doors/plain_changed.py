@@ -140,14 +140,14 @@ def _on_up(tool: Callable[[Any], object]) -> Any:
 
 HABITS: list[Habit] = [
     exact(DOOR, "tie head and embeddings before `parallelize`", partial(trained, before=tied)),
-    refused(DOOR, "tie head and embeddings after", partial(trained, after=tied), says=EXCHANGED, note="tie before"),
+    refused(DOOR, "tie head and embeddings after", partial(trained, after=tied), says=EXCHANGED, note="tie before `parallelize`"),
     refused(
         DOOR, "`model.tie_weights()` after, newly tied", partial(trained, after=tied_by_config),
-        says=EXCHANGED, note="likewise",
+        says=EXCHANGED, note="tie before `parallelize`",
     ),
     refused(
         DOOR, "a new parameter in a weight's place between steps", partial(trained, between=new_head),
-        says=EXCHANGED, note="`weight.copy_(value)`",
+        says=EXCHANGED, note="use `weight.copy_(value)`",
     ),
     exact(DOOR, "`parametrizations.weight_norm` before", partial(trained, before=_on_up(parametrizations.weight_norm))),
     exact(DOOR, "`parametrizations.spectral_norm` before", partial(trained, before=_on_up(parametrizations.spectral_norm))),
@@ -156,35 +156,35 @@ HABITS: list[Habit] = [
     exact(DOOR, "pruned, and made permanent, before", partial(trained, before=_on_up(pruned_for_good))),
     refused(
         DOOR, "`parametrizations.weight_norm` after", partial(trained, after=_on_up(parametrizations.weight_norm)),
-        says="after parallelize: add", note="before",
+        says="after parallelize: add", note="call it before `parallelize`",
     ),
     refused(
         DOOR, "`prune.l1_unstructured` after", partial(trained, after=_on_up(pruned)),
-        says=UNKNOWN, note="before",
+        says=UNKNOWN, note="call it before `parallelize`",
     ),
     refused(
         DOOR, "`weight.data` sorted or selected by a mask", partial(trained, between=masked),
-        says=UNKNOWN, note="of `weight.full_tensor()`",
+        says=UNKNOWN, note="sort or select from `weight.full_tensor()`",
     ),
     refused(
         DOOR, "a plain tensor beside a split weight", partial(trained, penalty=unit_norm),
-        says=MIXED, error="RuntimeError", note="torch's words; `weight.full_tensor()`",
+        says=MIXED, error="RuntimeError", note="torch raises; use `weight.full_tensor()`",
     ),
     refused(
         DOOR, "an average of whole weights, split weights mixed in", averaged_whole,
-        says=MIXED, error="RuntimeError", note="likewise",
+        says=MIXED, error="RuntimeError", note="torch raises; use `weight.full_tensor()`",
     ),
     refused(
         DOOR, "`state_dict` of split weights into a plain model", state_into_plain,
-        says=MIXED, error="RuntimeError", note="likewise; `get_model_state_dict` with `full_state_dict=True`",
+        says=MIXED, error="RuntimeError", note="torch raises; use `get_model_state_dict` with `full_state_dict=True`",
     ),
     refused(
         DOOR, "`torch.save(model.state_dict())`", saved_state,
-        says="would write this rank's part alone", note="`ithaca.save_pretrained`, or `get_model_state_dict`",
+        says="would write this rank's part alone", note="use `ithaca.save_pretrained`, or `get_model_state_dict`",
     ),
     refused(
         DOOR, "`torch.save(optimizer.state_dict())`", saved_optimizer,
-        says="would write this rank's part alone", note="`get_state_dict` with `full_state_dict=True`",
+        says="would write this rank's part alone", note="use `get_state_dict` with `full_state_dict=True`",
     ),
     exact(DOOR, "`torch.save` of `get_state_dict(..., full_state_dict=True)`", saved_whole),
     refused(DOOR, "`torch.func.functional_call` with weights of one's own", other_weights, says=EXCHANGED),

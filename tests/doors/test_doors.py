@@ -28,16 +28,16 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("habit", _cases())
-def test_a_habit_has_the_outcome_that_the_page_shows(habit: Habit) -> None:
+def test_habit_has_the_outcome_that_the_page_shows(habit: Habit) -> None:
     check_scripts([habit])
     habit.check()
 
 
-def test_the_page_is_what_the_table_gives() -> None:
+def test_page_is_what_the_table_gives() -> None:
     assert PAGE.read_text() == page(TABLE), "run: python -m tests.doors.page --write"
 
 
-def test_no_habit_stands_twice() -> None:
+def test_habits_have_names_of_their_own() -> None:
     labels = [habit.label for habit in TABLE]
     assert sorted(set(labels)) == sorted(labels)
 
@@ -54,12 +54,12 @@ def _silent(sp: int | None) -> dict[str, Any]:
     return {"loss": 1.0}
 
 
-def test_a_script_with_other_numbers_is_not_exact() -> None:
+def test_habit_with_other_numbers_is_not_exact() -> None:
     for script in (_off_by_a_little, _wrong_below):
         with pytest.raises(AssertionError, match="is off by"):
             exact("planted", "fault", script).check()
 
 
-def test_a_script_that_runs_through_is_not_refused() -> None:
+def test_habit_that_raises_nothing_is_not_refused() -> None:
     with pytest.raises(AssertionError, match="no rank of 2 raised"):
         refused("planted", "fault", _silent, says="anything").check()

@@ -149,7 +149,7 @@ def _refused(
     return refused(DOOR, name, partial(script, **own) if own else script, says=says, note=note, error=error, slow=slow)
 
 
-_READ = "logits beside a loss are made when they are read"
+_READ = "logits beside a loss are computed when they are read"
 _STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
 HABITS: list[Habit] = [
     _exact("train and evaluate", slow=False),
@@ -225,7 +225,7 @@ HABITS: list[Habit] = [
     _exact(
         "a callback that logs norms, maxima and sums of weights and gradients",
         watched,
-        note="of a split weight take `weight.norm().full_tensor()`: torch's `float(weight.norm())` is of the rank's part",
+        note="use `weight.norm().full_tensor()`: torch's `float(weight.norm())` is the number of this rank's shard",
     ),
     _exact("AdamW", optim="adamw_torch", learning_rate=1e-3),
     _exact("Adafactor of transformers", optim="adafactor", slow=False),
@@ -243,14 +243,14 @@ HABITS: list[Habit] = [
     _exact("a cosine schedule with warm-up", lr_scheduler_type="cosine", warmup_steps=2),
     _exact("frozen weights", model=frozen),
     _exact("LoRA", model=adapted),
-    _refused("prompt tuning", "puts tokens of its own before every row", "another kind of adapter", model=prompted),
+    _refused("prompt tuning", "puts tokens of its own before every row", "use another kind of adapter", model=prompted),
     _exact("embeddings resized before", model=resized),
     _exact("the model copied before", copied_before),
     _exact("`model_init`", model_init=initial),
     _exact("saved and loaded again", saved),
     _exact("`train` called twice", again),
-    _exact("`gradient_checkpointing=True`", gradient_checkpointing=True, note="becomes the memory plan"),
-    _exact("a loader of one's own", kind=kinds.OwnLoader, note="the ranks of a sequence read the same rows"),
+    _exact("`gradient_checkpointing=True`", gradient_checkpointing=True, note='becomes `memory="auto"`'),
+    _exact("a loader of one's own", kind=kinds.OwnLoader, note="the ranks of a sequence group read the same rows"),
     _exact("rows sorted by length", train_sampling_strategy="group_by_length"),
     _exact("`bf16=True`", bf16=True, within=BF16_LOSS, learning_rate=1e-3),
     _refused("`torch_compile=True`", "Ithaca compiles token-wise work", "leave it out", torch_compile=True),

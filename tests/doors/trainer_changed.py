@@ -217,8 +217,8 @@ def _refused(name: str, says: str, note: str, script: Any = train, slow: bool = 
     return refused(DOOR, name, partial(script, **own) if own else script, says=says, note=note, slow=slow)
 
 
-_DATA, _COPY = "call weight.copy_", "`weight.copy_(value)`: torch drops the assignment"
-_LOSS = "make the loss in `compute_loss`"
+_DATA, _COPY = "call weight.copy_", "use `weight.copy_(value)`: torch drops the assignment"
+_LOSS = "compute the loss in `compute_loss`"
 HABITS: list[Habit] = [
     _refused("`model.loss_function` of one's own", _PUT, _LOSS, slow=False, model=with_loss_function),
     _refused("`model.loss_type` of another loss", "model.loss_function may make a loss", _LOSS, model=with_loss_type),
@@ -246,8 +246,8 @@ HABITS: list[Habit] = [
     _refused("`save_only_model=True`", "save_only_model=True", "leave it out, and call `save_model`",
              save_only_model=True, save_strategy="steps", save_steps=2),
     _refused("`bf16_full_eval=True`", "bf16_full_eval=True casts the weights", "leave it out", bf16_full_eval=True),
-    _refused("TRL's `BEMACallback`", "take the whole weight with weight.full_tensor", "an average in a callback of your own",
-             moved_average),
+    _refused("TRL's `BEMACallback`", "take the whole weight with weight.full_tensor",
+             "keep the average in a callback of your own", moved_average),
     _refused("resume from a checkpoint of one process", "no state that was written shard by shard",
-             "`from_pretrained(checkpoint)`", resumed_without_shards),
+             "load its weights with `from_pretrained(checkpoint)`", resumed_without_shards),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from tests.doors.trainer_scripts import train
 DOOR = "Trainer, optimizers"
 # The names of `optim` that need no package beside ours; those that do end in transformers' own words, which name it.
 NAMES = ("adamw_torch_fused", "adagrad")
-CODED = '`optim="adamw_torch"`; 8 bits by `ithaca train` and `build_optimizer`'
+CODED = 'use `optim="adamw_torch"`; `ithaca train` and `ithaca.build_optimizer` have 8-bit moments'
 CLASSES = (optim.Adadelta, optim.Adagrad, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.Rprop)
 
 

@@ -156,8 +156,8 @@ def _exact(door: str, name: str, script: Any, note: str = "", slow: bool = True,
 
 
 _LATER = r"is not supported yet: under UlyssesConfig use one of TRL's SFTTrainer"
-_NOT_YET = "not supported yet; said when the trainer is made"
-_GENERATES = "generates with engines and loops of its own; refused by name like GRPOTrainer"
+_NOT_YET = "not supported yet; refused when the trainer is made"
+_GENERATES = "generates text with its own engines and loops; refused by name like GRPOTrainer"
 _LOSSES = ("hinge", "ipo", "robust", "bco_pair", "apo_zero", "apo_down", "sigmoid_norm")
 HABITS: list[Habit] = [
     *(_exact("SFTTrainer", name, sft, kind=kind) for kind, name in {
@@ -178,7 +178,7 @@ HABITS: list[Habit] = [
     refused(
         "DPOTrainer", "`precompute_ref_log_probs` with an adapter",
         partial(dpo, reference=False, adapter=True, precompute_ref_log_probs=True),
-        says="with an adapter runs the model before it is split", note="leave it False", slow=True,
+        says="with an adapter runs the model before it is split", note="leave `precompute_ref_log_probs` False", slow=True,
     ),
     refused(
         "DPOTrainer", "`precompute_ref_log_probs`, data in memory", partial(dpo, precompute_ref_log_probs=True),
@@ -188,13 +188,14 @@ HABITS: list[Habit] = [
     _exact("KTOTrainer", "a reference model that follows", kto, sync_ref_model=True, ref_model_sync_steps=1),
     _exact("KTOTrainer", '`loss_type="apo_zero_unpaired"`', kto, loss_type="apo_zero_unpaired"),
     _exact("KTOTrainer", "LoRA, the reference is the model without it", kto, reference=False, adapter=True),
-    _exact("ORPOTrainer", "train and evaluate", orpo, note="its means are over padding too"),
+    _exact("ORPOTrainer", "train and evaluate", orpo, note="the means of ORPO include padding, as in one process"),
     _exact("ORPOTrainer", "the same with eager attention", orpo, attention="eager"),
     _exact("CPOTrainer", "train and evaluate", cpo),
     _exact("CPOTrainer", "SimPO", cpo, loss_type="simpo", cpo_alpha=0.0),
     _exact("TPOTrainer", "train and evaluate", tpo),
     _exact("GKDTrainer", "a teacher, on given answers", gkd, lmbda=0.0),
-    _exact("GKDTrainer", "a teacher, on generated answers", gkd, note="with one group of ranks; refused on several", lmbda=1.0),
+    _exact("GKDTrainer", "a teacher, on generated answers", gkd,
+            note="exact with one sequence group; refused with several", lmbda=1.0),
     refused(
         "GRPOTrainer", "train, with `beta` or without", partial(policy, kind=GRPOTrainer, arguments=GRPOConfig),
         says=_LATER, note=_NOT_YET, slow=True,
@@ -203,7 +204,7 @@ HABITS: list[Habit] = [
         "RLOOTrainer", "train", partial(policy, kind=RLOOTrainer, arguments=RLOOConfig, beta=0.0),
         says=_LATER, note=_NOT_YET, slow=True,
     ),
-    absent("RewardTrainer", "train", "its model is a classifier, which parallelize refuses: no causal language model"),
+    absent("RewardTrainer", "train", "its model is a classifier, which `parallelize` refuses"),
     *(
         absent(name, "train", _GENERATES)
         for name in (

@@ -6,6 +6,7 @@ is the one that the undamaged files give, or one sentence says what is wrong. Ne
 never the loss of a file that was good.
 
 `damage.py` has the kinds of damage, `house.py` the undamaged files, `verbs.py` what is run over them and what may come
-of it, and `test_fuzz.py` draws cases from a seed: a few in the quick tests, many in the slow ones.
+of it, and `test_fuzz.py` draws cases from a seed, which is also the number of the damage: every kind of file is damaged in every
+way once, a few of them in the quick tests.
 `python -m tests.fuzz.test_fuzz KIND SEED` runs one case again and shows what it did.
 """

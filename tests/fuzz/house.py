@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ithaca.cli.train import work
-from ithaca.config.schema import Run, dump_run, read_run
+from ithaca.config.schema import RunSettings, dump_run, read_run
 from ithaca.planning.machine.calibrated import Measured, write_measured
 from ithaca.planning.machine.hardware import H200
 from tests.ranks import run_ranks
@@ -44,7 +44,7 @@ def build(root: Path) -> Path:
     return root
 
 
-def the_run(output: str = "runs/one", **stage: Any) -> Run:
+def the_run(output: str = "runs/one", **stage: Any) -> RunSettings:
     """Its paths are relative: to whichever copy of the folder a rank stands in."""
     return read_run(
         {

@@ -13,6 +13,7 @@ from ithaca.integrations.config import UlyssesConfig
 from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import alone, farthest, hold, logged, reset, weights
 from tests.integrations.sft import KINDS, dataset, fine_tune, tokenizer
+from tests.pairs import dealt
 from tests.ranks import run_ranks
 from tests.tolerances import EVAL_LOSS, EVAL_LOSS_AFTER_STEPS, LOSS
 
@@ -36,8 +37,9 @@ def test_every_kind_of_batch(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "packed", "padding_free", "assistant_only"])
-@pytest.mark.parametrize("degrees", [(2, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "degrees"), dealt(["plain", "packed", "padding_free", "assistant_only"], [(2, 2), (1, 4)]), ids=str
+)
 def test_more_ranks_and_accumulation(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
     """Rows enough for no last batch in which some have to be repeated for the second group. SFTTrainer evaluates batch
     by batch, so its evaluation is one process's with the same batch size."""

@@ -202,14 +202,13 @@ def test_of_ranks_that_save_nothing_no_saving_is_told(number: signal.Signals, tm
 
 @SLOW
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
-    with launcher("deaf", tmp_path, "grace=200") as process:
+    with launcher("deaf", tmp_path, "grace=600") as process:
         pids = [int(pid) for text in wait_for(tmp_path, "started-*", 2) for pid in text.split()]
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
+        # `ended` waits for less than the grace.
         status, _ = ended(process)
-        assert time.monotonic() - began < 30
         assert all_gone(pids, 10)
     assert status == INTERRUPTED
 

@@ -1,4 +1,4 @@
-"""The doctor tries kernels rather than guessing, and tells what is absent from what is broken."""
+"""Tests of the doctor: kernels are tried, and missing is not the same as broken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, diagnose.Fin
     return {each.name: each for each in diagnose.examine(tmp_path_factory.mktemp("runs") / "not" / "yet")}
 
 
-def test_the_cpu_kernel_runs_and_is_chosen(findings: dict[str, diagnose.Finding]) -> None:
+def test_cpu_kernel_runs_and_is_chosen(findings: dict[str, diagnose.Finding]) -> None:
     assert findings["cpu"].found == "forward and backward run"
     assert findings["cudnn"].state == "missing"
     assert "needs an NVIDIA GPU" in findings["cudnn"].found
@@ -32,7 +32,7 @@ def test_the_cpu_kernel_runs_and_is_chosen(findings: dict[str, diagnose.Finding]
     assert set(KERNELS) <= set(findings)
 
 
-def test_nothing_here_is_broken(findings: dict[str, diagnose.Finding]) -> None:
+def test_doctor_on_this_machine_finds_nothing_broken(findings: dict[str, diagnose.Finding]) -> None:
     assert [each for each in findings.values() if each.state == "broken"] == []
     assert findings["torch"].found == torch.__version__
     assert findings["gloo"].state == "good"
@@ -40,7 +40,7 @@ def test_nothing_here_is_broken(findings: dict[str, diagnose.Finding]) -> None:
     assert all(each.fix for each in findings.values() if each.state in ("tight", "broken"))
 
 
-def test_a_kernel_that_fails_is_found_out() -> None:
+def test_kernel_that_fails_gets_its_reason() -> None:
     class Wrong:
         name, varlen = "wrong", False
 
@@ -63,7 +63,7 @@ def test_a_kernel_that_fails_is_found_out() -> None:
     assert diagnose.try_kernel(Raising(), cpu) == "RuntimeError: no such instruction"  # type: ignore[arg-type]
 
 
-def test_a_package_that_is_missing_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_gets_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     found = metadata.version
 
     def without(name: str) -> str:
@@ -81,7 +81,7 @@ def test_a_package_that_is_missing_comes_with_its_install_line(monkeypatch: pyte
     assert ">=99 is needed" in old.found
 
 
-def test_a_package_that_cannot_be_imported_is_not_called_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> Any:
         raise ImportError("undefined symbol")
 
@@ -92,7 +92,7 @@ def test_a_package_that_cannot_be_imported_is_not_called_good(monkeypatch: pytes
     assert "undefined symbol" in found.found
 
 
-def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def raises() -> Iterator[diagnose.Finding]:
         raise RuntimeError("the driver is gone")
 
@@ -106,7 +106,7 @@ def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize(("state", "status"), [("missing", 0), ("broken", 1)])
-def test_the_command_ends_with_a_status(
+def test_broken_finding_sets_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int
 ) -> None:
     finding = diagnose.Finding("versions", "torchao", state, "not installed", "pip install 'ithaca[torchao]'")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Adapters are switched and scaled after a model was compiled, and layer by layer: what is compiled does not hide it."""
+"""Adapters that are switched or scaled after the first step, or differ by layer: compiled code follows the change."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CHANGES: list[Callable[[Any], None]] = [as_it_is, off, other, rescaled, merged]
 
 
 def steps(change: Callable[[Any], None], settings: dict[str, Any], mode: LayerMode) -> list[float]:
-    """By how much loss and gradients are off from plain PEFT's before a change and after it, and a whole pass after it."""
+    """Return errors of loss and gradients against plain PEFT before a change and after it, and a whole pass after it."""
     mesh, batch = init_mesh(sp=1), small_batch(1, 20)
     # Dynamo fixes a module's attributes in its graph whatever it is compiled with.
     real = torch.compile
@@ -106,12 +106,12 @@ CASES = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("change", "mode"), CASES)
-def test_a_switched_adapter_is_seen(change: Callable[[Any], None], mode: LayerMode) -> None:
+def test_switched_adapter_changes_loss_as_in_peft(change: Callable[[Any], None], mode: LayerMode) -> None:
     [worst] = run_ranks(1, steps, change, {}, mode)
     assert max(worst) < COMPILED
 
 
 @pytest.mark.slow
-def test_layers_of_one_shape_may_scale_their_adapters_each_for_itself() -> None:
+def test_layers_of_one_shape_keep_own_adapter_scaling() -> None:
     [worst] = run_ranks(1, steps, as_it_is, {"alpha_pattern": {"layers.1.mlp.down_proj": 64}}, "save")
     assert max(worst) < COMPILED

@@ -1,4 +1,4 @@
-"""generate after parallelize gives what it gave before: the forwards put on a model look like those they stand for."""
+"""`generate` after parallelize gives the plain model's tokens; replaced methods keep signature, name and documentation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import GenerationMixin
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils.generic import can_return_loss, find_labels
 
@@ -19,6 +20,7 @@ from ithaca import handle
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
+from ithaca.models.generate import _BEFORE_SYNCED
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model
@@ -79,7 +81,7 @@ def generated(model: Any) -> dict[str, list[list[int]]]:
 
 
 def both(sp: int, kind: str, memory: Memory, adapted: bool = False, trained: bool = False) -> tuple[Any, Any]:
-    """What one process gives, and what this rank does."""
+    """Return the tokens of one process and of this rank."""
     mesh, plain = init_mesh(sp=sp), plain_model(kind, adapted)
     model = parallelize(copy.deepcopy(plain), mesh, memory=plan(memory))
     for each in (plain, model) if trained else ():
@@ -99,7 +101,7 @@ CASES = [(sp, kind, memory) for sp in (1, 2) for kind in ("llama", "gpt2") for m
     ("sp", "kind", "memory"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
 )
-def test_generate_gives_the_tokens_of_the_plain_model(sp: int, kind: str, memory: Memory) -> None:
+def test_generate_gives_tokens_of_plain_model(sp: int, kind: str, memory: Memory) -> None:
     for expected, given in run_ranks(sp, both, sp, kind, memory):
         assert given == expected
 
@@ -107,7 +109,7 @@ def test_generate_gives_the_tokens_of_the_plain_model(sp: int, kind: str, memory
 @pytest.mark.few(2)
 @pytest.mark.parametrize("memory", [None, "auto"])
 @pytest.mark.parametrize("trained", [False, True])
-def test_generate_gives_them_with_adapters_and_after_a_step(memory: Memory, trained: bool) -> None:
+def test_generate_with_adapters_after_step_gives_tokens_of_plain_model(memory: Memory, trained: bool) -> None:
     for expected, given in run_ranks(2, both, 2, "llama", memory, True, trained):
         assert given == expected
 
@@ -118,13 +120,13 @@ def _hidden(sp: int, kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_hidden_signature_is_seen(kind: str) -> None:
+def test_generate_planted_hidden_signature_is_seen(kind: str) -> None:
     [(expected, given)] = run_ranks(1, _hidden, 1, kind)
     assert given["padded, no mask"] != expected["padded, no mask"]
 
 
 def _prompt_logits() -> list[int]:
-    """For how many tokens logits are computed in each pass of a generation."""
+    """Return the number of tokens with logits in each pass of a generation."""
     model = parallelize(plain_model("llama"), init_mesh(sp=1), memory=plan("save"))
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape[1]))
@@ -132,7 +134,7 @@ def _prompt_logits() -> list[int]:
     return seen
 
 
-def test_generate_computes_the_logits_of_one_token_a_pass() -> None:
+def test_generate_computes_logits_of_one_token_a_pass() -> None:
     assert set(run_ranks(1, _prompt_logits)[0]) == {1}
 
 
@@ -148,7 +150,7 @@ def _unequal_prompts() -> bool:
     return bool(model.generate(**request).tolist() == expected)
 
 
-def test_ranks_may_end_at_different_tokens() -> None:
+def test_generate_ranks_end_at_different_tokens_without_hanging() -> None:
     assert all(run_ranks(2, _unequal_prompts))
 
 
@@ -180,12 +182,12 @@ def _looks(sp: int, kind: str, memory: Memory) -> list[str]:
 
 
 @pytest.mark.parametrize(("sp", "memory"), [(1, "auto"), (2, "save"), (2, None)])
-def test_what_is_put_on_a_model_looks_like_what_was_there(sp: int, memory: Memory) -> None:
+def test_replaced_methods_keep_signature_and_name(sp: int, memory: Memory) -> None:
     assert run_ranks(sp, _looks, sp, "qwen3", memory)[0] == []
 
 
 def _columns() -> tuple[list[str], list[str]]:
-    """What Trainer's collator keeps of an example, before and after."""
+    """Return the columns that Trainer's collator keeps of an example, before and after."""
     found = []
     for model in (plain := plain_model("llama"), parallelize(copy.deepcopy(plain), init_mesh(sp=1))):
         columns = list(inspect.signature(model.forward).parameters)
@@ -196,7 +198,7 @@ def _columns() -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-def test_trainer_keeps_the_columns_that_the_plain_model_takes() -> None:
+def test_trainer_collator_keeps_columns_of_plain_model() -> None:
     [(before, after)] = run_ranks(1, _columns)
     assert before == after != []
 
@@ -216,7 +218,7 @@ def _unwrapped() -> bool:
     return float(causal_loss(bare, small_batch(2, 16), mesh)) == expected
 
 
-def test_a_model_that_accelerate_wrapped_and_unwrapped_runs_as_before() -> None:
+def test_model_unwrapped_by_accelerate_runs_as_before() -> None:
     assert run_ranks(1, _unwrapped) == [True]
 
 
@@ -227,5 +229,10 @@ def _taken_off() -> bool:
     return all("forward" not in module.__dict__ for module in model.modules()) and "generate" not in before[""]
 
 
-def test_unbind_takes_the_looks_off_too() -> None:
+def test_unbind_restores_replaced_methods() -> None:
     assert run_ranks(1, _taken_off) == [True]
+
+
+def test_generate_of_transformers_takes_synced_gpus_where_expected() -> None:
+    parameters = list(inspect.signature(GenerationMixin.generate).parameters)
+    assert parameters.index("synced_gpus") == _BEFORE_SYNCED + 1, "after self; change ithaca/models/generate.py"

@@ -1,4 +1,4 @@
-"""A forward that somebody gave one module before parallelize, as kernels' patches do, is what is trained, and stays."""
+"""A forward that was replaced on one module before parallelize, as kernel patches do, is trained and kept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bent(self: Any, x: Tensor) -> Tensor:
 
 
 def mixed(self: Any, x: Tensor) -> Tensor:
-    """Of all tokens together: a tile shows."""
+    """A forward that mixes all tokens, so that a tile changes the result."""
     out: Tensor = type(self).forward(self, x)
     return out * (1.5 + out.square().mean())
 
@@ -68,12 +68,12 @@ def patched_error(
     ("mode", "tile"), [(None, TILED), ("keep", TILED), ("keep", WHOLE), ("save", TILED), ("recompute", WHOLE)]
 )
 @pytest.mark.parametrize("place", [NORM, MLP, PRODUCT])
-def test_it_is_what_is_trained(place: str, mode: LayerMode | None, tile: int) -> None:
+def test_own_forward_is_trained(place: str, mode: LayerMode | None, tile: int) -> None:
     assert run_ranks(1, patched_error, place, (0, 1), mode, tile, False)[0] < FP64
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_it_does_is_found_layer_by_layer(index: int) -> None:
+def test_own_forward_of_one_layer_is_found(index: int) -> None:
     assert run_ranks(1, patched_error, MLP, (index,), "save", TILED, False, "mixed")[0] < FP64
 
 
@@ -87,12 +87,12 @@ COMPILED_CASES = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "layers"), COMPILED_CASES)
-def test_compiled_code_does_not_hide_it(place: str, layers: tuple[int, ...]) -> None:
+def test_own_forward_with_fused_units_is_trained(place: str, layers: tuple[int, ...]) -> None:
     assert run_ranks(1, patched_error, place, layers, "save", TILED, True)[0] < FP64
 
 
 def taken_off(place: str, kind: str, fuse_it: bool) -> tuple[bool, float]:
-    """Whether unbind leaves the forwards that were there and no other, and by how much the loss is another."""
+    """Return True if unbind leaves exactly the forwards that were there, and the change of the loss."""
     model = patched(place, (0, 1), kind=kind)
     batch = small_batch(2, 16)
     before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
@@ -105,7 +105,7 @@ def taken_off(place: str, kind: str, fuse_it: bool) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("fuse_it", [False, True])
 @pytest.mark.parametrize(("place", "kind"), [(NORM, "llama"), (MLP, "llama"), ("self_attn.q_norm", "qwen3")])
-def test_unbind_leaves_it(place: str, kind: str, fuse_it: bool) -> None:
+def test_own_forward_stays_after_unbind(place: str, kind: str, fuse_it: bool) -> None:
     [(same, off)] = run_ranks(1, taken_off, place, kind, fuse_it)
     assert same
     assert off < FP64

@@ -1,4 +1,4 @@
-"""RoPE kinds that look at the length, in architectures whose positions have a row for each axis of an image."""
+"""RoPE that depends on the length, in architectures whose positions have a row for each axis of an image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ithaca.models.rope import pin_length
 from ithaca.parallelize import parallelize
 from ithaca.sequence.layout import SequenceLayout
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import gradient_errors, reference
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch
 from ithaca.verify.small_models.types import survey_config
 from tests.batches import packed
@@ -49,7 +50,7 @@ def _off(rope: dict[str, Any], sp: int) -> float:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("sp", [1, 2])
-def test_positions_of_three_axes_are_exact(rope: dict[str, Any], sp: int) -> None:
+def test_rope_positions_of_three_axes_are_exact(rope: dict[str, Any], sp: int) -> None:
     assert max(run_ranks(sp, _off, rope, sp)) < FP64
 
 
@@ -69,7 +70,7 @@ class Rotary(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [(2,), (3, 2), (4, 2)], ids=str)
-def test_a_shard_has_the_whole_sequences_frequencies(rows: tuple[int, ...]) -> None:
+def test_rope_shard_has_frequencies_of_whole_sequence(rows: tuple[int, ...]) -> None:
     layout = SequenceLayout.whole_rows(2, 12, 3)
     model: Any = nn.Sequential(Rotary())
     positions = torch.arange(12).expand(*rows, -1)
@@ -80,7 +81,7 @@ def test_a_shard_has_the_whole_sequences_frequencies(rows: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("wrong", ["positions", "values", "none"])
-def test_other_shapes_are_refused_in_a_sentence(wrong: str) -> None:
+def test_rope_unknown_shapes_are_refused(wrong: str) -> None:
     layout = SequenceLayout.whole_rows(2, 12, 3)
     model: Any = nn.Sequential(Rotary(tokens_first=wrong == "values"))
     pin_length(model, lambda: layout)

@@ -1,4 +1,4 @@
-"""A module at two places is refused by name; weights at two places are exact where FSDP2 does not shard them."""
+"""A module that is used twice is refused by name; weights that are used twice are exact where FSDP2 does not shard them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.verify.fp64 import promoted, relative_error
-from ithaca.verify.parity import reference
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
@@ -77,7 +77,7 @@ def parallelized(share: Any, memory: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.slow), "auto"])
-def test_a_module_at_two_places_is_refused(share: Any, match: str, memory: Any) -> None:
+def test_module_used_twice_is_refused(share: Any, match: str, memory: Any) -> None:
     expect_refusal(1, parallelized, share, memory, error="UnsupportedError", match=match)
 
 
@@ -103,12 +103,12 @@ def gradients_of(share: Any, plan: MemoryPlan | None, sp: int) -> float:
     [*(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[:2]), PLANS[2]],
     ids=["none", "keep", "mixed"],
 )
-def test_weights_at_two_places_are_exact(share: Any, plan: MemoryPlan | None) -> None:
+def test_weights_used_twice_are_exact(share: Any, plan: MemoryPlan | None) -> None:
     assert run_ranks(1, gradients_of, share, plan, 1)[0] < FP64
 
 
 @pytest.mark.parametrize("share", [one_weight, of_the_rest])
-def test_over_ranks_too_where_they_are_the_caller_s(share: Any) -> None:
+def test_weights_used_twice_over_ranks_with_callers_weights_are_exact(share: Any) -> None:
     assert max(run_ranks(2, gradients_of, share, PLANS[2], 2)) < FP64
 
 
@@ -125,6 +125,6 @@ def sharded(share: Any, weights: Any) -> None:
         (of_the_rest, r"model\.norm\.weight is model\.layers\.2\.input_layernorm\.weight"),
     ],
 )
-def test_fsdp2_s_groups_share_nothing(share: Any, names: str, weights: str) -> None:
+def test_weights_shared_between_fsdp_groups_are_refused(share: Any, names: str, weights: str) -> None:
     match = names + r", and FSDP2 shards each layer by itself: give each its own, or wrap the model in DDP"
     expect_refusal(2, sharded, share, weights, error="UnsupportedError", match=match)

@@ -36,20 +36,20 @@ def _auto(budget: int | str | None, memory: Any = "auto") -> tuple[float, str]:
     return result.worst, ",".join(sorted(set(modes)))
 
 
-def test_auto_keeps_everything_where_there_is_room() -> None:
+def test_auto_free_memory_keeps_everything() -> None:
     for error, modes in run_ranks(2, _auto, None):
         assert error < FP64
         assert modes == "keep"
 
 
-def test_auto_recomputes_where_there_is_not() -> None:
+def test_auto_tight_memory_recomputes() -> None:
     for budget in (1_140_000, "1.14MB"):
         for error, modes in run_ranks(2, _auto, budget):
             assert error < FP64
             assert modes == "recompute,save"
 
 
-def test_what_is_decided_by_hand_stays_and_the_rest_is_chosen() -> None:
+def test_auto_settings_by_hand_stay_and_the_rest_is_chosen() -> None:
     each = ["save", "keep", "recompute", "save"]
     for memory, expected in (({"layers": "save", "mlp_tile": 3}, "save"), ({"layers": each}, "keep,recompute,save")):
         for error, modes in run_ranks(2, _auto, None, memory):
@@ -71,9 +71,9 @@ def _decided() -> list[Any]:
     return [chosen.plan.mlp_tile, chosen.plan.loss_tile, chosen.plan.head_groups, chosen.plan.layers]
 
 
-def test_pieces_decided_by_hand_are_those_worked_on() -> None:
+def test_auto_tiles_by_hand_are_used() -> None:
     assert run_ranks(1, _decided) == [[5, 3, 2, ("keep",) * 2]]
 
 
-def test_auto_says_what_would_fit() -> None:
+def test_auto_budget_too_small_names_what_fits() -> None:
     expect_refusal(2, _auto, 100_000, error="MemoryPlanError", match=r"largest term is .*")

@@ -41,13 +41,13 @@ WHERE: dict[str, tuple[str, tuple[int, int], list[str], dict[str, object]]] = {
 }
 
 
-def test_every_fault_has_a_place() -> None:
+def test_faults_have_a_case_each() -> None:
     assert WHERE.keys() == FAULTS.keys()
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("fault", WHERE)
-def test_fault_is_seen(fault: str) -> None:
+def test_parity_planted_fault_fails(fault: str) -> None:
     kind, mesh, kinds, settings = WHERE[fault]
     assert worst(kind, mesh, ROWS.get(kinds[0], 1), kinds, **settings) < FP64, (
         "the comparison must hold before a fault is planted"

@@ -105,14 +105,14 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "smol
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "biogpt", *SLOW])
-def test_a_call_with_positions_is_that_call_in_transformers(kind: str) -> None:
+def test_positions_given_equal_transformers(kind: str) -> None:
     for rank in run_ranks(2, _errors, kind, 2, MEMORY.get(kind, "auto")):
         assert {name: error for name, error in rank.items() if not error < FP64} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "degree"), [("llama", 1), ("biogpt", 1), ("gpt2", 4), ("llama", 3)])
-def test_a_call_with_positions_at_other_degrees(kind: str, degree: int) -> None:
+def test_positions_given_other_degrees_equal_transformers(kind: str, degree: int) -> None:
     for rank in run_ranks(degree, _errors, kind, degree, None):
         assert {name: error for name, error in rank.items() if not error < FP64} == {}
 
@@ -125,11 +125,11 @@ def _beyond(kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "biogpt"])
-def test_a_position_that_was_never_learned_is_refused_on_all_ranks(kind: str) -> None:
+def test_position_beyond_the_table_is_refused_on_all_ranks(kind: str) -> None:
     """The last shard alone has it."""
     match = "has the position 129, this model has learned 128: pass position_ids of 0 to 127"
     expect_refusal(2, _beyond, kind, error="BatchError", match=match)
 
 
-def test_rope_has_no_table() -> None:
+def test_position_of_rope_has_no_limit() -> None:
     assert run_ranks(2, _beyond, "llama")

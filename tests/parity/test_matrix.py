@@ -1,7 +1,7 @@
 """Llama over meshes, head counts and batches: loss, logits and every gradient equal one process in fp64.
 
-The quick slice accumulates one micro-batch of every awkward kind in a single comparison; the full matrix takes the
-kinds one by one at one row, so that no error can hide behind another, and all at once at three rows.
+The quick slice accumulates one micro-batch of every awkward kind in a single comparison. The full matrix covers pairs of
+mesh, heads, kind, rows and placement of the weights; most cases have one kind, so that no error hides behind another.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.verify.small_models.features import small_model
 from tests.batches import KINDS
+from tests.pairs import cover
 from tests.parity.cases import worst
 from tests.ranks import expect_refusal
 from tests.tolerances import FP64
@@ -27,7 +28,16 @@ QUICK = [
     ((1, 4), (14, 2), 3),
     ((2, 2), (9, 3), 1),
 ]
-FITS = [(mesh, heads) for mesh in MESHES for heads in HEADS if mesh[1] <= heads[0]]
+# In place of a kind: a micro-batch of each in one step.
+ALL = "all"
+MATRIX = cover(
+    MESHES,
+    HEADS,
+    [*KINDS, ALL],
+    [1, 3],
+    ["shard", "replicate", "none"],
+    allowed=lambda mesh, heads, *_: bool(mesh[1] <= heads[0]),
+)
 NOT = [(mesh, heads) for mesh in MESHES for heads in HEADS if mesh[1] > heads[0]]
 
 
@@ -37,26 +47,21 @@ def settings(heads: tuple[int, int]) -> dict[str, int]:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("mesh", "heads", "rows"), QUICK, ids=str)
-def test_all_kinds_at_once(mesh: tuple[int, int], heads: tuple[int, int], rows: int) -> None:
+def test_llama_all_kinds_equals_one_process(mesh: tuple[int, int], heads: tuple[int, int], rows: int) -> None:
     assert worst("llama", mesh, rows, list(KINDS), **settings(heads)) < FP64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mesh", "heads"), FITS, ids=str)
-def test_one_kind(mesh: tuple[int, int], heads: tuple[int, int], kind: str) -> None:
-    assert worst("llama", mesh, 1, [kind], **settings(heads)) < FP64
+@pytest.mark.parametrize(("mesh", "heads", "kind", "rows", "weights"), MATRIX, ids=str)
+def test_llama_matrix_equals_one_process(
+    mesh: tuple[int, int], heads: tuple[int, int], kind: str, rows: int, weights: str
+) -> None:
+    kinds = list(KINDS) if kind == ALL else [kind]
+    assert worst("llama", mesh, rows, kinds, weights=weights, **settings(heads)) < FP64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "heads"), FITS, ids=str)
-def test_several_rows(mesh: tuple[int, int], heads: tuple[int, int]) -> None:
-    assert worst("llama", mesh, 3, list(KINDS), **settings(heads)) < FP64
-
-
-@pytest.mark.parametrize("weights", ["replicate", pytest.param("none", marks=pytest.mark.slow)])
-def test_other_homes_of_the_weights(weights: str) -> None:
-    assert worst("llama", (2, 2), 1, ["plain", "packed"], weights=weights) < FP64
+def test_llama_replicated_weights_equals_one_process() -> None:
+    assert worst("llama", (2, 2), 1, ["plain", "packed"], weights="replicate") < FP64
 
 
 def _bind(degrees: tuple[int, int], heads: tuple[int, int]) -> None:
@@ -65,6 +70,6 @@ def _bind(degrees: tuple[int, int], heads: tuple[int, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "heads"), NOT, ids=str)
-def test_more_ranks_than_heads_is_refused(mesh: tuple[int, int], heads: tuple[int, int]) -> None:
+def test_mesh_more_ranks_than_heads_is_refused(mesh: tuple[int, int], heads: tuple[int, int]) -> None:
     match = rf"{heads[0]} heads over sp={mesh[1]}: .* use sp=4 with dp=2"
     expect_refusal(mesh[0] * mesh[1], _bind, mesh, heads, error="MeshError", match=match)

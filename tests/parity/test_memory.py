@@ -29,9 +29,11 @@ from ithaca.parallelize import parallelize
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.state.weights.placement import recover
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.parity import compare, gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import LISTED, WITH_EXPERTS, small_batch, small_model
 from tests.batches import micro_batches
+from tests.pairs import cover, dealt
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 
@@ -61,14 +63,11 @@ def _parity(kind: str, degrees: tuple[int, int], name: str, kinds: list[str], se
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(
-    "degrees", [(1, 2), *(pytest.param(d, marks=pytest.mark.slow) for d in ((1, 1), (2, 2)))], ids=str
-)
-def test_every_mode(name: str, degrees: tuple[int, int]) -> None:
-    assert max(run_ranks(degrees[0] * degrees[1], _parity, "llama", degrees, name, KINDS, {})) < FP64
+def test_memory_mode_sp2_equals_one_process(name: str) -> None:
+    assert max(run_ranks(2, _parity, "llama", (1, 2), name, KINDS, {})) < FP64
 
 
-def test_kv_heads_shared_by_ranks() -> None:
+def test_kv_heads_shared_by_ranks_equal_one_process() -> None:
     """8/2 heads over 4 ranks: a kv head's gradients come from two ranks and are added, in any precision."""
     assert max(run_ranks(4, _parity, "llama", (1, 4), "save", ["plain", "packed"], {})) < FP64
 
@@ -81,30 +80,39 @@ TELLING = ("gemma2", "gpt_oss")
     "kind",
     [kind if kind in TELLING else pytest.param(kind, marks=pytest.mark.slow) for kind in LISTED if kind != "llama"],
 )
-def test_every_architecture(kind: str) -> None:
+def test_architecture_memory_mode_equals_one_process(kind: str) -> None:
     name = "save" if kind in WITH_EXPERTS else "mixed"
     assert max(run_ranks(2, _parity, kind, (1, 2), name, KINDS, {})) < FP64
 
 
 @pytest.mark.parametrize(
-    "kind", [k if k == "qwen3_moe" else pytest.param(k, marks=pytest.mark.slow) for k in WITH_EXPERTS]
+    ("kind", "name"),
+    [
+        ("qwen3_moe", "save"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in dealt(WITH_EXPERTS, ["keep", "recompute", "save"], each=2)
+            if case != ("qwen3_moe", "save")
+        ),
+    ],
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param("keep", marks=pytest.mark.slow), "save", pytest.param("recompute", marks=pytest.mark.slow)]
-)
-def test_experts_with_their_router_loss(kind: str, name: str) -> None:
+def test_router_loss_memory_mode_equals_one_process(kind: str, name: str) -> None:
     unpacked = [each for each in KINDS if each != "packed"]
     assert max(run_ranks(2, _parity, kind, (1, 2), name, unpacked, {"experts": True})) < FP64
 
 
+TILES = [{"groups": 2, "tile": 5}, {"groups": 1, "tile": 1000}, {"groups": 4, "tile": 1}, {"groups": 3, "tile": 6}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
-    "settings", [{"groups": 1, "tile": 1000}, {"groups": 4, "tile": 1}, {"groups": 3, "tile": 6}], ids=str
+    ("name", "settings", "degrees"), cover(list(PLANS), TILES, [(1, 1), (1, 2), (2, 2), (1, 3), (1, 4)]), ids=str
 )
-@pytest.mark.parametrize("degrees", [(1, 2), (1, 3), (1, 4)], ids=str)
-def test_other_tiles_and_groups(name: str, settings: dict[str, int], degrees: tuple[int, int]) -> None:
-    assert max(run_ranks(degrees[1], _parity, "llama", degrees, name, KINDS, dict(settings))) < FP64
+def test_memory_mode_tiles_groups_and_mesh_equals_one_process(
+    name: str, settings: dict[str, int], degrees: tuple[int, int]
+) -> None:
+    ranks = degrees[0] * degrees[1]
+    assert max(run_ranks(ranks, _parity, "llama", degrees, name, KINDS, dict(settings))) < FP64
 
 
 def _lora(name: str) -> float:
@@ -123,7 +131,7 @@ def _lora(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["keep", "save", "mixed"])
-def test_lora_with_frozen_embeddings(name: str) -> None:
+def test_lora_memory_mode_equals_one_process(name: str) -> None:
     assert max(run_ranks(2, _lora, name)) < FP64
 
 
@@ -172,7 +180,7 @@ def _counted(name: str) -> dict[str, int]:
         ("every fourth", 4, 11, 8),
     ],
 )
-def test_work_is_done_as_often_as_promised(name: str, attention: int, tokenwise: int, backward: int) -> None:
+def test_memory_mode_runs_layers_as_often_as_promised(name: str, attention: int, tokenwise: int, backward: int) -> None:
     for counts in run_ranks(2, _counted, name):
         assert counts["attention forwards"] == attention
         assert counts["token-wise forwards"] == tokenwise
@@ -180,7 +188,7 @@ def test_work_is_done_as_often_as_promised(name: str, attention: int, tokenwise:
         assert counts["backward exchanges"] == backward
 
 
-def test_a_silent_value_is_not_computed_in_a_replay() -> None:
+def test_replay_of_an_mlp_leaves_its_value_out() -> None:
     """Saved layers run their MLP in forward and once, tile by tile, in backward: not a third time for its value."""
     for counts in run_ranks(2, _counted, "save"):
         assert counts["mlp forwards"] == 2 * LAYERS
@@ -189,7 +197,7 @@ def test_a_silent_value_is_not_computed_in_a_replay() -> None:
 @pytest.mark.parametrize(
     ("kind", "size"), [("llama", 2), ("gemma2", 3), ("olmo2", 2), ("glm4", 3), ("cohere2", 1), ("gpt_oss", 2)]
 )
-def test_units_are_found_by_role(kind: str, size: int) -> None:
+def test_units_by_architecture_have_the_norms_that_serve_them(kind: str, size: int) -> None:
     """An MLP with the norms that only serve it; a norm after the MLP is inside the unit, so its value may stay silent."""
     [roles] = run_ranks(1, _roles, kind)
     wide = [role for role in roles if role[1]]
@@ -225,7 +233,7 @@ def _from_a_thread() -> float:
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
-def test_backward_from_a_fresh_thread() -> None:
+def test_backward_in_another_thread_equals_one_process() -> None:
     assert max(run_ranks(2, _from_a_thread)) < FP64
 
 
@@ -243,7 +251,7 @@ def _two_graphs_at_once() -> float:
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
-def test_two_graphs_alive() -> None:
+def test_two_forwards_before_backward_equal_one_process() -> None:
     assert max(run_ranks(2, _two_graphs_at_once)) < FP64
 
 
@@ -267,7 +275,7 @@ def _dropout() -> tuple[float, float]:
     )
 
 
-def test_dropout_is_replayed() -> None:
+def test_replay_of_dropout_draws_the_same_numbers() -> None:
     [(same, without)] = run_ranks(1, _dropout)
     assert same < 1e-6
     assert without > 1e-3, "the dropout must have done something"
@@ -282,7 +290,7 @@ def _retained(mode: LayerMode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "save"])
-def test_a_second_backward_is_refused(mode: LayerMode) -> None:
+def test_backward_twice_is_refused(mode: LayerMode) -> None:
     """Layers that keep everything could go back twice, a loss in tiles cannot."""
     expect_refusal(1, _retained, mode, error="UnsupportedError", match="retain_graph=True needs")
 
@@ -308,7 +316,7 @@ def _ragged() -> tuple[list[str], float]:
 
 
 @pytest.mark.slow
-def test_ranks_with_rows_of_unequal_lengths_choose_one_plan() -> None:
+def test_plan_rows_of_unequal_lengths_is_one_on_all_ranks() -> None:
     (plans, off), (others, also_off) = run_ranks(2, _ragged)
     assert len({*plans, *others}) == 1
     assert "rebuild" in plans[0]
@@ -328,12 +336,12 @@ def _checkpointing_before(reentrant: bool) -> None:
     parallelize(model, init_mesh(sp=1))
 
 
-def test_gradient_checkpointing_beside_it_is_refused() -> None:
+def test_gradient_checkpointing_enabled_later_is_refused() -> None:
     expect_refusal(1, _checkpointing, error="UnsupportedError", match="checkpointing_disable")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_switched_on_before_is_refused(reentrant: bool) -> None:
+def test_gradient_checkpointing_enabled_before_is_refused(reentrant: bool) -> None:
     expect_refusal(1, _checkpointing_before, reentrant, error="UnsupportedError", match="checkpointing_disable")
 
 
@@ -342,7 +350,7 @@ def _rebuilt_experts() -> None:
     parallelize(small_model("mixtral"), init_mesh(sp=1), memory=plan)
 
 
-def test_rebuilding_through_experts_is_refused() -> None:
+def test_rebuild_of_expert_layers_is_refused() -> None:
     expect_refusal(1, _rebuilt_experts, error="UnsupportedError", match="expert layers: use 'save' or 'recompute'")
 
 
@@ -358,7 +366,7 @@ def _taken_off() -> float:
     return float((model(**batch).loss - before).abs().detach())
 
 
-def test_unbinding_takes_it_all_off() -> None:
+def test_unbind_memory_plan_leaves_nothing() -> None:
     assert run_ranks(1, _taken_off) == [0.0]
 
 
@@ -395,7 +403,7 @@ def _after_an_exception(name: str) -> tuple[str, float, int]:
 
 
 @pytest.mark.parametrize("name", ["save", "every second"])
-def test_the_step_after_an_exception_in_backward_is_right(name: str) -> None:
+def test_step_after_a_failed_backward_equals_one_process(name: str) -> None:
     for message, error, left in run_ranks(2, _after_an_exception, name):
         assert message == "planted"
         assert left == 0, "what the failed step had kept is gone"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from ithaca.models.bound import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.verify.fp64 import promoted, relative_error
-from ithaca.verify.parity import reference
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
+from tests.pairs import cover
 from tests.ranks import run_ranks
 from tests.tolerances import FP64
 
@@ -90,11 +90,11 @@ def in_order(sp: int, plan: str, order: Callable[[Lossy, Any], None]) -> float:
     return _worst(sp, plan, lambda model, mesh, n: order(lambda batch: causal_loss(model, batch, mesh, count=n), model))
 
 
-@pytest.mark.parametrize("order", [added, crossed, stacked, looked_between, dropped])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("sp", [1, 2])
 @pytest.mark.slow
-def test_any_order_is_exact(sp: int, plan: str, order: Any) -> None:
+@pytest.mark.parametrize(
+    ("order", "plan", "sp"), cover([added, crossed, stacked, looked_between, dropped], list(PLANS), [1, 2])
+)
+def test_passes_any_order_equals_one_process(order: Any, plan: str, sp: int) -> None:
     assert max(run_ranks(sp, in_order, sp, plan, order)) < FP64
 
 
@@ -111,16 +111,19 @@ def replanned(sp: int, first: str, second: str) -> float:
     return _worst(sp, first, run)
 
 
-QUICK = {("save, groups", "keep"), ("save", "save, groups"), ("rebuild", "recompute, groups")}
+QUICK = [("save, groups", "keep"), ("save", "save, groups"), ("rebuild", "recompute, groups")]
 
 
 @pytest.mark.parametrize(
-    ("sp", "first", "second"),
+    ("first", "second", "sp"),
     [
-        pytest.param(sp, *pair, marks=[] if sp == 2 and pair in QUICK else pytest.mark.slow)
-        for sp, pair in product((1, 2), product(PLANS, PLANS))
-        if pair[0] != pair[1]
+        *((*pair, 2) for pair in QUICK),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in cover(list(PLANS), list(PLANS), [1, 2], allowed=lambda first, second, _: first != second)
+            if case[:2] not in QUICK
+        ),
     ],
 )
-def test_each_pass_goes_back_under_its_own_plan(sp: int, first: str, second: str) -> None:
+def test_pass_planned_again_goes_back_under_its_own_plan(first: str, second: str, sp: int) -> None:
     assert max(run_ranks(sp, replanned, sp, first, second)) < FP64

@@ -19,7 +19,8 @@ from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
 from ithaca.planning.search.choose import choose_plan, feasible
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.parity import compare, gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch
 from ithaca.verify.small_models.types import survey_config
 from ithaca.verify.small_models.variants import features_on
@@ -66,7 +67,7 @@ def errors(kind: str, sp: int, plans: tuple[tuple[LayerMode, ...], ...], setting
     ],
 )
 @pytest.mark.parametrize("sp", [2, 1])
-def test_every_mode_and_mixture(
+def test_linked_layers_memory_modes_equal_one_process(
     kind: str, settings: dict[str, Any], plans: tuple[tuple[LayerMode, ...], ...], sp: int
 ) -> None:
     for ranks in run_ranks(sp, errors, kind, sp, plans, settings):
@@ -102,7 +103,7 @@ def tight(kind: str, settings: dict[str, Any], share: float) -> tuple[float, str
 @pytest.mark.parametrize(
     ("kind", "settings"), [("gemma4_unified_text", {}), ("gemma4_text", {"enable_moe_block": True}), ("hrm_text", {})]
 )
-def test_auto_under_a_tight_budget(kind: str, settings: dict[str, Any]) -> None:
+def test_linked_layers_tight_budget_equal_one_process(kind: str, settings: dict[str, Any]) -> None:
     worst, summary = run_ranks(1, tight, kind, settings, 0.5)[0]
     assert worst < FP64
     assert "save" in summary or "recompute" in summary, summary
@@ -120,7 +121,7 @@ def unlinked() -> list[str]:
     return found
 
 
-def test_rebuild_at_the_start_of_a_stack_is_refused_by_its_number() -> None:
+def test_rebuild_at_the_start_of_a_stack_is_refused() -> None:
     for said in run_ranks(1, unlinked)[0]:
         assert re.match(r"layer 2 cannot be under 'rebuild': its input is not the output of the layer before it", said)
 
@@ -137,7 +138,7 @@ def planned(linked: bool) -> tuple[bool, set[str]]:
     return planner.sizes.linked, {mode for plan in plans for mode in plan.layers}
 
 
-def test_no_plan_rebuilds_inputs_that_no_layer_gave() -> None:
+def test_plan_of_unlinked_layers_has_no_rebuild() -> None:
     linked, modes = run_ranks(1, planned, False)[0]
     assert not linked
     assert modes == {"keep", "save", "recompute"}
@@ -164,6 +165,6 @@ def broken_later(by_hand: bool) -> float:
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
-def test_an_input_that_is_no_layers_output_is_seen_in_each_forward() -> None:
+def test_rebuild_of_an_input_changed_later_is_refused() -> None:
     assert run_ranks(1, broken_later, False)[0] < FP64
     expect_refusal(1, broken_later, True, error="UnsupportedError", match=r"layer 1 cannot be under 'rebuild'")

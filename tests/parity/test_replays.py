@@ -76,7 +76,7 @@ def _same_as_unplanned(kind: str, mode: LayerMode, training: bool) -> tuple[floa
     ("kind", "mode"),
     [(kind, mode) for kind in DRAWING for mode in MODES if (kind, mode) != ("mixtral", "rebuild")],
 )
-def test_what_is_drawn_is_drawn_again(kind: str, mode: LayerMode, training: bool) -> None:
+def test_replay_of_random_layers_equals_no_plan(kind: str, mode: LayerMode, training: bool) -> None:
     [(errors, loss)] = run_ranks(1, _same_as_unplanned, kind, mode, training)
     assert errors < FP64
     assert loss < FP64
@@ -102,7 +102,7 @@ def _along_a_line(kind: str, mode: LayerMode) -> tuple[float, float]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["keep", "save"])
 @pytest.mark.parametrize("kind", ["starcoder2", "gpt2"])
-def test_tiles_draw_their_numbers_again(kind: str, mode: LayerMode) -> None:
+def test_replay_of_random_tiles_has_the_slope_of_a_difference(kind: str, mode: LayerMode) -> None:
     [(slope, difference)] = run_ranks(1, _along_a_line, kind, mode)
     assert abs(slope) > 0.1
     assert slope == pytest.approx(difference, rel=DIFFERENCE)
@@ -126,7 +126,7 @@ def _planned_again(mode: LayerMode, tiles: tuple[int, int]) -> float:
 
 @pytest.mark.parametrize("tiles", [(4, 100), (100, 5)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_tiles_are_those_of_the_forward_pass(mode: LayerMode, tiles: tuple[int, int]) -> None:
+def test_replay_planned_anew_keeps_the_tiles_of_its_forward(mode: LayerMode, tiles: tuple[int, int]) -> None:
     assert max(run_ranks(1, _planned_again, mode, tiles)) < FP64
 
 
@@ -146,7 +146,7 @@ def _with_a_cache(mode: LayerMode) -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_cache_is_written_once(mode: LayerMode) -> None:
+def test_replay_with_a_cache_equals_one_process(mode: LayerMode) -> None:
     assert max(run_ranks(1, _with_a_cache, mode)) < FP64
 
 
@@ -160,7 +160,7 @@ def _copied(mode: LayerMode) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_copy_learns_by_itself(mode: LayerMode) -> None:
+def test_copy_of_a_planned_model_has_gradients_of_its_own(mode: LayerMode) -> None:
     [(errors, spilled)] = run_ranks(1, _copied, mode)
     assert errors < FP64
     assert not spilled
@@ -179,7 +179,7 @@ def _some_gradients(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["grad", "inputs", "inputs of a layer"])
-def test_gradients_of_some_weights_are_refused(way: str) -> None:
+def test_backward_to_some_inputs_is_refused(way: str) -> None:
     expect_refusal(1, _some_gradients, way, error="UnsupportedError", match="call loss.backward\\(\\), or use")
 
 
@@ -251,7 +251,7 @@ TILED = [*REPLAYED, plan("keep", 5)]
         (choose_other, {}, "has other adapters on than in its forward pass: call backward before others are chosen"),
     ],
 )
-def test_what_changes_before_backward_is_refused(
+def test_replay_of_a_changed_model_is_refused(
     memory: MemoryPlan, change: Callable[[Any], None], settings: dict[str, Any], match: str
 ) -> None:
     expect_refusal(1, _between, memory, change, settings, error="UnsupportedError", match=match)
@@ -268,7 +268,7 @@ def test_what_changes_before_backward_is_refused(
         (choose_other_and_go_back, {}),
     ],
 )
-def test_what_is_as_it_was_by_backward_is_let_pass(
+def test_replay_of_a_model_changed_back_is_exact(
     memory: MemoryPlan, change: Callable[[Any], None], settings: dict[str, Any]
 ) -> None:
     [expected] = run_ranks(1, _between, memory, None, settings)
@@ -286,7 +286,7 @@ def _trained_at_last(memory: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("memory", TILED, ids=str)
-def test_a_dropout_that_was_off_in_forward_is_refused(memory: MemoryPlan) -> None:
+def test_replay_dropout_switched_on_later_is_refused(memory: MemoryPlan) -> None:
     expect_refusal(1, _trained_at_last, memory, error="UnsupportedError", match="draws random numbers in training")
 
 
@@ -307,7 +307,7 @@ def _stepped(mode: LayerMode) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["save", "rebuild", "recompute"])
-def test_a_step_after_two_backwards_is_no_change_between(mode: LayerMode) -> None:
+def test_step_after_two_backwards_is_accepted(mode: LayerMode) -> None:
     """FSDP2's own work on the weights it gathers is none either."""
     run_ranks(2, _stepped, mode)
 
@@ -324,7 +324,7 @@ def _changed_between(memory: MemoryPlan | None, weights: Weights) -> None:
 
 @pytest.mark.parametrize("weights", ["shard", "replicate"])
 @pytest.mark.parametrize("memory", [None, plan("keep", 100), plan("save", 5)], ids=str)
-def test_sharded_weights_changed_before_backward_are_refused(memory: MemoryPlan | None, weights: Weights) -> None:
+def test_replay_sharded_weights_changed_is_refused(memory: MemoryPlan | None, weights: Weights) -> None:
     match = "weights were changed between a forward pass and its backward"
     expect_refusal(2, _changed_between, memory, weights, error="UnsupportedError", match=match)
 
@@ -353,7 +353,7 @@ def _stepped_in_backward() -> float:
     return max(float((now[key].full_tensor() - weight).abs().max()) for key, weight in plain.named_parameters())
 
 
-def test_weights_stepped_in_their_backward_are_no_change_between() -> None:
+def test_step_within_backward_equals_one_process() -> None:
     assert max(run_ranks(2, _stepped_in_backward)) < FP64
 
 
@@ -365,7 +365,7 @@ def _functional(memory: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("memory", [*TILED, plan("keep", 100)], ids=str)
-def test_weights_that_only_forward_had_are_refused(memory: MemoryPlan) -> None:
+def test_replay_after_functional_call_is_refused(memory: MemoryPlan) -> None:
     """The norm after the last layer is run in tiles whatever the mode."""
     expect_refusal(1, _functional, memory, error="UnsupportedError", match="has other weights than in its forward pass")
 
@@ -388,11 +388,11 @@ def _adapted_parameters(mode: LayerMode, kind: str = "mixtral", *others: str) ->
 
 
 @pytest.mark.parametrize("mode", ["keep", "save", "recompute"])
-def test_adapted_parameters_are_no_change(mode: LayerMode) -> None:
+def test_replay_of_adapted_parameters_equals_one_process(mode: LayerMode) -> None:
     assert max(run_ranks(1, _adapted_parameters, mode)) < FP64
 
 
-def test_parameters_adapted_beside_a_norm_in_tiles_are_no_change() -> None:
+def test_replay_of_adapted_parameters_beside_a_norm_equals_one_process() -> None:
     """A trial of the layer trains all of its weights but these."""
     [error] = run_ranks(1, _adapted_parameters, "save", "qwen3_moe", "mlp.experts.gate_up_proj")
     assert error < FP64

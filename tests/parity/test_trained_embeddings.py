@@ -102,7 +102,7 @@ def _reduce(module: nn.Module, mesh: Mesh, *, averages: bool) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["shard", "replicate", "none"])
-def test_whoever_made_the_embeddings_has_the_gradient_of_one_process(weights: str) -> None:
+def test_embeddings_trained_have_the_gradient_of_one_process(weights: str) -> None:
     assert max(run_ranks(4, _error, 2, weights, "auto", False)) < FP64
     assert max(run_ranks(2, _error, 2, weights, "none", True)) < FP64
 
@@ -110,7 +110,7 @@ def test_whoever_made_the_embeddings_has_the_gradient_of_one_process(weights: st
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 3])
 @pytest.mark.parametrize("plan", list(PLANS))
-def test_embeddings_under_every_memory_mode(degree: int, plan: str) -> None:
+def test_embeddings_trained_memory_mode_equal_one_process(degree: int, plan: str) -> None:
     assert max(run_ranks(degree, _error, degree, "shard", plan, False)) < FP64
 
 
@@ -132,7 +132,7 @@ def _by_hand() -> float:
     return relative_error(noise.grad, plain.grad)
 
 
-def test_noise_under_an_own_loss_has_the_gradient_of_one_process() -> None:
+def test_embeddings_own_loss_have_the_gradient_of_one_process() -> None:
     assert max(run_ranks(2, _by_hand)) < FP64
 
 
@@ -144,7 +144,7 @@ def _on_one_rank() -> None:
     causal_loss(model, {"inputs_embeds": features, "labels": labels}, mesh).backward()
 
 
-def test_embeddings_that_need_a_gradient_on_one_rank_only_are_refused() -> None:
+def test_embeddings_trained_on_one_rank_only_are_refused() -> None:
     expect_refusal(
         2, _on_one_rank, error="BatchError", match=r"ranks 0 and 1 .*unlike in embeddings that need a gradient"
     )

@@ -15,7 +15,8 @@ from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import compare, gradient_errors, reference
+from ithaca.verify.parity import compare, gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_model
 from tests.batches import Batch, micro_batches
 from tests.ranks import run_ranks
@@ -84,7 +85,7 @@ def _together(degrees: tuple[int, int]) -> tuple[list[float], list[float]]:
     [(1, 2), *(pytest.param(degrees, marks=pytest.mark.slow) for degrees in ((2, 2), (1, 4)))],
     ids=str,
 )
-def test_twenty_clipped_steps_in_fp32(degrees: tuple[int, int]) -> None:
+def test_training_clipped_steps_equal_one_process(degrees: tuple[int, int]) -> None:
     losses, norms = _alone(degrees[0])
     assert all(norm > CLIP for norm in norms[:5]), "clipping must bite for this to mean anything"
     for got, got_norms in run_ranks(degrees[0] * degrees[1], _together, degrees):
@@ -113,7 +114,7 @@ def _lora(degrees: tuple[int, int], kind: str) -> float:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 2)], ids=str)
-def test_lora_with_frozen_embeddings(kind: str, degrees: tuple[int, int]) -> None:
+def test_lora_frozen_embeddings_equals_one_process(kind: str, degrees: tuple[int, int]) -> None:
     assert max(run_ranks(degrees[0] * degrees[1], _lora, degrees, kind)) < FP64
 
 
@@ -133,7 +134,7 @@ def _checkpointed(kind: str) -> float:
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
-def test_transformers_checkpointing_replays_with_its_own_layout() -> None:
+def test_transformers_checkpointing_two_forwards_equals_one_process() -> None:
     assert max(run_ranks(2, _checkpointed, "llama")) < FP64
 
 
@@ -149,5 +150,5 @@ def _ddp() -> float:
     return max(gradient_errors(parallel, expected.gradients).values())
 
 
-def test_own_ddp_around_a_bound_model() -> None:
+def test_ddp_of_the_caller_equals_one_process() -> None:
     assert max(run_ranks(4, _ddp)) < FP64

@@ -16,7 +16,7 @@ from ithaca.models.files.write_weights import save_pretrained
 from ithaca.parallelize import parallelize
 from ithaca.sequence.batch import shard_batch
 from ithaca.verify.fp64 import promoted, relative_error
-from ithaca.verify.parity import reference
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch, small_config, small_model
 from tests.batches import packed
 from tests.parity.cases import worst
@@ -66,7 +66,7 @@ def _step_evaluate_step() -> tuple[float, float]:
     return losses[0], losses[1]
 
 
-def test_evaluation_between_backward_and_step() -> None:
+def test_evaluation_between_backward_and_step_changes_nothing() -> None:
     for without, with_evaluation in run_ranks(2, _step_evaluate_step):
         assert without == with_evaluation
 
@@ -88,7 +88,7 @@ def test_autocast_is_refused(kind: str, memory: str | None) -> None:
     expect_refusal(1, _under_autocast, kind, memory, None, error="UnsupportedError", match=match)
 
 
-def test_autocast_to_what_is_computed_in_anyway_is_harmless() -> None:
+def test_autocast_to_the_models_own_type_is_accepted() -> None:
     [got], [expected] = (run_ranks(1, _under_autocast, "llama", "auto", torch.bfloat16, on) for on in (True, False))
     assert got == pytest.approx(expected, rel=BF16_LOSS)
 
@@ -133,7 +133,7 @@ def _in_inference_mode(first: str, folder: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("first", ["evaluated", "generated", "saved"])
-def test_a_model_first_used_in_inference_mode_can_be_trained(first: str, tmp_path: Path) -> None:
+def test_model_used_in_inference_mode_can_be_trained(first: str, tmp_path: Path) -> None:
     """FSDP2 keeps what it makes in its first pass."""
     for got, expected in run_ranks(2, _in_inference_mode, first, str(tmp_path)):
         assert got == expected
@@ -157,7 +157,7 @@ def _two_from_one_config() -> tuple[str, bool, float]:
     return second.config._attn_implementation, second.config is config, float((after - before).abs().detach())
 
 
-def test_a_second_model_from_the_same_config_object_is_untouched() -> None:
+def test_config_shared_by_two_models_is_untouched() -> None:
     for name, same, change in run_ranks(2, _two_from_one_config):
         assert (name, same, change) == ("eager", True, 0.0)
 
@@ -178,7 +178,7 @@ def _unbound() -> tuple[bool, bool, float, list[str]]:
 
 
 @pytest.mark.slow
-def test_unbinding_restores_the_model() -> None:
+def test_unbind_restores_the_model() -> None:
     for same_config, same_hooks, change, left in run_ranks(2, _unbound):
         assert same_config
         assert same_hooks
@@ -213,7 +213,7 @@ def _whole_logits(model: torch.nn.Module, batch: dict[str, Tensor], mesh: object
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_documents_are_bit_identical_whatever_their_neighbours(dtype: torch.dtype) -> None:
+def test_document_with_a_changed_neighbour_is_bit_identical(dtype: torch.dtype) -> None:
     for documents in run_ranks(4, _isolation, dtype):
         assert len(documents) == 9
         for identical, changed in documents:

@@ -25,7 +25,8 @@ from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.state.weights import placement as placement
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import gradient_errors, reference
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FAULT, FP64
@@ -100,18 +101,18 @@ def _error(way: Callable[[nn.Module, Batch, Mesh], None], **options: Any) -> flo
 @pytest.mark.few(6)
 @pytest.mark.parametrize("weights", ["shard", "replicate"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_gradients_are_the_plain_model_s(way: Callable[..., None], weights: str) -> None:
+def test_unsharded_gradients_equal_the_plain_model(way: Callable[..., None], weights: str) -> None:
     assert max(run_ranks(2, _error, way, weights=weights)) < FP64
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [backward_outside, unbound], ids=lambda way: way.__name__)
-def test_so_they_are_with_copies_of_shards(way: Callable[..., None]) -> None:
+def test_unsharded_replicas_gradients_equal_the_plain_model(way: Callable[..., None]) -> None:
     assert max(run_ranks(4, _error, way, replicas=2)) < FP64
 
 
 @pytest.mark.parametrize("way", [backward_inside, unbound], ids=lambda way: way.__name__)
-def test_layers_run_again_are_too(way: Callable[..., None]) -> None:
+def test_unsharded_replay_gradients_equal_the_plain_model(way: Callable[..., None]) -> None:
     assert max(run_ranks(2, _error, way, memory=REPLAYED)) < FP64
 
 
@@ -137,14 +138,14 @@ def _routed(kind: str, mode: LayerMode, sharded: bool) -> tuple[float, int, list
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_router_logits_of_a_whole_pass_are_the_router_s_own(kind: str) -> None:
+def test_unsharded_router_logits_are_the_routers_own(kind: str) -> None:
     [(worst, logits, left)] = run_ranks(1, _routed, kind, "keep", False)
     assert (logits, left) == (2, [0, 0])
     assert worst < FP64
 
 
 @pytest.mark.parametrize(("mode", "sharded"), [("save", False), ("keep", True)])
-def test_router_logits_that_would_have_no_gradient_are_refused(mode: str, sharded: bool) -> None:
+def test_unsharded_router_logits_without_gradient_are_refused(mode: str, sharded: bool) -> None:
     match = "router logits would have no gradient here"
     expect_refusal(1, _routed, "mixtral", mode, sharded, error="UnsupportedError", match=match)
 
@@ -155,7 +156,7 @@ def _always_summed(way: Callable[[nn.Module, Batch, Mesh], None]) -> float:
 
 
 @pytest.mark.parametrize("way", [backward_outside, unbound], ids=lambda way: way.__name__)
-def test_gradients_that_are_always_summed_are_seen(way: Callable[..., None]) -> None:
+def test_unsharded_planted_sum_is_seen(way: Callable[..., None]) -> None:
     assert min(run_ranks(2, _always_summed, way)) > FAULT
 
 
@@ -192,13 +193,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("way", "options", "match"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_backward_that_would_be_wrong_is_refused(
-    way: Callable[..., None], options: dict[str, Any], match: str
-) -> None:
+def test_backward_across_unsharded_is_refused(way: Callable[..., None], options: dict[str, Any], match: str) -> None:
     expect_refusal(2, _error, way, error="UnsupportedError", match=match, **options)
 
 
-def test_a_sharded_backward_inside_is_exact_where_nothing_runs_again() -> None:
+def test_backward_inside_unsharded_without_replay_is_exact() -> None:
     assert max(run_ranks(2, _error, sharded_inside, memory=None)) < FP64
 
 
@@ -217,5 +216,5 @@ def _goes_on() -> bool:
     return all(torch.equal(before, after) for before, after in zip(*steps, strict=True))
 
 
-def test_a_refused_backward_leaves_a_model_that_goes_on() -> None:
+def test_step_after_a_refused_backward_is_the_same() -> None:
     assert all(run_ranks(2, _goes_on))

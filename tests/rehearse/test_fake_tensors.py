@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from ithaca.attention.kernels import blockwise
-from ithaca.config.schema import Optimizer
+from ithaca.config.schema import OptimizerSettings
 from ithaca.mesh import init_mesh
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import Job, MemoryPlan
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.rehearse import rehearsal as rehearse_module
+from ithaca.rehearse.cut_model import RankJob
 from ithaca.rehearse.lone_group import alone
-from ithaca.rehearse.measured_step import Figures, Part, measure
+from ithaca.rehearse.measured_step import Figures, measure
 from ithaca.rehearse.rehearsal import rehearse
 from ithaca.verify.small_models.features import small_config
-from tests.rehearse.test_rehearsal import LAYERS, LENGTH, MIXED, SAVE, asked, part, shards
+from tests.pairs import cover, dealt
+from tests.rehearse.test_rehearsal import LAYERS, LENGTH, MIXED, SAVE, job, request, shards
 from tests.tolerances import TRACED_MEMORY
 
 GROUPS = MemoryPlan(("save", "rebuild", "recompute", "keep"), (True, True, True, False), 32, 64, head_groups=2)
@@ -30,7 +32,7 @@ GROUPS = MemoryPlan(("save", "rebuild", "recompute", "keep"), (True, True, True,
 
 def figures(plan: MemoryPlan, kind: str = "llama", **changes: Any) -> Figures:
     with alone(2, 1, like="gloo"):
-        return measure(replace(part(kind), **changes), range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
+        return measure(replace(job(kind), **changes), range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
 
 
 @pytest.mark.slow
@@ -39,7 +41,7 @@ def figures(plan: MemoryPlan, kind: str = "llama", **changes: Any) -> Figures:
     [MIXED, *(pytest.param(each, marks=pytest.mark.slow) for each in (SAVE, GROUPS))],
     ids=["mixed", "save", "groups"],
 )
-def test_fake_tensors_have_the_bytes_of_real_ones_under_every_mode(plan: MemoryPlan) -> None:
+def test_fake_tensors_every_mode_same_bytes_as_real(plan: MemoryPlan) -> None:
     real, fake = figures(plan), figures(plan, fake=True)
     assert fake.seconds == {}
     assert fake.kinds["backward"] == real.kinds["backward"]
@@ -52,7 +54,7 @@ def test_fake_tensors_have_the_bytes_of_real_ones_under_every_mode(plan: MemoryP
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
-def test_of_attention_in_blocks_a_fake_one_runs_the_largest(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_blockwise_attention_runs_largest_block_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows and softcaps: a block has the bytes of all, and a million tokens have tens of thousands."""
     blocks: list[int] = []
     monkeypatch.setattr(blockwise, "BLOCK_SCORES", 2**12)
@@ -72,7 +74,7 @@ def _counted(run: Callable[..., torch.Tensor], calls: list[int]) -> Callable[...
     return counted
 
 
-def test_no_state_of_a_generator_is_faked() -> None:
+def test_fake_tensors_leave_random_state_unchanged() -> None:
     """Its values decide whether a layer drew, and are the same before and after a rehearsal."""
     before = torch.get_rng_state()
     figures(SAVE, fake=True)
@@ -81,7 +83,7 @@ def test_no_state_of_a_generator_is_faked() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [MIXED, SAVE], ids=["mixed", "save"])
-def test_what_lives_on_the_host_counts_there(plan: MemoryPlan) -> None:
+def test_fake_tensors_on_host_count_as_host_memory(plan: MemoryPlan) -> None:
     here, away = figures(plan, fake=True), figures(plan, fake=True, on_host="everything", away=True)
     for phase, kinds in away.kinds.items():
         assert (kinds.weights, kinds.optimizer, kinds.gradients) == (0, 0, 0)
@@ -94,9 +96,9 @@ def test_what_lives_on_the_host_counts_there(plan: MemoryPlan) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_with_everything_on_the_host_is_the_plans() -> None:
+def test_rehearse_everything_on_host_agrees_with_plan() -> None:
     memory = {"on_host": "everything", "budget": "1GiB"}
-    result = rehearse(asked(None, 12, fake=True, memory=memory))
+    result = rehearse(request(None, 12, fake=True, memory=memory))
     assert abs(result.memory_error) < TRACED_MEMORY
     assert result.kinds.weights == result.predicted.kinds.weights == 0
     assert result.host == pytest.approx(result.predicted.memory.host_bytes, rel=0.01)
@@ -104,9 +106,9 @@ def test_a_job_with_everything_on_the_host_is_the_plans() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4", "starcoder2"])
-def test_the_plan_knows_experts_norms_after_and_layer_norms(kind: str) -> None:
-    """As the CPU's operators keep them."""
-    like = asked(None, 12, fake=True, precision="mixed", stages=[{"length": 2048, "steps": 1, "batch": 1}])
+def test_plan_architecture_features_agree_with_fake_tensors(kind: str) -> None:
+    """Experts, norms after an MLP and layer norms, as the CPU's operators keep them."""
+    like = request(None, 12, fake=True, precision="mixed", stages=[{"length": 2048, "steps": 1, "batch": 1}])
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": None}
     result = rehearse(replace(like, config=small_config(kind, num_hidden_layers=12, **sizes)))
     assert abs(result.memory_error) < TRACED_MEMORY
@@ -119,11 +121,11 @@ WIDE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("casts", [True, False])
-@pytest.mark.parametrize("budget", ["8GiB", "1GiB"])
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
-def test_the_plan_knows_adapters(
+@pytest.mark.parametrize(
+    ("kind", "casts", "budget", "targets"),
+    cover(["llama", "qwen3"], [True, False], ["8GiB", "1GiB"], ["all-linear", ["q_proj", "v_proj"]]),
+)
+def test_plan_adapters_agree_with_fake_tensors(
     kind: str, casts: bool, budget: str, targets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT keeps them in fp32 over weights in bf16. They compute in bf16, or else every input of theirs is there in
@@ -131,7 +133,7 @@ def test_the_plan_knows_adapters(
     if not casts:
         monkeypatch.setattr(rehearse_module, "precision_of", lambda *_: (torch.bfloat16, None))
     one = [{"length": 16384, "steps": 1, "batch": 1}]
-    like = asked(
+    like = request(
         0, 24, fake=True, precision="bf16", stages=one, memory={"budget": budget}, lora={"rank": 4, "targets": targets}
     )
     result = rehearse(replace(like, config=small_config(kind, **WIDE)))
@@ -145,7 +147,7 @@ def said_and_seen(kind: str, plan: MemoryPlan, **changes: Any) -> tuple[int, int
     """Bytes of a step of 16K tokens over two ranks: planned, and as the CPU's operators keep them."""
     full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "sliding_window": 16384}
     config = small_config(kind, **{**WIDE, **full, **changes})
-    of = Part(config, 16384, 1, torch.bfloat16, None, Optimizer(), fake=True)
+    of = RankJob(config, 16384, 1, torch.bfloat16, None, OptimizerSettings(), fake=True)
     with alone(2, 1, like="gloo"):
         got = measure(of, range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
     job = Job(16384, sp=2, fused=False)
@@ -154,25 +156,28 @@ def said_and_seen(kind: str, plan: MemoryPlan, **changes: Any) -> tuple[int, int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [1024, 16384])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "glm4", "starcoder2", "gemma3_text", "olmo2", "helium", "cohere"])
-def test_the_plan_knows_what_norms_leave_in_tiles(kind: str, tile: int) -> None:
-    """Where nothing is run again: a norm's values in fp32 stay only where it is not cut into tiles."""
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    # Two kinds of every norm: RMS norms, of heads, after the MLP, layer norms; each is in tiles and whole.
+    dealt(["llama", "helium", "qwen3", "gemma3_text", "glm4", "olmo2", "starcoder2", "cohere"], [1024, 16384]),
+)
+def test_plan_norms_in_tiles_agree_with_fake_tensors(kind: str, tile: int) -> None:
+    """Without recompute, a norm's values in fp32 stay only if the norm is not cut into tiles."""
     said, seen = said_and_seen(kind, MemoryPlan(("keep",) * LAYERS, (False,) * LAYERS, tile, 4096))
     assert said == pytest.approx(seen, rel=TRACED_MEMORY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [1024, 16384])
-def test_the_plan_knows_a_norm_for_attention_and_mlp(tile: int) -> None:
-    """Where a layer is run again its output is there once."""
+def test_plan_shared_norm_agrees_with_fake_tensors(tile: int) -> None:
+    """A recomputed layer's output is alive once."""
     said, seen = said_and_seen("cohere", MemoryPlan(("save",) * LAYERS, (False,) * LAYERS, tile, 4096))
     assert said == pytest.approx(seen, rel=TRACED_MEMORY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [1024, 4096, 8192, 16384])
-def test_the_plan_knows_a_loss_of_one_tile(tile: int) -> None:
+@pytest.mark.parametrize("tile", [4096, 8192])
+def test_plan_loss_of_one_tile_agrees_with_fake_tensors(tile: int) -> None:
     """A rank's 8,192 tokens at once go through torch's own operations."""
     plan = MemoryPlan(("save",) * LAYERS, (False,) * LAYERS, 1024, tile)
     said, seen = said_and_seen("llama", plan, vocab_size=32000)
@@ -190,10 +195,12 @@ def in_8_bits(numbers: int) -> int:
     ("name", "weights", "state"),
     [("adamw8bit", torch.float32, in_8_bits), ("bf16_sr", torch.bfloat16, lambda numbers: 2 * numbers * 2)],
 )
-def test_torchaos_optimizers_have_their_state(name: Any, weights: torch.dtype, state: Callable[[int], int]) -> None:
+def test_fake_step_torchao_optimizer_makes_its_state(
+    name: Any, weights: torch.dtype, state: Callable[[int], int]
+) -> None:
     wide = small_config("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=256)
-    of = {"config": wide, "optimizer": Optimizer(name=name), "weights": weights}
+    of = {"config": wide, "optimizer": OptimizerSettings(name=name), "weights": weights}
     got = figures(SAVE, fake=True, **of).kinds["optimizer"]
     with alone(2, 1, like="gloo"):
-        sizes = [math.prod(shape) for shape in shards(replace(part(), **of), SAVE, 2).values()]
+        sizes = [math.prod(shape) for shape in shards(replace(job(), **of), SAVE, 2).values()]
     assert got.optimizer == sum(map(state, sizes))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ithaca.config.schema import Run, read_run
+from ithaca.config.schema import RunSettings, read_run
 from ithaca.models.files.embedded import embedded_tokenizer
 from ithaca.training import loop
 from ithaca.training.run.display import Display
@@ -57,7 +57,7 @@ def documents(folder: Path, count: int = 40) -> Path:
     return folder
 
 
-def small_run(folder: Path, output: str, **more: Any) -> Run:
+def small_run(folder: Path, output: str, **more: Any) -> RunSettings:
     """Twelve steps of four rows of 64 tokens, saved every five."""
     model, texts = folder / "model", folder / "texts"
     if not model.exists():
@@ -75,13 +75,13 @@ def small_run(folder: Path, output: str, **more: Any) -> Run:
     return read_run({**given, **more})
 
 
-def run_train(world: int, run: Run, **options: Any) -> dict[str, Any]:
+def run_train(world: int, run: RunSettings, **options: Any) -> dict[str, Any]:
     return run_ranks(world, _train, run.model_dump_json(), **options)[0]
 
 
 def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, Any]:
     """`stop`: ask for an end when so many steps are done, at the first boundary whose label starts with `at`."""
-    run = Run.model_validate_json(text)
+    run = RunSettings.model_validate_json(text)
     advance, boundary, armed = loop.StageLoop._advance, Watch.at, [False]
     say, said = Display.say, []
 
@@ -110,7 +110,7 @@ def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, An
     return {**found, "said": said}
 
 
-def metrics(run: Run) -> list[dict[str, Any]]:
+def metrics(run: RunSettings) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run.output) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -118,7 +118,7 @@ def losses(result: dict[str, Any]) -> list[float]:
     return [line["loss"] for line in result["metrics"] if line["kind"] == "step"]
 
 
-def export_sum(run: Run) -> str | None:
+def export_sum(run: RunSettings) -> str | None:
     """One number for all bytes of the exported weights."""
     files = sorted((Path(run.output) / "export").glob("*.safetensors"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.files.export_checkpoint import export_checkpoint
 from ithaca.models.files.pretrained import add_adapters, check_adapters, empty_model
@@ -37,12 +37,12 @@ ATTENTION = "[k_proj,o_proj,q_proj,v_proj]"
 def test_targets_that_would_be_passed_by_are_refused(kind: str, targets: Any, named: str, instead: str) -> None:
     config: Any = small_model(kind, dtype=torch.float32).config
     with pytest.raises(UnsupportedError, match=named) as raised:
-        check_adapters(config, Lora(targets=targets))
+        check_adapters(config, LoraSettings(targets=targets))
     assert str(raised.value).endswith(f"gets no adapter: use lora.targets={instead}")
     with pytest.raises(UnsupportedError, match=named):
-        add_adapters(empty_model(config, dtype=torch.float32), Lora(targets=targets), seed=0)
+        add_adapters(empty_model(config, dtype=torch.float32), LoraSettings(targets=targets), seed=0)
     right = instead if instead == "all-linear" else instead.strip("[]").split(",")
-    check_adapters(config, Lora(targets=right))
+    check_adapters(config, LoraSettings(targets=right))
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_targets_that_would_be_passed_by_are_refused(kind: str, targets: Any, na
 def test_a_target_that_is_not_there_is_refused_beside_one_that_is(targets: list[str], said: str) -> None:
     config: Any = small_model("llama", dtype=torch.float32).config
     with pytest.raises(ConfigError) as raised:
-        check_adapters(config, Lora(targets=targets))
+        check_adapters(config, LoraSettings(targets=targets))
     assert said in str(raised.value)
     # A target may be a path, and one target no list.
-    check_adapters(config, Lora(targets=["self_attn.q_proj"]))
-    check_adapters(config, Lora.model_validate({"targets": "q_proj"}))
+    check_adapters(config, LoraSettings(targets=["self_attn.q_proj"]))
+    check_adapters(config, LoraSettings.model_validate({"targets": "q_proj"}))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "deepseek_v3"])
@@ -68,7 +68,7 @@ def test_a_target_that_is_not_there_is_refused_beside_one_that_is(targets: list[
 def test_every_adapter_of_an_empty_model_has_values(kind: str) -> None:
     config: Any = small_model(kind, dtype=torch.float32).config
     targets: Any = ["q_a_proj", "q_b_proj", "o_proj"] if kind == "deepseek_v3" else "all-linear"
-    adapted = add_adapters(empty_model(config, dtype=torch.float32), Lora(rank=2, targets=targets), seed=0)
+    adapted = add_adapters(empty_model(config, dtype=torch.float32), LoraSettings(rank=2, targets=targets), seed=0)
     layers: list[Any] = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
     assert layers
     trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -96,7 +96,7 @@ def test_an_adapter_on_a_folder_named_from_elsewhere_is_exported_without_a_warni
     (checkpoint / "facts.json").write_text(json.dumps(facts))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # PEFT's own, since transformers 5.23: the verbs leave it out (cli/quiet.py).
+        # PEFT's own, since transformers 5.23: the verbs filter it out (cli/process.py).
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         export_checkpoint(checkpoint, tmp_path / "again")
     settings = json.loads((tmp_path / "again" / "adapter" / "adapter_config.json").read_text())

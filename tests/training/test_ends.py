@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ithaca.cli import app
-from ithaca.cli.train import ending, split_words
-from ithaca.config.schema import Rope, Run, dump_run, load_run, read_run
+from ithaca.cli.run_words import split_words
+from ithaca.cli.train import describe_end
+from ithaca.config.schema import RopeSettings, RunSettings, dump_run, load_run, read_run
 from ithaca.errors import ConfigError, UntrainedError
 from ithaca.models.files.pretrained import read_config
 from ithaca.training.run.progress import Place
@@ -37,16 +38,16 @@ def test_adapters_on_random_weights_are_refused() -> None:
 def test_llama3_frequencies_in_the_wrong_order_are_refused() -> None:
     for low, high in ((4, 1), (2, 2), (0, 4)):
         with pytest.raises(ValueError, match="below high_freq_factor"):
-            Rope(kind="llama3", factor=8, low_freq_factor=low, high_freq_factor=high)
+            RopeSettings(kind="llama3", factor=8, low_freq_factor=low, high_freq_factor=high)
 
 
-def finished(folder: Path, run: Run) -> str:
+def finished(folder: Path, run: RunSettings) -> str:
     """What is said at the end of a run, which need not have been taken."""
     (folder / "checkpoints" / "step-1").mkdir(parents=True)
     (folder / "stages" / "1-64").mkdir(parents=True)
     (folder / "run.yaml").write_text(dump_run(run))
     (folder / "metrics.jsonl").write_text(json.dumps({"kind": "step", "at": 0.0, "step": 1, "loss": 2.0}) + "\n")
-    return ending(Outcome(folder, Place(1, 0), True), 1.0)
+    return describe_end(Outcome(folder, Place(1, 0), True), 1.0)
 
 
 @pytest.mark.parametrize("card", [None, "NVIDIA H200"])
@@ -57,7 +58,7 @@ def test_what_to_type_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         monkeypatch.setattr("torch.cuda.get_device_name", lambda: card)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    said = finished(tmp_path / "run", Run())
+    said = finished(tmp_path / "run", RunSettings())
     lines = [line for line in said.partition("next: ")[2].splitlines() if line.startswith("  ithaca ")]
     tiny_model(tmp_path / "model", max_position_embeddings=16_384)
     commands = [
@@ -68,11 +69,11 @@ def test_what_to_type_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.Monk
     assert commands[-1][:2] == ["ithaca", "train"]
     run = load_run(*split_words(commands[-1][2:]))
     assert (run.model.name, run.data.sources[0].path) == ("model", "texts")
-    [stage], embedded = run.stages, Run().stages
+    [stage], embedded = run.stages, RunSettings().stages
     assert stage.lr == 1e-5
     assert stage.steps not in {one.steps for one in embedded}
     # 16,384 positions are stretched where the plan was asked for more, by no more than that takes.
-    assert stage.rope == (None if card is None else Rope(kind="yarn", factor=2, original=16_384))
+    assert stage.rope == (None if card is None else RopeSettings(kind="yarn", factor=2, original=16_384))
     text = read_config(tmp_path / "model")
     assert not advise_settings(text, run.stages, adapters=False)
     assert not advise_between(16_384, run.stages)
@@ -86,9 +87,9 @@ def test_nothing_is_proposed_after_a_run_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_done_run_whose_journal_is_gone_ends_well(tmp_path: Path) -> None:
-    finished(tmp_path / "run", Run())
+    finished(tmp_path / "run", RunSettings())
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    told = ending(Outcome(tmp_path / "run", Place(1, 0), True), 1.0)
+    told = describe_end(Outcome(tmp_path / "run", Place(1, 0), True), 1.0)
     assert f"the losses of its steps are not in {tmp_path / 'run' / 'metrics.jsonl'}; this start" in told
     assert not [line for line in told.splitlines() if line.startswith(("  metrics ", "  loss "))]
 
@@ -102,7 +103,7 @@ def test_a_folder_in_the_way_of_export_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
     folder = RunFolder(tmp_path / "run")
     assert folder.model(1) == folder.stage(0, 64)
-    assert f"{folder.stage(0, 64)}  (loads in plain transformers)" in ending(
+    assert f"{folder.stage(0, 64)}  (loads in plain transformers)" in describe_end(
         Outcome(folder.root, Place(1, 0), True), 1.0
     )
     AutoModelForCausalLM.from_pretrained(folder.model(1))
@@ -252,7 +253,7 @@ def test_a_run_with_no_whole_checkpoint_stops_and_begins_anew_where_asked(tmp_pa
 
 
 def begun_anew(text: str) -> str | None:
-    run = Run.model_validate_json(text)
+    run = RunSettings.model_validate_json(text)
     assert train(run, restart=True).finished
     return export_sum(run)
 

@@ -17,7 +17,7 @@ import yaml
 from tests.training.runs import export_sum, losses, metrics, small_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-STEPS, KILLS = 300, 20
+STEPS, KILLS = 120, 8
 
 
 def start(file: Path) -> subprocess.Popen[bytes]:
@@ -84,7 +84,7 @@ def kill_sometime(job: subprocess.Popen[bytes], output: Path, draw: random.Rando
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_moments(tmp_path: Path) -> None:
+def test_run_killed_at_eight_moments_ends_as_one_left_in_peace(tmp_path: Path) -> None:
     peaceful, there = written(tmp_path, "peaceful")
     finish(peaceful)
     killed, output = written(tmp_path, "killed")

@@ -12,13 +12,15 @@ import torch
 from transformers import Gemma3TextConfig, GPT2Config, GptOssConfig, LlamaConfig, Ministral3Config, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ithaca.config.schema import Rope, Stage
+from ithaca.config.schema import RopeSettings, StageSettings
 from ithaca.errors import ConfigError
 from ithaca.training.schedule import advise_between, apply_stages, rate_at
 
 TWO = [
-    Stage(length=8192, steps=10, lr=1.0, warmup=0.2, final=0.1),
-    Stage(length=32_768, steps=6, lr=0.5, warmup=2, schedule="linear", final=0.0, rope=Rope(kind="yarn", factor=4)),
+    StageSettings(length=8192, steps=10, lr=1.0, warmup=0.2, final=0.1),
+    StageSettings(
+        length=32_768, steps=6, lr=0.5, warmup=2, schedule="linear", final=0.0, rope=RopeSettings(kind="yarn", factor=4)
+    ),
 ]
 
 
@@ -37,12 +39,12 @@ def test_the_next_stage_rises_from_where_the_last_one_ended() -> None:
 
 
 def test_no_warmup_and_a_constant_rate() -> None:
-    stages = [Stage(length=8, steps=3, lr=2.0, warmup=0, schedule="constant")]
+    stages = [StageSettings(length=8, steps=3, lr=2.0, warmup=0, schedule="constant")]
     assert [rate_at(stages, 0, step) for step in range(3)] == [2.0] * 3
 
 
 def test_a_jump_above_fourfold_proposes_the_lengths_between() -> None:
-    stages = [Stage(length=131_072, steps=1), Stage(length=524_288, steps=1)]
+    stages = [StageSettings(length=131_072, steps=1), StageSettings(length=524_288, steps=1)]
     (warning,) = advise_between(8192, stages)
     assert "from 8,192 to 131,072" in warning
     assert "32,768" in warning
@@ -54,9 +56,9 @@ def test_a_jump_above_fourfold_proposes_the_lengths_between() -> None:
 @pytest.mark.parametrize("times", [4.01, 8, 14, 16, 17, 64, 100, 1024])
 def test_who_follows_the_proposal_is_not_warned_again(before: int, times: float) -> None:
     length = math.ceil(before * times)
-    (warning,) = advise_between(before, [Stage(length=length, steps=1)])
+    (warning,) = advise_between(before, [StageSettings(length=length, steps=1)])
     between = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", warning.split("stages of")[1])]
-    assert advise_between(before, [Stage(length=each, steps=1) for each in (*between, length)]) == []
+    assert advise_between(before, [StageSettings(length=each, steps=1) for each in (*between, length)]) == []
     assert 4 ** len(between) < length / before <= 4 ** (len(between) + 1)
 
 
@@ -77,7 +79,7 @@ def frequencies(config: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn", "llama3"])
 def test_scalings_slow_the_lowest_frequency_by_the_factor(kind: str) -> None:
-    stage = Stage(length=32_768, steps=1, rope=Rope(kind=kind, factor=4))  # type: ignore[arg-type]
+    stage = StageSettings(length=32_768, steps=1, rope=RopeSettings(kind=kind, factor=4))  # type: ignore[arg-type]
     plain, scaled = llama(), apply_stages(llama(), [stage], random=False)
     assert scaled.max_position_embeddings == 32_768
     assert frequencies(plain)[-1] / frequencies(scaled)[-1] == pytest.approx(4, rel=1e-4)
@@ -87,14 +89,16 @@ def test_scalings_slow_the_lowest_frequency_by_the_factor(kind: str) -> None:
 
 def test_theta_replaces_the_base_and_the_given_config_is_untouched() -> None:
     given = llama()
-    changed = apply_stages(given, [Stage(length=16_384, steps=1, rope=Rope(kind="theta", theta=5e5))], random=False)
+    changed = apply_stages(
+        given, [StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="theta", theta=5e5))], random=False
+    )
     assert changed.rope_parameters["rope_theta"] == 5e5
     assert given.rope_parameters["rope_theta"] == 10_000.0
     assert given.max_position_embeddings == 8192
 
 
 def test_a_change_holds_for_later_stages() -> None:
-    config = apply_stages(llama(), [*TWO, Stage(length=32_768, steps=1)], random=False)
+    config = apply_stages(llama(), [*TWO, StageSettings(length=32_768, steps=1)], random=False)
     assert config.rope_parameters["rope_type"] == "yarn"
     assert config.rope_parameters["original_max_position_embeddings"] == 8192
 
@@ -107,13 +111,15 @@ def test_windows_keep_their_positions() -> None:
 
 def test_a_stage_beyond_the_positions_is_refused_with_what_to_add() -> None:
     with pytest.raises(ConfigError, match=r"stage 1 has 65,536 tokens.*8,192.*kind: yarn, factor: 8"):
-        apply_stages(llama(), [Stage(length=65_536, steps=1)], random=False)
-    assert apply_stages(llama(), [Stage(length=65_536, steps=1)], random=True).max_position_embeddings == 65_536
+        apply_stages(llama(), [StageSettings(length=65_536, steps=1)], random=False)
+    assert apply_stages(llama(), [StageSettings(length=65_536, steps=1)], random=True).max_position_embeddings == 65_536
 
 
 def test_a_factor_that_is_too_small_is_refused_with_the_right_one() -> None:
     with pytest.raises(ConfigError, match=r"factor 2 over 8,192 positions reaches 16,384.*factor: 8"):
-        apply_stages(llama(), [Stage(length=65_536, steps=1, rope=Rope(kind="yarn", factor=2))], random=False)
+        apply_stages(
+            llama(), [StageSettings(length=65_536, steps=1, rope=RopeSettings(kind="yarn", factor=2))], random=False
+        )
 
 
 @pytest.mark.parametrize("length", [9001, 100_000, 1_048_577])
@@ -122,11 +128,11 @@ def test_the_proposed_factor_is_the_ratio_that_transformers_looks_for(length: in
     config = llama()
     config.max_position_embeddings = known
     with pytest.raises(ConfigError) as raised:
-        apply_stages(config, [Stage(length=length, steps=1)], random=False)
+        apply_stages(config, [StageSettings(length=length, steps=1)], random=False)
     proposed = re.search(r"factor: ([0-9.]+)}", str(raised.value))
     assert proposed is not None
-    stage = Stage(length=length, steps=1, rope=Rope(kind="yarn", factor=float(proposed[1])))
-    for stages in ([stage], [stage, Stage(length=length, steps=1)]):
+    stage = StageSettings(length=length, steps=1, rope=RopeSettings(kind="yarn", factor=float(proposed[1])))
+    for stages in ([stage], [stage, StageSettings(length=length, steps=1)]):
         changed = apply_stages(config, stages, random=False)
         assert changed.max_position_embeddings / known == changed.rope_parameters["factor"]
         assert changed.rope_parameters["original_max_position_embeddings"] == known
@@ -160,11 +166,17 @@ ORIGINAL = {"original_max_position_embeddings": 1024}
 @pytest.mark.parametrize("kind", ["yarn", "linear", "ntk"])
 def test_a_scaling_replaces_the_models_own_and_is_over_what_that_was_over(config: Any, kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"positions end at 8,192.*kind: yarn, factor: 16\}.*shorten it to 8,192"):
-        apply_stages(config, [Stage(length=16_384, steps=1)], random=False)
+        apply_stages(config, [StageSettings(length=16_384, steps=1)], random=False)
     for factor in (2, 8):
         with pytest.raises(ConfigError, match=r"over 1,024 positions.*use factor: 16$"):
-            apply_stages(config, [Stage(length=16_384, steps=1, rope=Rope(kind=kind, factor=factor))], random=False)
-    scaled = apply_stages(config, [Stage(length=16_384, steps=1, rope=Rope(kind=kind, factor=16))], random=False)
+            apply_stages(
+                config,
+                [StageSettings(length=16_384, steps=1, rope=RopeSettings(kind=kind, factor=factor))],
+                random=False,
+            )
+    scaled = apply_stages(
+        config, [StageSettings(length=16_384, steps=1, rope=RopeSettings(kind=kind, factor=16))], random=False
+    )
     rope = scaled.rope_parameters.get("full_attention", scaled.rope_parameters)
     if kind == "ntk":
         size = scaled.head_dim
@@ -178,25 +190,27 @@ BETAS = {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0
 
 def test_how_a_model_does_yarn_stays_with_another_factor() -> None:
     config = stretched(rope_type="yarn", **ORIGINAL, **BETAS)
-    to_16 = Stage(length=16_384, steps=1, rope=Rope(kind="yarn", factor=16))
+    to_16 = StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="yarn", factor=16))
     changed = apply_stages(config, [to_16], random=False)
     assert changed.rope_parameters == {**config.rope_parameters, "factor": 16}
     # The frequencies are those of the model's own config with nothing but the factor changed, not those without betas.
     plain = apply_stages(stretched(rope_type="yarn", **ORIGINAL), [to_16], random=False)
     assert not torch.equal(frequencies(changed), frequencies(plain))
-    between = Stage(length=16_384, steps=1, rope=Rope(kind="linear", factor=16))
+    between = StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="linear", factor=16))
     linear = apply_stages(config, [between], random=False)
     assert linear.rope_parameters == {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 16}
     assert apply_stages(config, [between, to_16], random=False).rope_parameters == changed.rope_parameters
     bounds = apply_stages(
-        GptOssConfig(), [Stage(length=262_144, steps=1, rope=Rope(kind="yarn", factor=64))], random=False
+        GptOssConfig(),
+        [StageSettings(length=262_144, steps=1, rope=RopeSettings(kind="yarn", factor=64))],
+        random=False,
     )
     assert bounds.rope_parameters["truncate"] is False
 
 
 @pytest.mark.parametrize("more", [{}, {"mscale": 1.0, "mscale_all_dim": 0.7}])
 def test_an_attention_factor_of_its_own_stays_and_one_that_the_factor_gives_follows_it(more: dict[str, float]) -> None:
-    stage = Stage(length=16_384, steps=1, rope=Rope(kind="yarn", factor=16))
+    stage = StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="yarn", factor=16))
     own = stretched(rope_type="yarn", attention_factor=1.0, **ORIGINAL, **more)
     assert apply_stages(own, [stage], random=False).rope_parameters["attention_factor"] == 1.0
     unsaid = stretched(rope_type="yarn", **ORIGINAL, **more)
@@ -209,7 +223,7 @@ def test_an_attention_factor_of_its_own_stays_and_one_that_the_factor_gives_foll
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "ntk", "llama3"])
 def test_what_is_no_part_of_a_scaling_stays(kind: Any) -> None:
-    stage = Stage(length=524_288, steps=1, rope=Rope(kind=kind, factor=32))
+    stage = StageSettings(length=524_288, steps=1, rope=RopeSettings(kind=kind, factor=32))
     rope = apply_stages(Ministral3Config(), [stage], random=False).rope_parameters
     # Ministral scales its queries by how far beyond the original length they stand.
     assert rope["llama_4_scaling_beta"] == 0.1
@@ -220,8 +234,8 @@ def test_what_is_no_part_of_a_scaling_stays(kind: Any) -> None:
 def test_an_original_length_that_is_given_is_over_the_models_own_and_stays() -> None:
     config = stretched(**LLAMA3, **ORIGINAL)
     stages = [
-        Stage(length=16_384, steps=1, rope=Rope(kind="yarn", factor=4, original=4096)),
-        Stage(length=32_768, steps=1, rope=Rope(kind="yarn", factor=8)),
+        StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="yarn", factor=4, original=4096)),
+        StageSettings(length=32_768, steps=1, rope=RopeSettings(kind="yarn", factor=8)),
     ]
     assert apply_stages(config, stages, random=False).rope_parameters["original_max_position_embeddings"] == 4096
 
@@ -229,41 +243,44 @@ def test_an_original_length_that_is_given_is_over_the_models_own_and_stays() -> 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
 def test_a_kind_that_the_config_could_not_be_read_again_with_is_refused(kind: Any) -> None:
     phi = Phi3Config(max_position_embeddings=4096, original_max_position_embeddings=4096, pad_token_id=0)
-    for taken in (Rope(kind="ntk", factor=4), Rope(kind="theta", theta=5e5)):
-        apply_stages(phi, [Stage(length=16_384, steps=1, rope=taken)], random=False)
+    for taken in (RopeSettings(kind="ntk", factor=4), RopeSettings(kind="theta", theta=5e5)):
+        apply_stages(phi, [StageSettings(length=16_384, steps=1, rope=taken)], random=False)
     with pytest.raises(ConfigError, match=f"rope of kind '{kind}', which phi3 does not take.*use kind: ntk, or theta$"):
-        apply_stages(phi, [Stage(length=16_384, steps=1, rope=Rope(kind=kind, factor=4))], random=False)
+        apply_stages(phi, [StageSettings(length=16_384, steps=1, rope=RopeSettings(kind=kind, factor=4))], random=False)
 
 
 def test_positions_end_where_the_last_scaling_does() -> None:
-    config, short = stretched(**LLAMA3, **ORIGINAL), Rope(kind="yarn", factor=2)
-    first = Stage(length=2048, steps=1, rope=short)
+    config, short = stretched(**LLAMA3, **ORIGINAL), RopeSettings(kind="yarn", factor=2)
+    first = StageSettings(length=2048, steps=1, rope=short)
     assert apply_stages(config, [first], random=False).max_position_embeddings == 2048
     with pytest.raises(ConfigError, match=r"stage 2 has 8,192 tokens.*end at 2,048.*factor: 8\}"):
-        apply_stages(config, [first, Stage(length=8192, steps=1)], random=False)
-    longer = [Stage(length=8192, steps=1, rope=Rope(kind="yarn", factor=4)), Stage(length=32_768, steps=1)]
+        apply_stages(config, [first, StageSettings(length=8192, steps=1)], random=False)
+    longer = [
+        StageSettings(length=8192, steps=1, rope=RopeSettings(kind="yarn", factor=4)),
+        StageSettings(length=32_768, steps=1),
+    ]
     assert apply_stages(llama(), longer, random=False).max_position_embeddings == 32_768
 
 
 @pytest.mark.parametrize("kind", ["ntk", "linear", "yarn"])
 def test_a_second_scaling_is_over_the_theta_before_the_first(kind: Any) -> None:
-    first, second = Rope(kind="ntk", factor=2), Rope(kind=kind, factor=4)
-    stages = [Stage(length=16_384, steps=1, rope=first), Stage(length=32_768, steps=1, rope=second)]
+    first, second = RopeSettings(kind="ntk", factor=2), RopeSettings(kind=kind, factor=4)
+    stages = [StageSettings(length=16_384, steps=1, rope=first), StageSettings(length=32_768, steps=1, rope=second)]
     both, alone = (apply_stages(llama(head_dim=8), each, random=False) for each in (stages, stages[1:]))
     assert both.rope_parameters == alone.rope_parameters
     if kind == "ntk":
         assert both.rope_parameters["rope_theta"] == pytest.approx(63_496, abs=1)
     # A theta that a stage sets is no scaling: it stays.
-    stages[0] = Stage(length=16_384, steps=1, rope=Rope(kind="ntk", factor=2, theta=5e5))
+    stages[0] = StageSettings(length=16_384, steps=1, rope=RopeSettings(kind="ntk", factor=2, theta=5e5))
     theta = apply_stages(llama(head_dim=8), stages, random=False).rope_parameters["rope_theta"]
     assert theta == pytest.approx(5e5 * (4 ** (8 / 6) if kind == "ntk" else 1))
 
 
 def test_a_model_without_rotary_positions_is_refused() -> None:
-    change = Rope(kind="theta", theta=1e6)
+    change = RopeSettings(kind="theta", theta=1e6)
     with pytest.raises(ConfigError, match="gpt2 has no rotary positions: leave it out"):
-        apply_stages(GPT2Config(), [Stage(length=512, steps=1, rope=change)], random=False)
+        apply_stages(GPT2Config(), [StageSettings(length=512, steps=1, rope=change)], random=False)
     for rope in (None, change):
         with pytest.raises(ConfigError, match=r"gpt2 has learned positions up to 1,024.*length of at most 1024$"):
-            apply_stages(GPT2Config(), [Stage(length=2048, steps=1, rope=rope)], random=False)
-    assert apply_stages(GPT2Config(), [Stage(length=2048, steps=1)], random=True).n_positions == 2048
+            apply_stages(GPT2Config(), [StageSettings(length=2048, steps=1, rope=rope)], random=False)
+    assert apply_stages(GPT2Config(), [StageSettings(length=2048, steps=1)], random=True).n_positions == 2048

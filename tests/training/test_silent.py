@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.cli.train import ending
+from ithaca.cli.train import describe_end
 from ithaca.report.loss_picture import draw_loss
-from ithaca.state.checkpoint.dcp import Saved
+from ithaca.state.checkpoint.dcp import SavedTensors
 from ithaca.training.loop import StageLoop, Step
 from ithaca.training.run.progress import Place
 from ithaca.training.run.run_folder import RunFolder
@@ -48,7 +48,7 @@ def silent_run(place: Path, name: str, **more: Any) -> Any:
 
 
 def state(root: Path, step: int) -> dict[str, torch.Tensor]:
-    saved = Saved(root / "checkpoints" / f"step-{step:08d}")
+    saved = SavedTensors(root / "checkpoints" / f"step-{step:08d}")
     return {key: saved.whole(key) for key in saved.tensors}
 
 
@@ -73,7 +73,7 @@ def test_a_step_without_targets_is_not_taken_and_has_no_loss(tmp_path: Path, wor
     folder = RunFolder(Path(run.output))
     draw_loss(folder.metrics, folder.picture)
     last = [line["loss"] for line in steps if line["loss"] is not None]
-    told = ending(Outcome(folder.root, got["place"], True), 1.0)
+    told = describe_end(Outcome(folder.root, got["place"], True), 1.0)
     assert f"loss {last[0]:.3f} -> {last[-1]:.3f}; {len(silent)} steps not taken for nothing to learn" in told
     assert sum("no token of its rows is learned" in line for line in got["said"]) == 1
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.config.schema import Metrics
+from ithaca.config.schema import MetricsSettings
 from ithaca.errors import ConfigError
 from ithaca.training.run import json_lines
 from ithaca.training.run.metrics import Journal
@@ -23,7 +23,7 @@ from tests.training.runs import small_run
 
 def test_a_resumed_journal_forgets_what_will_be_done_again(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    journal = Journal(file, Metrics(), writes=True, run={})
+    journal = Journal(file, MetricsSettings(), writes=True, run={})
     for step in (1, 2, 3):
         journal.write("step", step, loss=float(step))
     journal.flush()
@@ -31,13 +31,13 @@ def test_a_resumed_journal_forgets_what_will_be_done_again(tmp_path: Path) -> No
         handle.write('{"kind": "step", "st')
     journal.resume(2)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2]
-    Journal(file, Metrics(), writes=False, run={}).write("step", 9, loss=0.0)
+    Journal(file, MetricsSettings(), writes=False, run={}).write("step", 9, loss=0.0)
     assert len(file.read_text().splitlines()) == 2
 
 
 def test_what_is_no_number_is_written_as_json(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    journal = Journal(file, Metrics(), writes=True, run={})
+    journal = Journal(file, MetricsSettings(), writes=True, run={})
     journal.write("step", 1, loss=float("nan"), memory_gib={"peak": float("inf")}, loss_by_position=[1.0, float("nan")])
     journal.close()
 
@@ -62,13 +62,13 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", LoggedOut)
     with pytest.raises(ConfigError, match="WANDB_MODE=offline"):
-        Journal(tmp_path / "metrics.jsonl", Metrics(trackers=["wandb"]), writes=True, run={})
+        Journal(tmp_path / "metrics.jsonl", MetricsSettings(trackers=["wandb"]), writes=True, run={})
 
 
 def test_a_slow_disk_holds_no_step_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, free, opened = tmp_path / "metrics.jsonl", threading.Event(), os.open
     monkeypatch.setattr(json_lines.os, "open", lambda *given, **named: free.wait() and opened(*given, **named))
-    journal = Journal(file, Metrics(), writes=True, run={})
+    journal = Journal(file, MetricsSettings(), writes=True, run={})
     for step in (1, 2, 3):
         journal.write("step", step)
     assert not file.exists()
@@ -84,7 +84,7 @@ def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     file = tmp_path / "metrics.jsonl"
-    journal = Journal(file, Metrics(), writes=True, run={})
+    journal = Journal(file, MetricsSettings(), writes=True, run={})
     for first in (1, 4):
         with monkeypatch.context() as disk:
             disk.setattr(json_lines.os, "open", full)
@@ -104,7 +104,7 @@ def test_a_full_disk_is_told_of_each_time_and_ends_no_run(
 def test_a_tracker_that_is_not_there_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "trackio", None)
     with pytest.raises(ConfigError, match="pip install trackio"):
-        Journal(tmp_path / "m.jsonl", Metrics(trackers=["trackio"]), writes=True, run={})
+        Journal(tmp_path / "m.jsonl", MetricsSettings(trackers=["trackio"]), writes=True, run={})
 
 
 def log_records(content: bytes) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ithaca.config.schema import Rope, Run, Stage
+from ithaca.config.schema import RopeSettings, RunSettings, StageSettings
 from ithaca.training.schedule import rate_at
 from tests.ranks import RankError, run_ranks
 from tests.tolerances import BF16_LOSS, FP32_LOSS_AFTER_20_STEPS
@@ -32,7 +32,7 @@ def alone(place: Path) -> dict[str, Any]:
     return run_train(1, twenty(place, "alone"))
 
 
-def twenty(place: Path, output: str, **more: Any) -> Run:
+def twenty(place: Path, output: str, **more: Any) -> RunSettings:
     stages = [{"length": 64, "steps": 20, "batch": 4, "lr": 3e-3, "warmup": 2}]
     return small_run(place, output, **{"stages": stages, **more})
 
@@ -109,8 +109,8 @@ def test_a_run_goes_on_at_other_degrees(place: Path) -> None:
 
 
 STAGES = [
-    Stage(length=64, steps=4, batch=2, lr=3e-3, warmup=1),
-    Stage(length=128, steps=4, batch=2, lr=1e-3, warmup=2, rope=Rope(kind="yarn", factor=4), sp=1),
+    StageSettings(length=64, steps=4, batch=2, lr=3e-3, warmup=1),
+    StageSettings(length=128, steps=4, batch=2, lr=1e-3, warmup=2, rope=RopeSettings(kind="yarn", factor=4), sp=1),
 ]
 
 
@@ -156,7 +156,7 @@ def _alive_at_builds(text: str) -> list[int]:
             earlier.extend(weakref.ref(each) for each in tensors)
 
     with patch.object(trainer, "build_session", counting), patch.object(trainer.StageLoop, "go", noting):
-        trainer.train(Run.model_validate_json(text))
+        trainer.train(RunSettings.model_validate_json(text))
     assert earlier
     return found
 
@@ -178,7 +178,7 @@ def _memory_of(text: str) -> tuple[int, int | None, set[str], int]:
         return stage(self, place)
 
     with patch.object(trainer.StageLoop, "go", noting):
-        trainer.train(Run.model_validate_json(text))
+        trainer.train(RunSettings.model_validate_json(text))
     [planner] = planners
     assert planner is not None
     assert planner.plan is not None
@@ -222,7 +222,7 @@ def _logits_of_checkpoint(text: str, ids: torch.Tensor) -> tuple[torch.Tensor, t
     from ithaca.training.trainer import _Trainer
     from ithaca.training.watch.watch import Watch
 
-    run = Run.model_validate_json(text)
+    run = RunSettings.model_validate_json(text)
     run = run.model_copy(update={"memory": run.memory.model_copy(update={"plan": "none"})})
     mesh = init_mesh(sp=2)
     with Watch.of(mesh) as watch:

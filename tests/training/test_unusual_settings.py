@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.config.schema import Run, Stage, load_run
+from ithaca.config.schema import RunSettings, StageSettings, load_run
 from ithaca.training.unusual_settings import advise_settings
 from ithaca.verify.small_models.features import small_config
 from tests.training.runs import run_train, small_run
@@ -17,7 +17,7 @@ KNOWN = 8192
 
 def said(*stages: dict[str, Any], adapters: bool = False, theta: float = 500_000.0, **more: Any) -> list[str]:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "max_position_embeddings": KNOWN, **more}
-    read = [Stage(**{"length": KNOWN, "steps": 5, **stage}) for stage in stages]
+    read = [StageSettings(**{"length": KNOWN, "steps": 5, **stage}) for stage in stages]
     return advise_settings(small_config("llama", **rope), read, adapters=adapters)
 
 
@@ -83,7 +83,7 @@ def test_a_models_own_scaling_is_counted_from_before_it() -> None:
 
 
 def test_the_embedded_runs_settings_reach_no_other_model(tmp_path: Path) -> None:
-    embedded = Run()
+    embedded = RunSettings()
     for words in (["model.name=mine"], ["model={name: mine}"], ["seed=3", "model.name=mine"]):
         own = load_run(None, words)
         assert own.model.name == "mine"

@@ -1,4 +1,4 @@
-"""A run with LoRA is verified as it trains: adapters on both models, the base frozen, and faults seen through them."""
+"""A run with LoRA is verified as it trains: adapters on both models, the base frozen, faults seen through adapters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.mesh import init_mesh
-from ithaca.verify.adapters import adapted
 from ithaca.verify.batches import made_up
 from ithaca.verify.checklist import verify
 from ithaca.verify.checks import Line
 from ithaca.verify.gpus import verify_devices
 from ithaca.verify.small_models.features import VOCABULARY, small_model
+from ithaca.verify.small_subject import with_adapters
 from tests import faults
 from tests.ranks import run_ranks
 
@@ -23,7 +23,7 @@ LENGTH = 47
 
 
 def built(kind: str, targets: Any, dtype: torch.dtype = torch.float64) -> Any:
-    return adapted(small_model(kind, dtype=dtype), Lora(rank=3, dropout=0.3, targets=targets), seed=5)
+    return with_adapters(small_model(kind, dtype=dtype), LoraSettings(rank=3, dropout=0.3, targets=targets), seed=5)
 
 
 def on_rank(kind: str, targets: Any, fault: str | None) -> list[Line]:
@@ -38,7 +38,7 @@ def lines_of(kind: str, targets: Any = "all-linear", fault: str | None = None) -
     return {line.name: line for line in answers[0]}
 
 
-def test_every_adapter_has_a_gradient_and_nothing_else_has() -> None:
+def test_with_adapters_every_adapter_has_a_gradient_and_no_other_weight() -> None:
     model = built("llama", "all-linear")
     model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
@@ -59,7 +59,7 @@ def test_every_adapter_has_a_gradient_and_nothing_else_has() -> None:
         pytest.param("gemma2", ["o_proj"], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_with_adapters_is_right(kind: str, targets: Any) -> None:
+def test_verify_with_adapters_all_lines_right(kind: str, targets: Any) -> None:
     lines = lines_of(kind, targets)
     assert not {name: (line.figure, line.limit) for name, line in lines.items() if not line.ok}
     assert "weights of adapters, none of" in lines["gradients"].detail
@@ -77,7 +77,7 @@ def test_a_run_with_adapters_is_right(kind: str, targets: Any) -> None:
         pytest.param("positions_not_offset", {"loss", "gradients", "positions"}, marks=pytest.mark.slow),
     ],
 )
-def test_faults_are_seen_through_adapters(fault: str, wanted: set[str]) -> None:
+def test_verify_with_adapters_planted_fault_is_off(fault: str, wanted: set[str]) -> None:
     assert wanted <= {name for name, line in lines_of("llama", fault=fault).items() if not line.ok}
 
 
@@ -89,7 +89,7 @@ def on_rank_as_on_gpus() -> list[Line]:
 
 
 @pytest.mark.slow
-def test_the_list_for_gpus_takes_adapters() -> None:
+def test_verify_devices_with_adapters_all_lines_right() -> None:
     lines = run_ranks(2, on_rank_as_on_gpus)[0]
     assert {"bf16 loss", "bf16 gradients", "save", "resume"} <= {line.name for line in lines}
     assert not [line for line in lines if not line.ok]

@@ -1,4 +1,4 @@
-"""`ithaca verify`'s checks: right on every listed architecture, and each planted fault seen by the line it belongs to."""
+"""Checks of `ithaca verify`: right on every listed architecture; each planted fault turns its own lines off."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from ithaca.verify.batches import from_rows, made_up
 from ithaca.verify.checklist import verify
 from ithaca.verify.checks import CHECKS, Line
 from ithaca.verify.gpus import verify_devices
-from ithaca.verify.small_models.features import LISTED, VOCABULARY, small_model
+from ithaca.verify.small_models.features import VOCABULARY, small_model
 from ithaca.verify.tolerances import FP64
 from tests import faults
+from tests.pairs import dealt
 from tests.ranks import RankError, run_ranks
 from tests.tolerances import FP64 as TOLERANCE
 
 LENGTH = 47
-QUICK = ("llama",)
+# None, a window, caps and norms after, sinks, experts and their loss, latent attention, biases and a plain MLP, one norm
+# for attention and MLP, factors of long positions.
+MECHANISMS = ("llama", "mistral", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "starcoder2", "cohere2", "phi3")
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
     "max_position_embeddings": 64,
@@ -56,6 +59,11 @@ SEEN_BY: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
     "padded_shards_attended": ("llama", 2, {}, {"padded shards"}),
     "targets_over_shard_bounds": ("llama", 2, {}, {"document bounds"}),
 }
+# Checks of several lines, or of a line by another name.
+CHECK_OF = {
+    "loss": "first_step", "logits": "first_step", "gradients": "first_step", "isolation": "documents",
+    "left padding": "padding", "padded shards": "padding",
+}  # fmt: skip
 QUICK_FAULTS = ("document_leak",)
 
 
@@ -85,27 +93,26 @@ def expect_right(kind: str, ranks: int, **settings: Any) -> dict[str, Line]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in LISTED])
-def test_listed_architectures_are_right(kind: str) -> None:
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_verify_listed_architecture_all_lines_right(kind: str) -> None:
     lines = expect_right(kind, 2)
     assert ("router loss" in lines) == (kind in ("qwen3_moe", "mixtral", "gpt_oss"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "phi3"])
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_other_degrees(kind: str, ranks: int) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), dealt(["qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "phi3"], [3, 4]))
+def test_verify_three_and_four_ranks_all_lines_right(kind: str, ranks: int) -> None:
     expect_right(kind, ranks)
 
 
 @pytest.mark.slow
-def test_length_dependent_rope() -> None:
+def test_verify_dynamic_rope_all_lines_right() -> None:
     line = expect_right("llama", 2, **DYNAMIC)["positions"]
     assert "dynamic, which looks at the length" in line.detail
 
 
 @pytest.mark.slow
-def test_a_router_loss_that_the_config_asks_for() -> None:
+def test_verify_config_with_router_logits_all_lines_right() -> None:
     expect_right("mixtral", 2, output_router_logits=True)
 
 
@@ -115,7 +122,7 @@ def on_rank_with_few_tokens(vocabulary: int) -> list[Line]:
 
 
 @pytest.mark.slow
-def test_the_smallest_vocabulary_will_do() -> None:
+def test_verify_vocabulary_of_two_all_lines_right() -> None:
     lines = run_ranks(2, on_rank_with_few_tokens, 2)[0]
     assert not [line for line in lines if not line.ok]
 
@@ -153,20 +160,18 @@ def on_rank_with_head(number: float, gradient: float) -> list[Line]:
         (1.0, float("inf"), r"a loss of \S+ and gradients of up to (nan|inf)"),
     ],
 )
-def test_what_one_process_cannot_compute_either_is_not_blamed_on_ranks(
-    number: float, gradient: float, said: str
-) -> None:
+def test_verify_reference_not_finite_raises_on_all_ranks(number: float, gradient: float, said: str) -> None:
     with pytest.raises(RankError, match=f"one process of plain transformers has {said}") as caught:
         run_ranks(2, on_rank_with_head, number, gradient)
     assert len(caught.value.exceptions) == 2, "all ranks say so"
 
 
-def test_weights_that_look_at_no_token_show_nothing() -> None:
+def test_isolation_logits_that_never_move_is_off() -> None:
     (line,) = [line for line in run_ranks(2, on_rank_with_head, 0.0, 1.0)[0] if not line.ok]
     assert (line.name, line.detail.partition(":")[0]) == ("isolation", "nothing is shown")
 
 
-def test_every_fault_has_lines() -> None:
+def test_faults_table_names_every_fault() -> None:
     assert SEEN_BY.keys() == faults.FAULTS.keys()
 
 
@@ -174,9 +179,10 @@ def test_every_fault_has_lines() -> None:
 @pytest.mark.parametrize(
     "fault", [f if f in QUICK_FAULTS else pytest.param(f, marks=pytest.mark.slow) for f in SEEN_BY]
 )
-def test_each_fault_is_seen_by_its_lines(fault: str) -> None:
+def test_verify_planted_fault_its_lines_are_off(fault: str) -> None:
     kind, ranks, settings, wanted = SEEN_BY[fault]
-    lines = lines_of(kind, ranks, fault=fault, **settings)
+    names = sorted({CHECK_OF.get(line, line.replace(" ", "_")) for line in wanted})
+    lines = lines_of(kind, ranks, fault, names, **settings)
     off = {name for name, line in lines.items() if not line.ok}
     assert wanted <= off, f"{fault} was seen by {sorted(off)} only"
 
@@ -213,7 +219,7 @@ SWITCHES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_rope_at_the_shards_length_is_seen_at_every_switch(name: str) -> None:
+def test_positions_rope_of_the_shard_is_off_at_every_switching_length(name: str) -> None:
     kind, settings = SWITCHES[name]
     (right,) = _positions(kind, None, settings)
     assert right.ok, right
@@ -226,12 +232,12 @@ def _positions(kind: str, fault: str | None, settings: dict[str, Any]) -> list[L
     return [line for name, line in lines.items() if name == "positions"]
 
 
-def test_limits_are_the_tests_own() -> None:
+def test_limits_fp64_are_those_of_the_tests() -> None:
     assert FP64.loss == FP64.logits == TOLERANCE
     assert FP64.isolation == 0
 
 
-def test_a_feeds_rows_lose_their_padding_and_keep_their_documents() -> None:
+def test_from_rows_drops_padding_and_keeps_documents() -> None:
     row = {
         "input_ids": torch.tensor([[5, 6, 70, 8, 9, 0, 0]]),
         "labels": torch.tensor([[-100, 6, 70, 8, 9, -100, -100]]),
@@ -251,7 +257,7 @@ def on_rank_as_on_gpus(kind: str) -> list[Line]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_the_list_for_gpus(kind: str) -> None:
+def test_verify_devices_on_cpu_ranks_all_lines_right(kind: str) -> None:
     lines = {line.name: line for line in run_ranks(2, on_rank_as_on_gpus, kind)[0]}
     assert {"collectives", "bf16 loss", "bf16 gradients", *ALWAYS} <= set(lines)
     assert not {name: (line.figure, line.limit) for name, line in lines.items() if not line.ok}

@@ -1,4 +1,4 @@
-"""Computing in fp64 for the time being leaves nothing behind."""
+"""`promoted` leaves nothing behind when it ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.utils._device import _device_constructors
 from ithaca.verify.fp64 import promoted
 
 
-def test_devices_are_chosen_afterwards_as_before() -> None:
-    """torch remembers the functions that make tensors from the first time that a device is chosen for them."""
+def test_promoted_device_context_works_afterwards() -> None:
+    """The first device context of a process caches torch's factory functions, which `promoted` replaces."""
     _device_constructors.cache_clear()
     with promoted(), torch.device("meta"):
         inside = torch.empty(2, dtype=torch.float32)

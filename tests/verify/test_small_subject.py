@@ -1,4 +1,4 @@
-"""The user's model cut small: every kind of layer stays, widths stay, windows bite, what was cut is told."""
+"""The user's model cut small: every kind of layer stays, widths stay, windows matter, notes list what was cut."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ithaca.verify.inputs import config_of_model
 from ithaca.verify.small_models.features import small_config, small_model
 from ithaca.verify.small_subject import SMALL_VOCABULARY, Subject, cut_layers, make_subject
 
-ROOM = 20 * 2**30
+MEMORY = 20 * 2**30
 
 
 def subject(
-    kind: str, *, layers: int | None = None, folder: Path | None = None, room: int = ROOM, **more: Any
+    kind: str, *, layers: int | None = None, folder: Path | None = None, memory: int = MEMORY, **more: Any
 ) -> Subject:
     config = more.pop("config", None) or small_config(kind, **more)
-    return make_subject(config, length=47, ranks=2, room=room, layers=layers, folder=folder)
+    return make_subject(config, length=47, ranks=2, memory=memory, layers=layers, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def subject(
         ("smollm3", {"num_hidden_layers": 8, "no_rope_layers": [1, 1, 1, 0] * 2}, ["rope", "none"]),
     ],
 )  # fmt: skip
-def test_every_kind_of_layer_stays(kind: str, layers: dict[str, Any], kept: list[Any]) -> None:
+def test_cut_layers_keeps_every_kind(kind: str, layers: dict[str, Any], kept: list[Any]) -> None:
     config = small_config(kind, **layers)
     cut, _, notes = cut_layers(config)
     assert cut.num_hidden_layers == len(kept)
@@ -55,7 +55,7 @@ def _empty(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def test_a_large_model_keeps_its_widths() -> None:
+def test_make_subject_large_model_keeps_widths() -> None:
     sizes = {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8}
     config = AutoConfig.for_model(
         "qwen3", **sizes, head_dim=128, num_hidden_layers=36, vocab_size=151_936, eos_token_id=151_645
@@ -67,16 +67,16 @@ def test_a_large_model_keeps_its_widths() -> None:
     assert made.notes[:2] == ("1 of 36 layers", "4,096 of 151,936 tokens of vocabulary")
     assert config.num_hidden_layers == 36, "the user's config is left alone"
     with pytest.raises(UnsupportedError, match=r"need about .* GiB to be verified and 1\.0 GiB are free"):
-        subject("", config=config, room=2**30)
+        subject("", config=config, memory=2**30)
 
 
-def test_windows_bite_and_dropout_is_off() -> None:
+def test_make_subject_shortens_windows_and_drops_dropout() -> None:
     made = subject("mistral", sliding_window=4096)
     assert made.config.sliding_window == 15
     assert "window 15 for 4096" in made.notes
 
 
-def test_own_weights_where_the_first_layers_stay(tmp_path: Path) -> None:
+def test_make_subject_first_layers_kept_uses_folder_weights(tmp_path: Path) -> None:
     whole = small_model("llama", num_hidden_layers=4, dtype=torch.float32)
     whole.save_pretrained(tmp_path)
     made = subject("llama", config=AutoConfig.from_pretrained(tmp_path), folder=tmp_path)
@@ -87,12 +87,12 @@ def test_own_weights_where_the_first_layers_stay(tmp_path: Path) -> None:
     assert torch.equal(built.state_dict()[weight], whole.state_dict()[weight].double())
 
 
-def test_too_few_layers_are_refused() -> None:
+def test_cut_layers_too_few_is_refused() -> None:
     with pytest.raises(ConfigError, match="--layers 1: this model has 2 layers of 2 kinds"):
         subject("gemma2", layers=1)
 
 
-def test_a_model_is_found_by_the_name_of_the_table_without_a_network(tmp_path: Path) -> None:
+def test_config_of_model_known_name_needs_no_network(tmp_path: Path) -> None:
     for name in ("Qwen/Qwen3-8B", "qwen3-8b"):
         config, folder = config_of_model(name)
         assert (config.model_type, config.hidden_size, config.num_hidden_layers, folder) == ("qwen3", 4096, 36, None)
@@ -104,7 +104,7 @@ def test_a_model_is_found_by_the_name_of_the_table_without_a_network(tmp_path: P
         config_of_model("qwen3-8bb")
 
 
-def test_a_model_that_is_no_language_model_is_named() -> None:
+def test_cut_layers_no_language_model_is_refused_by_name() -> None:
     from transformers import Gemma3Config
 
     with pytest.raises(UnsupportedError, match="gemma3: no causal language model of it can be built"):

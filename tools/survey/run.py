@@ -34,7 +34,8 @@ from ithaca.models.layers.install import install_memory
 from ithaca.models.support import decoder_layers
 from ithaca.planning.plan import LayerMode, MemoryPlan
 from ithaca.state.weights.placement import WeightOptions, place_weights
-from ithaca.verify.parity import Batch, compare
+from ithaca.verify.parity import compare
+from ithaca.verify.reference import Batch
 from ithaca.verify.small_models.features import build, small_batch
 from ithaca.verify.small_models.types import survey_config
 

@@ -1,8 +1,8 @@
-"""Rows for the trainer, found by their number: `feed.row(i)` is the same on every rank and at every degree.
+"""Rows for the trainer, found by number: `feed.row(i)` is the same on every rank and at every degree.
 
-A feed of stored documents needs no state but the number; a streaming one gives one for checkpoints.
+A feed of stored documents needs no state but the number; a streaming feed has a state that goes into checkpoints.
 
-Invariant: which rows there are depends on the documents, the length, the kind of rows and the seed, never on degrees.
+Invariant: rows depend on the documents, the length, the kind of rows and the seed, never on degrees.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from ithaca.errors import DataError
 
 
 class Feed(Protocol):
-    """What the trainer takes rows from."""
+    """Source of the trainer's rows."""
 
     @property
     def rows_per_epoch(self) -> int | None:
-        """None where the end is not known before it is reached."""
+        """Number of rows in an epoch; None for a stream, whose end is not known before it is read."""
 
     @property
     def fill(self) -> float:
-        """The share of tokens that are not padding."""
+        """Share of tokens that are not padding."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to tell of documents that are not as they were when the feed's state was taken."""
+        """Lines about files that have changed since the feed's state was saved."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What to tell of rows that turned out to be no documents while the feed read them."""
+        """Lines about rows that were no documents when the feed read them."""
 
     def row(self, index: int) -> dict[str, Tensor]:
-        """`input_ids`, `labels` and `document_ids`, int64, [1, length] each."""
+        """Return `input_ids`, `labels` and `document_ids`, int64, [1, length] each."""
 
     def describe(self, index: int) -> str:
-        """Which documents a row holds, for notes on errors."""
+        """Return the documents of a row, for error messages."""
 
     def state(self, index: int) -> dict[str, Any]:
-        """What `open_feed` needs, beside the settings, so that `row(index)` can be read next; plain JSON."""
+        """Return the state, plain JSON, from which `open_feed` continues at `row(index)`."""
 
 
 def open_feed(
@@ -58,9 +58,10 @@ def open_feed(
     split: Split = "train",
     state: Mapping[str, Any] | None = None,
 ) -> Feed:
-    """Rows of `length` tokens. `state` is what `Feed.state` gave, and only streaming feeds need it."""
+    """Open the rows of a split. `state`: a state that `Feed.state` returned; only streaming feeds need it."""
     if split == "validation" and not prepared.has_validation:
         raise DataError("nothing is held back for validation: set validation.share or validation.sources")
+    # Validation sources of their own are always stored, also beside a stream.
     if prepared.streamed is not None and not (split == "validation" and prepared.others):
         return StreamFeed(
             prepared.streamed,

@@ -1,17 +1,20 @@
-"""Which pieces of which documents make up row i: a pure function of (lengths, length, seed, epoch).
+"""Rows of documents, found by number: a pure function of (document lengths, row length, seed, epoch).
 
-"packed": documents longer than a row are cut into pieces, pieces are put into rows best fit, longest first. "joined":
-the epoch's documents one after the other, cut at the length. Either way pieces keep apart (each is a document of its
-own to the model) and padding stands at the end of a row only.
+    documents   aaaaaaaaaa  bbb  cccc  d           row length 6
 
-Invariant: every token of every document is in exactly one row of an epoch; any row is found without the ones before.
+    "packed"    aaaaaa | aaaa.. | ccccd. | bbb...  pieces of at most one row, longest first, best fit; . is padding
+    "joined"    bbbccc | caaaaa | aaaaad           the epoch's order of documents as one stream, cut at the row length
+
+Each piece is a document of its own to the model: no attention from one piece to the next.
+
+Invariant: every token of every document is in exactly one row of an epoch; any row is found without the rows before it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -19,40 +22,22 @@ from ithaca.data.rows.shuffle import Ints, shuffle
 from ithaca.errors import DataError
 
 RowKind = Literal["packed", "joined"]
+# Bits of one word of the bitmaps: two levels reach 1,024 x 1,024 tokens with short integers.
 _WORD = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """`count` tokens of document `document` from token `start` on."""
+class DocumentSlice:
+    """Tokens `start` to `start + count` of document `document`."""
 
     document: int
     start: int
     count: int
 
 
-class RowPlan(Protocol):
-    """Rows of one epoch after the other."""
-
-    @property
-    def rows_per_epoch(self) -> int: ...
-
-    @property
-    def fill(self) -> float: ...
-
-    def pieces(self, row: int) -> list[Piece]: ...
-
-
-def plan_rows(lengths: Ints, length: int, kind: RowKind, seed: int) -> RowPlan:
-    """The plan for documents of these lengths; empty ones take no room."""
-    if not int(lengths.sum()):
-        raise DataError("there are no tokens to make rows of: all documents are empty")
-    return PackedRows(lengths, length, seed) if kind == "packed" else JoinedRows(lengths, length, seed)
-
-
 @dataclass(slots=True)
 class JoinedRows:
-    """The epoch's documents in a new order each time, as one stream cut at the length."""
+    """Documents in the epoch's order, as one stream that is cut at the row length."""
 
     lengths: Ints
     length: int
@@ -67,35 +52,37 @@ class JoinedRows:
     def fill(self) -> float:
         return int(self.lengths.sum()) / (self.rows_per_epoch * self.length)
 
-    def pieces(self, row: int) -> list[Piece]:
-        epoch, place = divmod(row, self.rows_per_epoch)
+    def pieces(self, row: int) -> list[DocumentSlice]:
+        # The order of one epoch is kept: rows are mostly read one after the other.
+        epoch, index = divmod(row, self.rows_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             order = shuffle(len(self.lengths), self.seed, epoch)
             self._epoch = epoch, order, np.cumsum(self.lengths[order])
         _, order, ends = self._epoch
-        begin, end = place * self.length, min((place + 1) * self.length, int(ends[-1]))
+        begin, end = index * self.length, min((index + 1) * self.length, int(ends[-1]))
         return [
-            Piece(int(order[piece.document]), piece.start, piece.count) for piece in pieces_between(ends, begin, end)
+            DocumentSlice(int(order[piece.document]), piece.start, piece.count)
+            for piece in pieces_between(ends, begin, end)
         ]
 
 
-def pieces_between(ends: Ints, begin: int, end: int) -> list[Piece]:
-    """The documents' parts in tokens [begin, end) of a stream in which document i ends at `ends[i]`."""
+def pieces_between(ends: Ints, begin: int, end: int) -> list[DocumentSlice]:
+    """Return the documents' parts in tokens [begin, end) of a stream in which document i ends at `ends[i]`."""
     found = []
+    # "right": past documents that end at `begin`, and past empty ones.
     at = int(np.searchsorted(ends, begin, side="right"))
     while begin < end:
         first = int(ends[at - 1]) if at else 0
         count = min(int(ends[at]), end) - begin
         if count:
-            found.append(Piece(at, begin - first, count))
+            found.append(DocumentSlice(at, begin - first, count))
         begin, at = begin + count, at + 1
     return found
 
 
 @dataclass
 class PackedRows:
-    """Best fit. The rows' shapes are those of every epoch; which of equally long pieces goes where, and the order of
-    rows, is the epoch's."""
+    """Best-fit rows, of equal shapes in every epoch; the order of rows and of equally long pieces is the epoch's."""
 
     lengths: Ints
     length: int
@@ -113,7 +100,7 @@ class PackedRows:
 
     @cached_property
     def _packing(self) -> tuple[Ints, Ints]:
-        """For pieces sorted by falling length: the row of each, and (for CSR) the ends of rows in row order."""
+        """Row of each piece, pieces sorted by falling length, and the ends of the rows in row order (as in CSR)."""
         sizes = np.sort(self._pieces[2])[::-1]
         rows = best_fit(sizes, self.length)
         return rows, np.cumsum(np.bincount(rows))
@@ -126,66 +113,85 @@ class PackedRows:
     def fill(self) -> float:
         return int(self.lengths.sum()) / (self.rows_per_epoch * self.length)
 
-    def pieces(self, row: int) -> list[Piece]:
-        epoch, place = divmod(row, self.rows_per_epoch)
+    def pieces(self, row: int) -> list[DocumentSlice]:
+        epoch, index = divmod(row, self.rows_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = self._arrange(epoch)
         _, order, by_row, rows = self._epoch
-        chosen = int(rows[place])
+        chosen = int(rows[index])
         ends = self._packing[1]
         inside = by_row[(int(ends[chosen - 1]) if chosen else 0) : int(ends[chosen])]
         documents, starts, counts = self._pieces
-        return [Piece(int(documents[i]), int(starts[i]), int(counts[i])) for i in order[inside]]
+        return [DocumentSlice(int(documents[i]), int(starts[i]), int(counts[i])) for i in order[inside]]
 
     def _arrange(self, epoch: int) -> tuple[int, Ints, Ints, Ints]:
+        """Return the epoch, its order of pieces, the pieces' positions by row, and its order of rows."""
         counts = self._pieces[2]
+        # A stable sort of shuffled pieces: the lengths come as in `_packing`, equal lengths in the epoch's order.
         mixed = shuffle(len(counts), self.seed, epoch, 0)
         order = mixed[np.argsort(-counts[mixed], kind="stable")]
         by_row = np.argsort(self._packing[0], kind="stable")
         return epoch, order, by_row, shuffle(self.rows_per_epoch, self.seed, epoch, 1)
 
 
-def best_fit(sizes: Ints, length: int) -> Ints:
-    """The row of each piece, for sizes that fall: each goes where it leaves the least room, else into a new row.
+RowPlan = JoinedRows | PackedRows
 
-    Equal sizes are placed together, so a million documents take as many steps as there are different sizes and rooms.
+
+def plan_rows(lengths: Ints, length: int, kind: RowKind, seed: int) -> RowPlan:
+    """Return the plan for documents of these lengths; empty documents are in no row."""
+    if not int(lengths.sum()):
+        raise DataError("there are no tokens to make rows of: all documents are empty")
+    return PackedRows(lengths, length, seed) if kind == "packed" else JoinedRows(lengths, length, seed)
+
+
+def best_fit(sizes: Ints, length: int) -> Ints:
+    """Return the row of each piece, sizes falling: each goes where it leaves the least free space, else into a new row.
+
+    Equal sizes are placed together: a million documents take as many steps as there are different sizes and free spaces.
     """
     rows = np.empty(len(sizes), np.int64)
     values, counts = np.unique(sizes, return_counts=True)
-    room = _Room(length)
+    space = _FreeSpace(length)
     at = opened = 0
     for size, left in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while left:
-            free = room.least(size)
+            free = space.smallest(size)
             each = (length if free is None else free) // size
-            wanted = -(-left // each)
+            # Several pieces of one size may go into one row, and many rows have the same free space.
+            needed = -(-left // each)
             if free is None:
-                chosen = list(range(opened, opened + wanted))
-                opened, free = opened + wanted, length
+                chosen = list(range(opened, opened + needed))
+                opened, free = opened + needed, length
             else:
-                chosen = room.take(free, wanted)
+                chosen = space.take(free, needed)
             placed = min(left, len(chosen) * each)
             rows[at : at + placed] = np.repeat(chosen, each)[:placed] if placed > 1 else chosen[0]
+            # Pieces that the last row has not got.
             short = len(chosen) * each - placed
-            room.put(free - each * size, chosen if not short else chosen[:-1])
+            space.put(free - each * size, chosen if not short else chosen[:-1])
             if short:
-                room.put(free - (each - short) * size, chosen[-1:])
+                space.put(free - (each - short) * size, chosen[-1:])
             at, left = at + placed, left - placed
     return rows
 
 
-class _Room:
-    """Rows by the room they have left, and the least room that fits a size, in a few operations on two bitmaps."""
+class _FreeSpace:
+    """Rows by their free tokens; finds the smallest free space that fits a size in a few operations on two bitmaps.
+
+    Bit `free` of the words is set if there are rows with `free` tokens left; bit i of the summary if word i is not 0.
+    """
 
     def __init__(self, length: int) -> None:
         self._rows: dict[int, list[int]] = {}
         self._words = [0] * (length // _WORD + 1)
         self._summary = 0
 
-    def least(self, size: int) -> int | None:
+    def smallest(self, size: int) -> int | None:
+        """Return the smallest free space of at least `size`; None if no row has it."""
         word, bit = divmod(size, _WORD)
         here = self._words[word] >> bit
         if here:
+            # x & -x keeps the lowest bit that is set.
             return size + (here & -here).bit_length() - 1
         above = self._summary >> (word + 1)
         if not above:
@@ -194,12 +200,12 @@ class _Room:
         found = self._words[word]
         return word * _WORD + (found & -found).bit_length() - 1
 
-    def take(self, free: int, wanted: int) -> list[int]:
-        """Up to `wanted` rows with `free` tokens left; they are no longer there."""
-        there = self._rows[free]
-        chosen = there[-wanted:]
-        del there[-wanted:]
-        if not there:
+    def take(self, free: int, count: int) -> list[int]:
+        """Remove and return up to `count` rows with `free` tokens left."""
+        rows = self._rows[free]
+        chosen = rows[-count:]
+        del rows[-count:]
+        if not rows:
             word, bit = divmod(free, _WORD)
             self._words[word] &= ~(1 << bit)
             if not self._words[word]:
@@ -207,6 +213,7 @@ class _Room:
         return chosen
 
     def put(self, free: int, rows: list[int]) -> None:
+        """Add rows with `free` tokens left."""
         if not free or not rows:
             return
         self._rows.setdefault(free, []).extend(rows)

@@ -1,7 +1,6 @@
-"""Numbers to hashes: what decides which documents are held back, and in which order documents and rows come.
+"""Hashes of numbers: they decide which documents are held back, and the order of documents and rows.
 
-Written out here, not taken from a library's generator, so that a run resumed under another version of numpy goes on
-with the same rows.
+The hash (splitmix64) is written out, so that a run resumed under another version of numpy gets the same rows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def hashes(numbers: Ints, *key: int) -> NDArray[np.uint64]:
-    """64 bits for each number, others under another key."""
+    """Return 64 bits for each number; another key gives other bits."""
     mixed = np.zeros(1, np.uint64)
     for part in key:
         mixed = _mix(mixed ^ np.uint64(part))
@@ -22,7 +21,7 @@ def hashes(numbers: Ints, *key: int) -> NDArray[np.uint64]:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64: every bit of the input moves half the bits of the output."""
+    """Mix with splitmix64: flipping one input bit flips half the output bits."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
@@ -30,11 +29,12 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def shuffle(count: int, *key: int) -> Ints:
-    """A permutation that depends on the key alone."""
+    """Return a permutation that depends on the key alone."""
+    # Stable, so that equal hashes too have one order on every machine.
     return np.argsort(hashes(np.arange(count), *key), kind="stable").astype(np.int64)
 
 
 def held_back(documents: Ints, seed: int, source: int, share: float) -> NDArray[np.bool_]:
     """True for about `share` of the documents with these numbers, whatever other documents there are."""
-    # The upper 53 bits as a number in [0, 1). The 2 keeps this key apart from those of `shuffle`.
+    # The upper 53 bits as a number in [0, 1). The 2 in the key differs from `shuffle`'s keys in PackedRows, 0 and 1.
     return (hashes(documents, seed, source, 2) >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share

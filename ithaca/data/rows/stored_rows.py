@@ -1,7 +1,10 @@
-"""Rows of stored documents: pieces by the plan, tokens from the stores, tensors out.
+"""Rows of stored documents as tensors [1, length]: pieces by the plan, tokens from the stores.
 
-Invariant: a row is [1, length]; a document's first token and padding carry the label -100, padding has document -1
-and stands at the end.
+    input_ids       12   7   9   2  31   5   2   0      two documents and one token of padding
+    labels        -100   7   9   2 -100   5   2 -100    nothing predicts a document's first token
+    document_ids     0   0   0   0   1   1   1  -1
+
+Invariant: padding stands at the end of a row, with label -100 and document -1.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ithaca.constants import IGNORE_INDEX
-from ithaca.data.rows.packing import Piece, RowPlan
+from ithaca.data.rows.packing import DocumentSlice, RowPlan
 from ithaca.data.rows.shuffle import Ints
 from ithaca.data.tokens.store import Store
 
-Slice = tuple[NDArray[np.int64], NDArray[np.bool_]]
+TokensAndMask = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
-def row_tensors(slices: Sequence[Slice], length: int, pad: int) -> dict[str, Tensor]:
-    """Pieces laid end to end and padded, each a document of its own."""
+def row_tensors(slices: Sequence[TokensAndMask], length: int, pad: int) -> dict[str, Tensor]:
+    """Lay pieces end to end, each a document of its own, and pad them to `length`."""
     ids = np.full(length, pad, np.int64)
     labels = np.full(length, IGNORE_INDEX, np.int64)
     documents = np.full(length, -1, np.int64)
@@ -33,7 +36,6 @@ def row_tensors(slices: Sequence[Slice], length: int, pad: int) -> dict[str, Ten
         end = at + len(tokens)
         ids[at:end] = tokens
         labels[at:end] = np.where(learn, tokens, IGNORE_INDEX)
-        # No token before it: nothing predicts a document's first one.
         labels[at] = IGNORE_INDEX
         documents[at:end] = number
         at = end
@@ -41,8 +43,8 @@ def row_tensors(slices: Sequence[Slice], length: int, pad: int) -> dict[str, Ten
     return {name: torch.from_numpy(values)[None] for name, values in row.items()}
 
 
-def describe_pieces(index: int, pieces: Sequence[tuple[str, Piece]], most: int = 8) -> str:
-    """`row 3: docs.jsonl:17 [0:2048], ...`."""
+def describe_pieces(index: int, pieces: Sequence[tuple[str, DocumentSlice]], most: int = 8) -> str:
+    """Return `row 3: docs.jsonl:17 [0:2048], ...`."""
     named = [f"{origin} [{piece.start}:{piece.start + piece.count}]" for origin, piece in pieces[:most]]
     more = [f"and {len(pieces) - most} more"] if len(pieces) > most else []
     return f"row {index}: {', '.join(named + more)}"
@@ -50,7 +52,7 @@ def describe_pieces(index: int, pieces: Sequence[tuple[str, Piece]], most: int =
 
 @dataclass(frozen=True, slots=True)
 class StoredFeed:
-    """Rows of prepared documents. `documents` are the chosen ones' numbers, counted over all stores."""
+    """Rows of prepared documents. `documents`: the split's numbers; `firsts`: number of each store's first document."""
 
     stores: tuple[Store, ...]
     documents: Ints
@@ -69,12 +71,12 @@ class StoredFeed:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        # Stored documents cannot change; their fingerprint is compared before a feed is opened.
+        # Stored documents do not change while a run is stopped: the trainer compares their fingerprint.
         return ()
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        # Told of when they were tokenized.
+        # Bad rows were reported when the documents were tokenized.
         return ()
 
     def row(self, index: int) -> dict[str, Tensor]:
@@ -94,7 +96,7 @@ class StoredFeed:
     def state(self, index: int) -> dict[str, Any]:
         return {}
 
-    def _find(self, piece: Piece) -> tuple[Store, int]:
+    def _find(self, piece: DocumentSlice) -> tuple[Store, int]:
         number = int(self.documents[piece.document])
         store = int(np.searchsorted(self.firsts, number, side="right")) - 1
         return self.stores[store], number - int(self.firsts[store])

@@ -1,9 +1,9 @@
-"""Documents of streamed sources, a batch from each in turn, epoch after epoch, with a state to go on from.
+"""Documents of streamed sources, one batch from each source in turn, epoch after epoch, with a state to resume from.
 
-The state of a source is `datasets`' own (file and row) and a few counts; the number of a document within its source
-decides whether it is held back for validation, so both splits read the same stream and take their own.
+A source's state is that of `datasets` (file and row) and a few counts. A document's number within its source decides if
+it is held back for validation: both splits read the same stream and keep their own documents.
 
-Invariant: after `restore(state)` the batches are those that followed when `state()` was taken.
+Invariant: after `restore(state)` the batches are those that followed when `state()` was saved.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ithaca.data.rows.shuffle import held_back
-from ithaca.data.sources.changes import Listing
+from ithaca.data.sources.changes import FileListing
 from ithaca.data.sources.locate import Located
-from ithaca.data.sources.read_records import Raw, open_rows, raw_rows
+from ithaca.data.sources.read_records import RawRow, open_rows, raw_rows
 from ithaca.data.tokens.encode import Encoded, Encoder
-from ithaca.data.tokens.tokenize_source import HOPELESS, Count, encode_batch
+from ithaca.data.tokens.encode_rows import encode_batch
+from ithaca.data.tokens.row_counts import RowCounts
+from ithaca.data.tokens.tokenize_source import HOPELESS
 from ithaca.errors import DataError
 
 _BATCH = 16
-# Before as many rows a share of bad ones says little.
+# Rows before which the share of bad rows is too uncertain to refuse a source.
 _ENOUGH = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
-    """Sources to be read as they come, and how. `share` of the documents is held back, by `seed`."""
+class StreamedSources:
+    """Sources of a stream and their encoders. `share` of the documents is held back, chosen by `seed`."""
 
     located: tuple[Located, ...]
     encoders: tuple[Encoder, ...]
-    listings: tuple[Listing, ...]
+    listings: tuple[FileListing, ...]
     bad_share: float
     share: float
     seed: int
@@ -44,7 +46,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A tokenized document and where it came from."""
+    """Tokenized document. `origin`: its file and row; `learn`: its loss mask, None if all tokens are learned."""
 
     origin: str
     ids: NDArray[np.int64]
@@ -57,21 +59,21 @@ class Document:
 
 @dataclass(slots=True)
 class _Source:
-    """One source under way. `documents` counts those of this epoch, of both splits, `read` the files read to their end."""
+    """Source that is being read. `documents`: number in this epoch, both splits; `read`: files read to their end."""
 
     located: Located
     encoder: Encoder
-    listing: Listing
-    count: Count = field(default_factory=Count)
+    listing: FileListing
+    count: RowCounts = field(default_factory=RowCounts)
     documents: int = 0
     read: int = 0
     done: bool = False
-    _place: dict[str, Any] | None = None
+    _position: dict[str, Any] | None = None
     _rows: Any = None
-    _iterator: Iterator[Raw] | None = None
+    _iterator: Iterator[RawRow] | None = None
 
     def state(self) -> dict[str, Any]:
-        place = self._place if self._iterator is None else copy.deepcopy(self._rows.state_dict())
+        position = self._position if self._iterator is None else copy.deepcopy(self._rows.state_dict())
         return {
             "rows": self.count.rows,
             "bad": self.count.bad,
@@ -80,35 +82,37 @@ class _Source:
             "documents": self.documents,
             "files": self.listing.dump(self.read),
             "done": self.done,
-            "place": None if self.done else place,
+            "place": None if self.done else position,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        # A state without a count of targets is not judged by it.
-        self.count = Count(
+        # Keys of a state are in checkpoints: they keep their names, and later ones may be missing.
+        # States of earlier versions have no count of targets: 1 passes the check for it.
+        self.count = RowCounts(
             state["rows"], state["bad"], targets=state.get("targets", 1), spelled=state.get("spelled", 0)
         )
-        self.documents, self.done, self._place = state["documents"], state["done"], state["place"]
+        self.documents, self.done, self._position = state["documents"], state["done"], state["place"]
         self.read = state["files"][0] if "files" in state else 0
         self._rows = self._iterator = None
 
     def batch(self, bad_share: float) -> list[Document]:
-        """The next few documents; sets `done` at the end."""
+        """Return the next few documents; set `done` at the source's end."""
         if self._iterator is None:
             self._rows = open_rows(self.located, streaming=True, columns=self.encoder.columns)
-            if self._place is not None:
-                self._rows.load_state_dict(copy.deepcopy(self._place))
+            if self._position is not None:
+                self._rows.load_state_dict(copy.deepcopy(self._position))
             self._iterator = raw_rows(self.located, self._rows, self.count.rows + 1)
-        # By the row, not by the byte: where a batch ends is in the states that runs go on from.
+        # A fixed number of rows, not of bytes: saved states end at multiples of it.
         raws = list(islice(self._iterator, _BATCH))
         self.done = len(raws) < _BATCH
-        if self.located.files:
-            self.read = self._ended(raws)
+        files = self.located.files
+        if files:
+            self.read = len(files) if self.done else files.index(raws[-1].file, self.read)
         found = []
         for raw, answer in encode_batch(raws, self.encoder):
             self.count.add(raw, answer)
             if isinstance(answer, Encoded):
-                found.append(Document(raw.place, answer.ids, answer.learn))
+                found.append(Document(raw.origin, answer.ids, answer.learn))
         if self.done or self.count.rows >= _ENOUGH:
             self.count.check(self.located, bad_share)
         if self.done or self.count.rows >= HOPELESS:
@@ -118,28 +122,23 @@ class _Source:
     def notes(self) -> tuple[str, ...]:
         return self.count.notes(self.located.name, self.encoder.kind.name, self.encoder.as_text)
 
-    def _ended(self, raws: list[Raw]) -> int:
-        """How many files lie before that of the last row."""
-        files = self.located.files
-        return len(files) if self.done else files.index(raws[-1].file, self.read)
 
+class RoundRobin:
+    """Sources of a split, read one batch from each in turn."""
 
-class Turns:
-    """All sources of a split, a batch of each in turn."""
-
-    def __init__(self, streamed: Streamed, *, validation: bool) -> None:
+    def __init__(self, streamed: StreamedSources, *, validation: bool) -> None:
         self._streamed, self._validation = streamed, validation
         self._epoch = self._turn = self._taken = 0
         self._left_out: tuple[str, ...] = ()
-        self._sources = self._fresh()
+        self._sources = self._unread_sources()
 
-    def _fresh(self) -> list[_Source]:
+    def _unread_sources(self) -> list[_Source]:
         streamed = self._streamed
         parts = zip(streamed.located, streamed.encoders, streamed.listings, strict=True)
         return [_Source(*each) for each in parts]
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the position in every source, plain JSON."""
         counts = {"epoch": self._epoch, "turn": self._turn, "taken": self._taken}
         return counts | {"sources": [source.state() for source in self._sources]}
 
@@ -154,7 +153,7 @@ class Turns:
             source.restore(saved)
 
     def compare(self, state: dict[str, Any]) -> tuple[str, ...]:
-        """What to tell of sources that are not as they were; DataError where what was read of them is not."""
+        """Return lines about sources with changed files; DataError if files read to their end have changed."""
         pairs = zip(self._sources, state["sources"], strict=True)
         notes = (
             source.listing.compare(saved["files"], source.located.name) for source, saved in pairs if "files" in saved
@@ -163,22 +162,21 @@ class Turns:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Lines for every source some of whose rows, of the last whole epoch or as far as they were read, are no
-        documents or spell special tokens."""
+        """Lines about bad rows and spelled special tokens, in the last whole epoch or since the start."""
         return self._left_out or tuple(line for source in self._sources for line in source.notes())
 
     def batch(self) -> tuple[list[Document], bool]:
-        """Some documents of this split (or none), and whether the epoch ends with them."""
-        place = self._turn % len(self._sources)
+        """Return some documents of this split, or none, and True if the epoch ends with them."""
+        number = self._turn % len(self._sources)
         self._turn += 1
-        source = self._sources[place]
+        source = self._sources[number]
         if source.done:
             return [], False
-        numbered = source.documents
+        first = source.documents
         found = source.batch(self._streamed.bad_share)
         source.documents += len(found)
-        numbers = np.arange(numbered, source.documents)
-        held = held_back(numbers, self._streamed.seed, place, self._streamed.share)
+        # By number within the source, not by content: both splits count the same documents.
+        held = held_back(np.arange(first, source.documents), self._streamed.seed, number, self._streamed.share)
         kept = [document for document, out in zip(found, held, strict=True) if bool(out) == self._validation]
         self._taken += len(kept)
         ended = all(source.done for source in self._sources)
@@ -195,4 +193,4 @@ class Turns:
             )
         self._left_out = self.left_out
         self._epoch, self._turn, self._taken = self._epoch + 1, 0, 0
-        self._sources = self._fresh()
+        self._sources = self._unread_sources()

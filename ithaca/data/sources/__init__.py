@@ -1,1 +1,1 @@
-"""Files that documents come from: found, opened, watched for changes."""
+"""Files of documents: found, opened, read, checked for changes."""

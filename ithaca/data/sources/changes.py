@@ -1,9 +1,8 @@
-"""Whether the files of a source are those that a stream was read from: their names and sizes, summed in their order.
+"""Checksums of a streamed source's file names and sizes, to detect changes while a run is stopped.
 
-A stream is not kept, so what a stopped run has read of it can be gone or changed when it goes on. Names and sizes cost
-no reading; of the text itself the feed compares the last window (`stream.py`).
+Names and sizes cost no reading; `rows/streamed_rows.py` compares the tokens of the last window besides.
 
-Invariant: sums are of what was there when the source was opened; of a hub name nothing is known, and nothing said.
+Invariant: sums are of the files at the time the source was opened; a hub name has no files and is never refused here.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ from ithaca.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """`sums[n]` is that of the first n files."""
+class FileListing:
+    """Checksums of a source's files: `sums[n]` is that of the first n."""
 
     sums: tuple[int, ...]
 
     @classmethod
-    def of(cls, files: Iterable[str]) -> Listing:
+    def of(cls, files: Iterable[str]) -> FileListing:
         sums = [0]
         for file in files:
-            # A folder may be moved as a whole: the file's own name is enough, their order says the rest.
+            # The name without its folder: the whole folder may be moved.
             sums.append(zlib.crc32(f"{os.path.basename(file)}\0{_size(file)}".encode(errors="replace"), sums[-1]))
         return cls(tuple(sums))
 
     def dump(self, read: int) -> list[int]:
-        """For a stream that has read `read` files to their end: their number and sum, and those of all; plain JSON."""
+        """Return [read, sum of the first `read` files, number of files, sum of all files]; plain JSON."""
         return [read, self.sums[read], len(self.sums) - 1, self.sums[-1]]
 
     def compare(self, saved: Sequence[int], name: str) -> str:
-        """What to tell of files that changed behind what was read, or nothing; DataError where those before did."""
+        """Return a line about changed files that were not read yet, or ""; refuse changed files that were."""
         read, read_sum, count, whole_sum = saved
         if read >= len(self.sums):
-            raise other_text(name, f"it has {len(self.sums) - 1:,} files, of which {read:,} were read to their end")
+            raise changed_source(name, f"it has {len(self.sums) - 1:,} files, of which {read:,} were read to their end")
         if self.sums[read] != read_sum:
-            raise other_text(name, f"the first {read:,} of its files, read to their end, have other names or sizes")
+            raise changed_source(name, f"the first {read:,} of its files, read to their end, have other names or sizes")
         if [count, whole_sum] == self.dump(0)[2:]:
             return ""
         now = len(self.sums) - 1
@@ -48,8 +47,8 @@ class Listing:
         return f"{name} has {how}: the run goes on from where it was, with other rows than it would have had"
 
 
-def other_text(name: str, why: str) -> DataError:
-    """The refusal of a stream that is not the one that was read."""
+def changed_source(name: str, why: str) -> DataError:
+    """Return the error for a stream whose files have changed since they were read."""
     return DataError(
         f"{name} is not what the run has read so far, {why}: put it back as it was, or start anew from the run's export "
         "with model.name=... and output=..."

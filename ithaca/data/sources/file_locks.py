@@ -1,7 +1,7 @@
-"""File locks that leave nothing behind: the operating system's (`flock`), on a file that goes when the lock does.
+"""File locks (`flock`) whose file is removed with the lock.
 
-The lock ends with its process, however that ends; the file of a killed one is removed by the next command. A file that
-was removed while somebody waited for it locks nothing, so a lock counts only on the file that has the name.
+The operating system ends the lock with its process; the next command removes the file of a killed process. A process
+may get its lock on a file that was removed meanwhile, so a lock counts only if its file still has the name.
 
 Invariant: of all processes that use `locked` on a name, one at a time is inside.
 """
@@ -29,6 +29,7 @@ def locked(file: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Removed while locked: after the unlock, another process may already be inside with this very file.
         file.unlink(missing_ok=True)
         os.close(handle)
 
@@ -39,6 +40,7 @@ def take(file: Path, *, wait: bool) -> int | None:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The holder before us may have removed the file while we waited: then another process locks a new one.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(file)):
                     return handle
@@ -51,11 +53,11 @@ def take(file: Path, *, wait: bool) -> int | None:
         os.close(handle)
 
 
-def clear_left(folder: Path) -> None:
-    """Remove locks and half-written stores of processes that are gone; what a living one holds is left alone."""
+def clear_leftovers(folder: Path) -> None:
+    """Remove the locks and half-written stores of processes that have ended; those of living processes stay."""
     names = {found[1] for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))}
     for name in names:
-        # Another user's lock cannot be opened, and is theirs to clear.
+        # Another user's lock cannot be opened: that user's next command clears it.
         with suppress(PermissionError):
             lock = folder / f"{name}.lock"
             handle = take(lock, wait=False)

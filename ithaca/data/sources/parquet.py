@@ -1,9 +1,9 @@
-"""Rows of a parquet file as records, some at a time, of the columns that are needed and no others.
+"""Rows of a parquet file as records, in batches, of the needed columns only.
 
-A cell that Python cannot hold (a timestamp out of range, a string that is not UTF-8) takes no other cell with it: a
-string comes as its bytes, anything else as what `unreadable` makes of the reason.
+A cell that Python cannot hold does not lose its row: a string that is not UTF-8 comes as its bytes, another cell (a
+timestamp out of range) as `unreadable(reason)`.
 
-Invariant: every row of the file is given, in order; columns that were not read are there and None.
+Invariant: every row of the file is yielded, in order; columns that were not read are None.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from typing import Any
 
 from ithaca.errors import DataError
 
+# Rows of a batch, fewer where they are large: `_BYTES` on average.
 _ROWS = 256
-# Bytes of a batch on average: documents may be of any size.
 _BYTES = 32 << 20
 
 
 def parquet_rows(
     file: str, columns: Sequence[str] | None, unreadable: Callable[[str], Any]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a file; where `columns` is None, its columns that could hold documents."""
+    """Yield the rows of a file. `columns`: those to read; None for all that could hold documents."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as opened:
             schema = opened.schema_arrow
-            wanted = [field.name for field in schema if _may_be(field.type) or field.name in (columns or ())]
-            wanted = [name for name in wanted if columns is None or name in columns]
-            twice = next((name for name in wanted if columns is not None and wanted.count(name) > 1), None)
+            needed = [
+                field.name for field in schema if _may_hold_documents(field.type) or field.name in (columns or ())
+            ]
+            needed = [name for name in needed if columns is None or name in columns]
+            twice = next((name for name in needed if columns is not None and needed.count(name) > 1), None)
             if twice is not None:
                 raise DataError(
                     f"{file} has more than one column {twice!r}: rename all but the one that holds the documents"
                 )
-            if not wanted:
+            if not needed:
                 yield from (dict.fromkeys(schema.names) for _ in range(opened.metadata.num_rows))
                 return
-            for batch in opened.iter_batches(_batch_rows(opened.metadata), columns=wanted):
+            for batch in opened.iter_batches(_batch_rows(opened.metadata), columns=needed):
                 yield from _records(batch, schema.names, unreadable)
     except DataError:
         raise
@@ -47,12 +49,12 @@ def parquet_rows(
         raise DataError(f"{file} cannot be read as parquet ({why}): is it whole, and parquet?") from None
 
 
-def _may_be(kind: Any) -> bool:
-    """True for text, bytes and what holds several things: chat messages, token ids and their masks."""
+def _may_hold_documents(kind: Any) -> bool:
+    """True for text, bytes and nested types: chat messages, token ids and their masks."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
-        return _may_be(kind.value_type)
+        return _may_hold_documents(kind.value_type)
     texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
     return any(fits(kind) for fits in texts) or types.is_nested(kind)
 
@@ -63,7 +65,7 @@ def _batch_rows(metadata: Any) -> int:
 
 
 def _records(batch: Any, names: Sequence[str], unreadable: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
-    columns = {name: _cells(batch.column(place), unreadable) for place, name in enumerate(batch.schema.names)}
+    columns = {name: _cells(batch.column(at), unreadable) for at, name in enumerate(batch.schema.names)}
     for row in range(batch.num_rows):
         yield {name: columns[name][row] if name in columns else None for name in names}
 
@@ -72,7 +74,7 @@ def _cells(column: Any, unreadable: Callable[[str], Any]) -> list[Any]:
     try:
         return column.to_pylist()
     except (ValueError, OverflowError, TypeError):
-        # ArrowInvalid and UnicodeDecodeError are ValueErrors.
+        # ArrowInvalid and UnicodeDecodeError are ValueErrors. One bad cell fails the whole column, so cell by cell now.
         return [_cell(column, row, unreadable) for row in range(len(column))]
 
 

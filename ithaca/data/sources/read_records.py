@@ -1,14 +1,15 @@
-"""Raw rows of a located source, as a `datasets.IterableDataset` whatever the format: one type to drain or to stream.
+"""Raw rows of a located source, as a `datasets.IterableDataset` for every format: to tokenize once or to stream.
 
-A raw row says where it came from and holds a line of bytes, a record, or nothing (the whole file is the document).
-Lines are parsed later, by `parse_row`, so that skipping to a place costs only the reading.
+    jsonl       a line of bytes              parquet, hub   a record
+    text, code  nothing: the file is the document
 
-A file that cannot be read to its end (cut short, bytes changed, not what its name says) is a DataError with its name;
-a row that is no document, or a cell that cannot be read, is a RowError with its place. Columns that hold no documents
-are not read where the format keeps columns apart.
+`parse_row` parses lines later, so that skipping to a saved position costs only the reading.
 
-Invariant: files in the order of `Located.files` and rows in the files' order; the dataset is cut by file, so its own
-`state_dict` says exactly where to go on.
+A file that cannot be read to its end (cut short, changed, misnamed) is a DataError with its name; a row that is no
+document, or a cell that cannot be read, is a RowError with its file and row.
+
+Invariant: files in the order of `Located.files`, rows in the files' order. The dataset's shards are the files, so its
+`state_dict` has the exact position.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from ithaca.errors import DataError, RowError
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-# The most bytes of one line or one file of text. Longer documents have to be split by their owner.
+# Largest line or text file in bytes. A user has to split longer documents.
 LARGEST = 1 << 30
-_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """What stands for a line or a cell that cannot be read; `reason` is why."""
+    """Marker in place of a line or a cell that cannot be read."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
-    """Where a row stands (`row` counts from 1; 0 is the whole file), what is there, and about how many bytes of it."""
+class RawRow:
+    """Unparsed row: its file, its number (from 1; 0 is the whole file), its value, and about how many bytes it has."""
 
     file: str
     row: int
@@ -51,38 +52,42 @@ class Raw:
     size: int
 
     @property
-    def place(self) -> str:
+    def origin(self) -> str:
         return f"{self.file}:{self.row}" if self.row else self.file
 
 
 def open_rows(located: Located, *, streaming: bool, columns: Sequence[str] | None = None) -> IterableDataset:
-    """The rows of a source, for `raw_rows`. From the hub, `streaming` reads over the network and keeps nothing. Of a
-    table only `columns` are read, or where they are None those that could be documents."""
+    """Open the rows of a source, for `raw_rows`.
+
+    `streaming`: read a hub dataset over the network and keep nothing. `columns`: those to read of a table; None for all
+    that could hold documents.
+    """
     from datasets import IterableDataset
 
     if located.format == "hub":
         return _open_hub(located, streaming)
     files = list(located.files)
     if located.format == "parquet":
-        # A list would be taken for a part of what is cut into shards.
-        wanted = None if columns is None else tuple(columns)
-        return IterableDataset.from_generator(_table_rows, gen_kwargs={"files": files, "columns": wanted})
+        # A tuple: datasets splits every list in gen_kwargs into shards, and needs lists of one length.
+        needed = None if columns is None else tuple(columns)
+        return IterableDataset.from_generator(_table_rows, gen_kwargs={"files": files, "columns": needed})
     readers = {"jsonl": _json_rows, "text": _whole_files, "code": _whole_files}
     return IterableDataset.from_generator(readers[located.format], gen_kwargs={"files": files})
 
 
-def raw_rows(located: Located, rows: IterableDataset, first: int = 1) -> Iterator[Raw]:
-    """The same as `Raw`s; the hub's rows are numbered from `first`."""
+def raw_rows(located: Located, rows: IterableDataset, first: int = 1) -> Iterator[RawRow]:
+    """Yield the rows as RawRow; a hub dataset's rows are numbered from `first`."""
     if located.format == "hub":
         yield from _hub_rows(located.name, rows, first)
         return
     for record in rows:
         file, row, value = record["file"], record["row"], record["value"]
+        # Two copies of a large row must not be alive while it is tokenized.
         del record
-        yield Raw(file, row, value, _size(value) if row else _file_size(file))
+        yield RawRow(file, row, value, _size(value) if row else _file_size(file))
 
 
-def _hub_rows(name: str, rows: IterableDataset, first: int) -> Iterator[Raw]:
+def _hub_rows(name: str, rows: IterableDataset, first: int) -> Iterator[RawRow]:
     number, iterator = first, iter(rows)
     while True:
         try:
@@ -90,12 +95,12 @@ def _hub_rows(name: str, rows: IterableDataset, first: int) -> Iterator[Raw]:
         except StopIteration:
             return
         except Exception as error:
-            # Whatever a dataset's own code raises: it is not ours, and the place is all that can be said.
+            # A hub dataset's own code may raise anything; the row's number is all we can add.
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise DataError(
                 f"row {number:,} of {name} cannot be read ({why}): name its files as sources instead"
             ) from None
-        yield Raw(name, number, record, _size(record))
+        yield RawRow(name, number, record, _size(record))
         number += 1
 
 
@@ -107,14 +112,14 @@ def _file_size(file: str) -> int:
 
 
 def _size(value: object) -> int:
-    """Bytes of a line; letters and ids of a record."""
+    """Return the bytes of a line, or the letters and ids of a record."""
     if isinstance(value, Mapping):
         return sum(len(inner) for inner in value.values() if isinstance(inner, str | bytes | list))
     return len(value) if isinstance(value, bytes) else 0
 
 
-def parse_row(raw: Raw) -> Mapping[str, Any]:
-    """The record of a raw row; RowError where a line is no JSON object or a file is not UTF-8."""
+def parse_row(raw: RawRow) -> Mapping[str, Any]:
+    """Return the record of a raw row; RowError if a line is no JSON object or a file is not UTF-8."""
     value = raw.value
     if value is None and not raw.row:
         return {"text": _whole_text(raw.file)}
@@ -128,22 +133,22 @@ def parse_row(raw: Raw) -> Mapping[str, Any]:
 
 
 def parse_json(line: bytes) -> Any:
-    """What a line of JSON holds; RowError where it is none."""
+    """Parse a line of JSON; RowError if that fails."""
     try:
         try:
             return json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise
         except ValueError:
-            # A number of more digits than Python turns into one: no document needs it, so the row is not lost for it.
-            return json.loads(line, parse_int=_number)
+            # Python refuses integers of more than 4,300 digits. No document needs one, so the row is kept.
+            return json.loads(line, parse_int=_int_or_float)
     except json.JSONDecodeError as error:
         raise RowError(f"not JSON ({error.msg}, column {error.colno})") from None
     except (ValueError, RecursionError) as error:
         raise RowError(f"not JSON ({error})") from None
 
 
-def _number(digits: str) -> float:
+def _int_or_float(digits: str) -> float:
     try:
         return int(digits)
     except ValueError:
@@ -151,7 +156,7 @@ def _number(digits: str) -> float:
 
 
 def json_list(value: object) -> list[Any] | None:
-    """The list that a string of JSON holds, as tables keep what has no type of its own; None for all else."""
+    """Return the list in a string of JSON, as tables often keep messages; None for any other value."""
     try:
         items = json.loads(value) if isinstance(value, str | bytes) else None
     except (ValueError, RecursionError):
@@ -160,15 +165,15 @@ def json_list(value: object) -> list[Any] | None:
 
 
 def encodable(text: str) -> str:
-    """The text itself; RowError where JSON's escapes left half of a surrogate pair in it, which no tokenizer takes."""
-    # In parts, for a text may be as long as the memory that is left.
+    """Return the text; RowError if JSON's escapes left half of a surrogate pair in it, which no tokenizer takes."""
+    # In chunks: an encoded copy of a whole text may not fit into memory.
     for start in range(0, len(text), 1 << 20):
         try:
             text[start : start + (1 << 20)].encode()
         except UnicodeEncodeError as error:
-            place = start + error.start
-            half = f"U+{ord(text[place]):04X}"
-            raise RowError(f"letter {place} is {half}, half of a surrogate pair: not Unicode text") from None
+            at = start + error.start
+            half = f"U+{ord(text[at]):04X}"
+            raise RowError(f"letter {at} is {half}, half of a surrogate pair: not Unicode text") from None
     return text
 
 
@@ -195,13 +200,14 @@ def _whole_files(files: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _json_rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Lines, or the items of one array where a file is that; empty lines are nothing."""
+    """Yield the lines of each file that are not empty, or the items of a file that is one JSON array."""
     for file in files:
         try:
             with open_file(file) as opened:
                 for number, line in enumerate(_lines(opened), 1):
                     if number == 1 and isinstance(line, bytes):
-                        line = line.removeprefix(_MARK)
+                        line = line.removeprefix(_BYTE_ORDER_MARK)
+                        # One JSON array: parsed whole, since json has no incremental parser.
                         if line.lstrip().startswith(b"["):
                             yield from _json_array(file, line + opened.read())
                             break
@@ -212,7 +218,7 @@ def _json_rows(files: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _lines(opened: Any) -> Iterator[bytes | Unreadable]:
-    """Lines of up to `LARGEST` bytes; a longer one is passed over in parts."""
+    """Yield lines of up to `LARGEST` bytes; a longer line is read in chunks and dropped."""
     while line := opened.readline(LARGEST + 1):
         if len(line) <= LARGEST:
             yield line
@@ -226,7 +232,7 @@ def _json_array(file: str, content: bytes) -> Iterator[dict[str, Any]]:
     try:
         items = parse_json(content)
     except RowError:
-        # Lines that are arrays, not objects, begin the same way: they are named one by one.
+        # A file of lines that are arrays begins in the same way: each line is a bad row of its own.
         items = [line for line in content.splitlines() if line.strip()]
     for number, item in enumerate(items, 1):
         yield {"file": file, "row": number, "value": item}
@@ -248,7 +254,7 @@ def _open_hub(located: Located, streaming: bool) -> IterableDataset:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError(
             f"{source.path!r} is no file or folder here, and the hub gave no dataset of that name ({why}): type "
-            f"{located.typed.path()}, set its subset and split, or fetch it where there is a network"
+            f"{located.key.words()}, set its subset and split, or fetch it where there is a network"
             f"{near_paths(Path(source.path))}"
         ) from None
     return opened if streaming else opened.to_iterable_dataset()

@@ -1,9 +1,9 @@
-"""Messages and tools of a conversation, as chat templates take them, and what templates must not make of them.
+"""Messages and tools of a conversation in the form that chat templates take, and checks of their use.
 
-Names of roles that other sets use are translated, strings of JSON read, and content in parts joined where all parts are
-text. Images, sound and anything else that is no text are refused by message and part.
+Role names of other datasets are translated, strings of JSON parsed, and content in parts joined if all parts are text.
+Images, sound and other parts are refused by message and part.
 
-Invariant: a message's content is text; no template writes a list or a mapping as Python prints it.
+Invariant: a message's content is text; no template writes a list or a mapping as Python's repr.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "ass
 
 
 def read_messages(value: object) -> list[Message]:
-    """Messages as templates take them; `from` / `value` and the names of roles that other sets use are translated, and
-    a list that is written as a string of JSON is read."""
+    """Return messages as templates take them.
+
+    `from` / `value` and other role names are translated; a string of JSON that holds a list is parsed.
+    """
     items = json_list(value) if isinstance(value, str) else value
     if not isinstance(items, Sequence):
         raise RowError(f"a conversation is a {type(value).__name__}: a list of messages is needed")
     if not items:
         raise RowError("the conversation is empty")
-    return [_message(item, place) for place, item in enumerate(items)]
+    return [_message(item, number) for number, item in enumerate(items)]
 
 
 def read_tools(value: object) -> list[Any] | None:
-    """Tools as templates take them: a list, or a string of JSON that holds one; an empty string is none."""
+    """Return tools as templates take them: a list, or a string of JSON that holds one; None for an empty string."""
     if value is None or value == "":
         return None
     items = json_list(value) if isinstance(value, str) else value
@@ -41,17 +43,17 @@ def read_tools(value: object) -> list[Any] | None:
     return items or None
 
 
-def _message(item: object, place: int) -> Message:
+def _message(item: object, number: int) -> Message:
     if not isinstance(item, Mapping):
-        raise RowError(f"message {place} is a {type(item).__name__}: an object with role and content is needed")
+        raise RowError(f"message {number} is a {type(item).__name__}: an object with role and content is needed")
     message = {key: inner for key, inner in item.items() if inner is not None}
     role = message.pop("from", None) or message.get("role")
     content = message.pop("value", None) if "content" not in message else message["content"]
     if not isinstance(role, str):
-        raise RowError(f"message {place} has no role, only {', '.join(map(str, item)) or 'nothing'}")
-    where = f"message {place} ({role})"
+        raise RowError(f"message {number} has no role, only {', '.join(map(str, item)) or 'nothing'}")
+    where = f"message {number} ({role})"
     if isinstance(content, list | tuple):
-        content = "".join(_text_of(part, number, where) for number, part in enumerate(content)) if content else None
+        content = "".join(_text_of(part, at, where) for at, part in enumerate(content)) if content else None
     if content is None and not message.get("tool_calls"):
         raise RowError(f"{where} has no content")
     if not isinstance(content, str | None):
@@ -71,7 +73,7 @@ def _text_of(part: object, number: int, where: str) -> str:
 
 
 def is_learned(message: Message) -> bool:
-    """False for an answer that its own `weight` (OpenAI's files) or `train` (axolotl's) leaves out of the loss."""
+    """False if the message's `weight` (OpenAI's files) or `train` (axolotl's) leaves it out of the loss."""
     weight, train = message.get("weight", 1), message.get("train", True)
     if isinstance(weight, str | list | Mapping) or weight not in (0, 1):
         raise RowError(f"a message's weight is {weight!r}: 0 or 1 is needed")
@@ -81,7 +83,7 @@ def is_learned(message: Message) -> bool:
 
 
 def left_out_spans(messages: Sequence[Message], spans: Sequence[Span]) -> list[Span]:
-    """Those of the assistant's turns, one a message, that are not to be learned."""
+    """Return the spans of the assistant's turns that are not learned. `spans`: one for each of its messages."""
     learned = [is_learned(message) for message in messages if message["role"] == "assistant"]
     if all(learned):
         return []
@@ -89,17 +91,18 @@ def left_out_spans(messages: Sequence[Message], spans: Sequence[Span]) -> list[S
         raise RowError("every message of the assistant has weight 0 or train false: nothing to learn")
     if len(learned) != len(spans):
         raise RowError("weight 0 or train false, and the template does not mark one turn for each of the assistant's")
-    return [span for span, told in zip(spans, learned, strict=True) if not told]
+    return [span for span, learns in zip(spans, learned, strict=True) if not learns]
 
 
 def check_no_repr(text: str, messages: Sequence[Message], tools: Any) -> None:
-    """RowError where the template wrote a list or a mapping of the conversation as Python prints it, not as JSON."""
+    """Raise RowError if the template wrote a list or mapping of the conversation as Python's repr, not as JSON."""
     if "{'" not in text and "['" not in text:
         return
     contents = [message["content"] for message in messages]
     for value in _containers([messages, tools]):
         printed = str(value)
         if printed in text and printed != json.dumps(value, default=str, ensure_ascii=False):
+            # A message may quote Python itself.
             if any(printed in content for content in contents):
                 continue
             raise RowError(
@@ -108,7 +111,7 @@ def check_no_repr(text: str, messages: Sequence[Message], tools: Any) -> None:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """The lists and mappings within messages and tools that are not empty, inner ones too."""
+    """Yield the non-empty lists and mappings within a value, inner ones too."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for each in inner:
         if isinstance(each, Mapping | list | tuple) and each:

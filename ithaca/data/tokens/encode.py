@@ -1,13 +1,9 @@
-"""Records to tokens: plain text, chat messages, prompts with their completions, or ids that are tokens already.
+"""Records to tokens: plain text, chat messages, prompts with their completions, or ready token ids.
 
-`find_kind` looks at the first records and says which column holds the documents and what they are; an `Encoder` then
-turns records into `Encoded`: ids, and which of them are learned (None: all).
+The spelling of a special token in plain text becomes that token, as in the tokenizer, unless the run keeps it as text.
 
-The spelling of a special token in plain text becomes that token, as the tokenizer has it, unless the run wants text.
-
-Invariant: a plain document ends with EOS and begins with BOS where the tokenizer adds it; padding of ids that are
-tokens already is dropped by the record's mask; a record that is no document raises RowError with the reason and changes
-nothing else.
+Invariant: a plain document ends with EOS, and begins with BOS if the tokenizer adds it. Padding of ready token ids is
+dropped by the record's mask. A record that is no document gets a RowError and changes no other record.
 """
 
 from __future__ import annotations
@@ -20,27 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ithaca.config.schema import Data, Source
+from ithaca.config.schema import DataSettings, SourceSettings
 from ithaca.constants import IGNORE_INDEX
-from ithaca.data.sources.locate import Located
-from ithaca.data.sources.read_records import Unreadable, encodable, json_list
+from ithaca.data.sources.read_records import Unreadable, encodable
 from ithaca.data.tokens.chat import ChatEncoder
+from ithaca.data.tokens.document_kinds import DocumentKind, quoted_names
 from ithaca.data.tokens.pairs import ALPACA, INPUT, PAIR, encode_alpaca, encode_pair
-from ithaca.data.tokens.pieces import PIECE, pieces_of
+from ithaca.data.tokens.pieces import PIECE, piece_tokenizer
 from ithaca.data.tokens.special_spellings import Spellings
 from ithaca.errors import DataError, RowError
 
-_CHAT = ("messages", "conversations", "conversation", "chat", "dialogue")
-_TOKENS = ("input_ids", "tokens", "token_ids")
-_TEXT = ("text", "content", "document", "code", "body", "article")
 _MASK = "attention_mask"
 _TOOLS = "tools"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A document's ids, and which of them are learned; None where all are. `spelled` is True if it holds the spelling of
-    a special token."""
+    """Tokens of a document. `learn`: loss mask, None for all. `spelled`: True if a special token is spelled in it."""
 
     ids: NDArray[Any]
     learn: NDArray[np.bool_] | None
@@ -48,89 +40,15 @@ class Encoded:
 
     @property
     def targets(self) -> int:
-        """Tokens that are predicted and learned: nothing predicts the first."""
+        """Number of tokens in the loss; nothing predicts the first."""
         return len(self.ids[1:]) if self.learn is None else int(self.learn[1:].sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What documents are and the column that has them."""
-
-    name: str
-    column: str
-
-
-def find_kind(located: Located, records: Sequence[Mapping[str, Any]], where: str) -> Kind:
-    """From the source's settings where given, else from the records' columns and what is in them; `where` they are."""
-    source, key = located.source, located.typed.key
-    columns = list(dict.fromkeys(column for record in records for column in record))
-    if source.column is not None and source.column not in columns:
-        raise DataError(
-            f"{where} has no column {source.column!r}: there are {_names(columns)}; set {key('column')}{located.advice}"
-        )
-    found = _look(records, [source.column] if source.column else columns, source.kind)
-    if source.kind != "auto":
-        found = [kind for kind in found if source.kind in (kind.name, kind.name.removeprefix("chat "))]
-    if found:
-        return found[0]
-    wanted = "text, chat messages or token ids" if source.kind == "auto" else f"kind {source.kind!r}"
-    raise DataError(
-        f"{where}: no column holds {wanted}: there are {_names(columns)}; set {key('column')} and kind to what is there"
-        f"{located.advice}"
-    )
-
-
-def _names(columns: Sequence[str]) -> str:
-    return ", ".join(repr(column) for column in columns[:20]) or "none"
-
-
-def _look(records: Sequence[Mapping[str, Any]], columns: Sequence[str], wanted: str) -> list[Kind]:
-    """Columns that could be documents, best first: by the usual names, then prompts with what completes them, then a lone
-    column of text."""
-    kinds = {column: _kind_of(_values(records, column, wanted)) for column in columns}
-    usual = [
-        Kind(kind, column)
-        for kind, names in (("chat", _CHAT), ("tokens", _TOKENS), ("text", _TEXT))
-        for column in names
-        if kinds.get(column) == kind
-    ]
-    others = [Kind(kind, column) for column, kind in kinds.items() if kind and Kind(kind, column) not in usual]
-    pairs = [
-        Kind(name, names[0])
-        for name, names, held in (("pair", PAIR, "text"), ("chat pair", PAIR, "chat"), ("alpaca", ALPACA, "text"))
-        if all(kinds.get(column) == held for column in names)
-    ]
-    return usual + pairs + (others if len(others) == 1 or len(columns) == 1 else [])
-
-
-def _values(records: Sequence[Mapping[str, Any]], column: str, wanted: str) -> list[Any]:
-    """What a column holds. Where its name or the source's kind says chat, strings of JSON are the messages in them."""
-    values = [record[column] for record in records if column in record]
-    if wanted != "chat" and (wanted != "auto" or column not in _CHAT):
-        return values
-    written = [items for value in values if (items := json_list(value)) and isinstance(items[0], Mapping)]
-    return written or values
-
-
-def _kind_of(values: Sequence[Any]) -> str | None:
-    for value in values:
-        if isinstance(value, str | bytes):
-            return "text"
-        if isinstance(value, Sequence | np.ndarray) and len(value):
-            first = value[0]
-            if isinstance(first, Mapping):
-                return "chat"
-            if isinstance(first, int | np.integer) and not isinstance(first, bool):
-                return "tokens"
-    return None
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Records of one source to tokens. `chat` is there when the kind is; `as_text`: what is spelled as a special token
-    in plain text stays text."""
+    """Encoder of one source's records. `chat`: None for other kinds. `as_text`: special tokens' spellings stay text."""
 
-    kind: Kind
+    kind: DocumentKind
     tokenizer: Any
     labels: str | None = None
     chat: ChatEncoder | None = None
@@ -140,14 +58,14 @@ class Encoder:
     def __call__(
         self, records: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None
     ) -> list[Encoded | RowError]:
-        """One answer a record: tokens, or why it is no document. `progress` hears of letters within long documents."""
+        """Return tokens or an error for each record. `progress` gets the letters done within a long document."""
         if self.kind.name == "text":
             return self._texts(records, progress)
         return [self._try(record) for record in records]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are looked at."""
+        """Columns that are read."""
         more = {
             "tokens": (_MASK, self.labels or "labels"),
             "chat": (_TOOLS,),
@@ -196,7 +114,7 @@ class Encoder:
         if value is None and column in record:
             raise RowError(f"{column!r} is null")
         if value is None:
-            raise RowError(f"no {column!r}, only {_names(list(record))}")
+            raise RowError(f"no {column!r}, only {quoted_names(list(record))}")
         if not isinstance(value, bytes):
             return value
         try:
@@ -208,21 +126,22 @@ class Encoder:
         self, records: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None
     ) -> list[Encoded | RowError]:
         answers: list[Any] = [self._text(record) for record in records]
-        short = [place for place, text in enumerate(answers) if isinstance(text, str) and len(text) <= PIECE]
-        for place, ids in zip(short, self._all_ids([answers[place] for place in short]), strict=True):
-            answers[place] = ids if isinstance(ids, RowError) else self._ended(np.array(ids, np.int64), answers[place])
-        for place, text in enumerate(answers):
+        # Short texts go to the tokenizer together: its threads share them.
+        short = [at for at, text in enumerate(answers) if isinstance(text, str) and len(text) <= PIECE]
+        for at, ids in zip(short, self._all_ids([answers[at] for at in short]), strict=True):
+            answers[at] = ids if isinstance(ids, RowError) else self._with_eos(np.array(ids, np.int64), answers[at])
+        for at, text in enumerate(answers):
             if isinstance(text, str):
-                answers[place] = self._long(text, progress)
+                answers[at] = self._long(text, progress)
         return answers
 
     def _long(self, text: str, progress: Callable[[int], None] | None) -> Encoded | RowError:
         try:
-            return self._ended(pieces_of(self.tokenizer, self.as_text).encode(text, progress=progress), text)
+            return self._with_eos(piece_tokenizer(self.tokenizer, self.as_text).encode(text, progress=progress), text)
         except RowError as error:
             return error
         except Exception as error:
-            return _not_taken(error)
+            return _tokenizer_refuses(error)
 
     def _text(self, record: Mapping[str, Any]) -> str | RowError:
         try:
@@ -236,18 +155,19 @@ class Encoder:
             return error
 
     def _all_ids(self, texts: list[str]) -> list[list[int] | RowError]:
-        """The ids of each text, or why a tokenizer does not take it."""
+        """Return the ids of each text, or the error of a text that the tokenizer refuses."""
         if not texts:
             return []
         try:
             return list(self._ids(texts))
         except Exception:
+            # One text fails the whole batch: one by one now, so that the other texts keep their ids.
             answers: list[list[int] | RowError] = []
             for text in texts:
                 try:
                     answers += self._ids([text])
                 except Exception as error:
-                    answers.append(_not_taken(error))
+                    answers.append(_tokenizer_refuses(error))
             return answers
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -255,7 +175,7 @@ class Encoder:
         found: list[list[int]] = self.tokenizer(texts, return_attention_mask=False, verbose=False, **more)["input_ids"]
         return found
 
-    def _ended(self, ids: NDArray[Any], text: str) -> Encoded | RowError:
+    def _with_eos(self, ids: NDArray[Any], text: str) -> Encoded | RowError:
         try:
             spelled = self._spelled(ids, text)
         except RowError as error:
@@ -265,7 +185,7 @@ class Encoder:
         return Encoded(whole, None, spelled)
 
     def _spelled(self, ids: NDArray[Any], text: str) -> bool:
-        """True if a text spells a special token; RowError where that became one and shall be text."""
+        """True if a text spells a special token; RowError if the spelling became a token and should be text."""
         more = int(np.isin(ids, self._special).sum()) > self._around
         if more and self.as_text:
             raise RowError("it holds the spelling of a special token that this tokenizer cannot take as text")
@@ -282,7 +202,7 @@ class Encoder:
 
     @cached_property
     def _around(self) -> int:
-        """How many special tokens the tokenizer sets around a text."""
+        """Number of special tokens that the tokenizer adds to a text."""
         ids = self._all_ids(["a"])[0]
         if isinstance(ids, RowError):
             return int(self.tokenizer.num_special_tokens_to_add(pair=False))
@@ -297,7 +217,7 @@ class Encoder:
         column = self.labels or "labels"
         if record.get(column) is None:
             if self.labels is not None:
-                raise RowError(f"no {column!r}, only {_names(list(record))}")
+                raise RowError(f"no {column!r}, only {quoted_names(list(record))}")
             return Encoded(ids[real], None)
         return Encoded(ids[real], _learned(ids, _numbers(record[column], column), real, column)[real])
 
@@ -308,7 +228,7 @@ class Encoder:
             raise RowError(f"{self.kind.column!r} has the id {bad}: this tokenizer's are 0 to {most - 1}")
 
 
-def _not_taken(error: Exception) -> RowError:
+def _tokenizer_refuses(error: Exception) -> RowError:
     # The library raises bare exceptions, such as for a word that a vocabulary without an unknown token lacks.
     return RowError(f"the tokenizer does not take it ({' '.join(str(error).split())[:200]})")
 
@@ -326,7 +246,7 @@ def _numbers(value: Any, column: str, kinds: str = "iu") -> NDArray[np.int64]:
 
 
 def _real(mask: Any, count: int) -> NDArray[np.bool_]:
-    """Which of `count` tokens are no padding, by the row's mask; all where it has none."""
+    """Return True for tokens that are no padding, by the row's mask; for all tokens if it has none."""
     if mask is None:
         return np.ones(count, bool)
     real = _numbers(mask, _MASK, "iub") != 0
@@ -340,7 +260,7 @@ def _real(mask: Any, count: int) -> NDArray[np.bool_]:
 def _learned(
     ids: NDArray[np.int64], labels: NDArray[np.int64], real: NDArray[np.bool_], column: str
 ) -> NDArray[np.bool_]:
-    """Labels say which tokens are learned: each is its own token's id or -100. Shifted ones are caught here."""
+    """Return the loss mask of labels. Each label is its own token's id or -100; shifted labels are refused here."""
     if len(labels) != len(ids):
         raise RowError(f"{column!r} has {len(labels)} entries for {len(ids)} tokens")
     learn = real & (labels != IGNORE_INDEX)
@@ -353,9 +273,13 @@ def _learned(
     return learn
 
 
-def make_encoder(kind: Kind, tokenizer: Any, source: Source, data: Data, template: str | None) -> Encoder:
-    """The encoder for a kind of documents; what the tokenizer lacks for it is a DataError here, not later. `template` is
-    the text of the run's own chat template, None where it has none."""
+def make_encoder(
+    kind: DocumentKind, tokenizer: Any, source: SourceSettings, data: DataSettings, template: str | None
+) -> Encoder:
+    """Make the encoder of a kind of documents; refuse a tokenizer that lacks what the kind needs.
+
+    `template`: text of the run's own chat template, None if it has none.
+    """
     if kind.name in ("text", "pair", "alpaca") and tokenizer.eos_token_id is None:
         raise DataError("this tokenizer has no EOS token to end documents with: name another in model.tokenizer")
     given = data.chat_template if template != data.chat_template and data.chat_template else ""

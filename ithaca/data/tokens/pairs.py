@@ -1,12 +1,12 @@
-"""Prompts and what completes them: the loss is on the completion alone.
+"""Prompts with completions, the loss on the completion alone.
 
-- `prompt` and `completion`, two texts, as TRL reads them: one text, which ends with EOS; what is learned begins where
-  its tokens part from those of the prompt.
-- `prompt` and `completion`, two lists of messages: `ChatEncoder.completion`.
-- `instruction`, `input` (may be empty or missing) and `output`, Alpaca's columns, as axolotl reads them: the prompt
-  below and the output are tokenized apart, and EOS ends them.
+    prompt, completion           two texts, as in TRL: one text that ends with EOS; the loss begins at the first token
+                                 that differs from the prompt's tokens
+    prompt, completion           two lists of messages: `ChatEncoder.completion`
+    instruction, input, output   Alpaca's columns, as in axolotl: the prompt below and the output are tokenized apart,
+                                 then EOS; `input` may be empty or missing
 
-Invariant: no token of a prompt is learned unless TRL learns it too, where a token reaches into the completion.
+Invariant: a prompt's token is learned only if TRL learns it too, where one token reaches into the completion.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _WITHOUT_INPUT = (
 Tokens = Callable[[str], list[int]]
 
 
-def alpaca_prompt(instruction: str, given: str) -> str:
-    """The text that stands before the output."""
-    return (_WITH_INPUT if given else _WITHOUT_INPUT).format(instruction=instruction, input=given)
+def alpaca_prompt(instruction: str, extra_input: str) -> str:
+    """Return the text before the output."""
+    return (_WITH_INPUT if extra_input else _WITHOUT_INPUT).format(instruction=instruction, input=extra_input)
 
 
 def encode_pair(
     record: Mapping[str, Any], tokenizer: Any, tokens: Tokens
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Ids of prompt and completion, and which are learned; `tokens` gives those of a text, BOS among them."""
+    """Return the ids and the loss mask of a prompt with its completion. `tokens`: ids of a text, BOS among them."""
     prompt, completion = (_text(record, column) for column in PAIR)
     _check_size(prompt + completion)
     end = tokenizer.eos_token or ""
@@ -57,14 +57,15 @@ def encode_pair(
 def encode_alpaca(
     record: Mapping[str, Any], tokenizer: Any, tokens: Tokens
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Ids of the prompt and the output, and which are learned."""
+    """Return the ids and the loss mask of an Alpaca record."""
     instruction, output = (_text(record, column) for column in ALPACA)
-    given = record.get(INPUT) or ""
-    if not isinstance(given, str):
-        raise RowError(f"{INPUT!r} is a {type(given).__name__}, text is needed")
-    prompt = alpaca_prompt(instruction, given)
+    extra_input = record.get(INPUT) or ""
+    if not isinstance(extra_input, str):
+        raise RowError(f"{INPUT!r} is a {type(extra_input).__name__}, text is needed")
+    prompt = alpaca_prompt(instruction, extra_input)
     _check_size(prompt + output)
     first, second = tokens(prompt), tokens(output)
+    # The output is tokenized as a text of its own, so it may have got a BOS.
     if second and second[0] == tokenizer.bos_token_id:
         second = second[1:]
     if not second or second[-1] != tokenizer.eos_token_id:

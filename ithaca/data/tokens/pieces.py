@@ -1,16 +1,18 @@
 """Long texts tokenized in pieces, so that memory follows the piece and not the document.
 
-A tokenizer takes about a hundred bytes for each letter that it is given at once: 22 GB for a document of 200 MB. Tokens
-of a text are those of its pieces where each cut stands at a boundary that the tokenizer has wherever it meets it:
+    text    ...the quick| brown fox| jumps over...        cut after a letter, before a blank or a mark
+    pieces  "...the quick", "a brown fox" - "a", ...      a letter before each further piece; its tokens are dropped
 
-- between a letter and the blank or mark after it, where the pre-tokenizer always ends a word;
-- or, where the tokenizer has no words (the first Llama's), where no token of its vocabulary has a letter before that
-  blank or mark, so that no merge can cross it.
+A tokenizer needs about a hundred bytes for each letter of its input: 22 GB for a document of 200 MB. The tokens of the
+pieces are those of the text if each cut stands at a boundary that the tokenizer always has:
 
-A piece after the first one is tokenized behind a letter, whose tokens are dropped: what a tokenizer puts before a text
-or strips from its beginning then falls on that letter.
+- between a letter and the blank or mark after it, if the pre-tokenizer always ends a word there;
+- for tokenizers without words (the first Llama's), if no token of the vocabulary has a letter before that blank or
+  mark, so that no merge can cross it.
 
-Invariant: exact or refused. Normalizers and pre-tokenizers are of kinds that look at no letter before a boundary, the
+The letter before a piece takes what a tokenizer adds to the start of a text or strips from it.
+
+Invariant: exact or refused. Normalizers and pre-tokenizers are of kinds that read no letter before a boundary; the
 boundary is tried on random contexts beforehand, and every cut on its own context.
 """
 
@@ -30,7 +32,7 @@ from numpy.typing import NDArray
 
 from ithaca.errors import RowError
 
-# Letters of a piece, and the most that are given to a tokenizer at once where there is no boundary.
+# Letters of a piece, and of the longest text that a tokenizer without boundaries gets at once.
 PIECE = 1 << 20
 LONGEST = 1 << 25
 _ANCHOR = "a"
@@ -79,8 +81,11 @@ _WORDS = "it's don't We'LL THE word Ärger слово 中文 かな 한국 x1 42
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """Where a tokenizer's texts can be cut: after a letter, before one of `after`; nowhere where that is empty."""
+class PieceTokenizer:
+    """Tokenizer that cuts long texts after a letter, before a letter of `after`; nowhere if `after` is empty.
+
+    `before`, `behind`: ids that the tokenizer adds around a text.
+    """
 
     tokenizer: Any
     as_text: bool
@@ -92,7 +97,8 @@ class Pieces:
     largest: int
 
     @classmethod
-    def of(cls, tokenizer: Any, as_text: bool) -> Pieces:
+    def of(cls, tokenizer: Any, as_text: bool) -> PieceTokenizer:
+        """Find the boundaries of a tokenizer."""
         largest = max(tokenizer.get_vocab().values())
         blank = cls(tokenizer, as_text, "", [], [], re.compile("(?!)"), 0, largest)
         whole, bare = list(tokenizer(_ANCHOR, verbose=False)["input_ids"]), blank.ids(_ANCHOR)
@@ -108,15 +114,15 @@ class Pieces:
         return cls(tokenizer, as_text, _boundaries(tokenizer), *around, added, widest, largest)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text alone."""
+        """Return the tokens of a text, without those that the tokenizer adds."""
         more = {"split_special_tokens": True} if self.as_text else {}
         found = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False, **more)
         ids: list[int] = found["input_ids"]
         return ids
 
     def encode(self, text: str, piece: int = PIECE, progress: Callable[[int], None] | None = None) -> NDArray[Any]:
-        """The tokens of the whole text, with what the tokenizer sets before and after it."""
-        # Ids may lie further apart than there are of them.
+        """Return the tokens of the whole text, with those that the tokenizer adds before and after it."""
+        # Ids may have gaps: the largest id counts, not the number of tokens.
         dtype = np.uint16 if self.largest < 1 << 16 else np.uint32
         parts = [np.array(self.before, dtype)]
         start = 0
@@ -135,6 +141,7 @@ class Pieces:
         while len(text) - start > piece:
             size = piece
             while (cut := self._cut(text, start, start + size)) is None:
+                # No boundary in the second half: take a longer piece.
                 size *= 2
                 if size > max(LONGEST, piece):
                     raise RowError(_nowhere(len(text)))
@@ -147,37 +154,38 @@ class Pieces:
         yield len(text)
 
     def _cut(self, text: str, start: int, end: int) -> int | None:
-        """The last good place for a cut in the second half of text[start:end]."""
+        """Return the last safe cut in the second half of text[start:end]; None if there is none."""
         if not self.after:
             return None
-        places = re.compile(f"(?<=[{_LETTERS}])[{re.escape(self.after)}]")
+        pattern = re.compile(f"(?<=[{_LETTERS}])[{re.escape(self.after)}]")
         width = 256
         middle = (start + end) // 2
         while True:
             low = max(middle, end - width)
-            found = [match.start() for match in places.finditer(text, low, end)]
-            good = (place for place in islice(reversed(found), 64) if self._is_boundary(text, place))
-            if (place := next(good, None)) is not None:
-                return place
+            found = [match.start() for match in pattern.finditer(text, low, end)]
+            good = (cut for cut in islice(reversed(found), 64) if self._is_boundary(text, cut))
+            if (cut := next(good, None)) is not None:
+                return cut
             if low == middle:
                 return None
+            # Look further back: text without a blank, such as Chinese, has its marks far apart.
             width *= 8
 
-    def _is_boundary(self, text: str, place: int) -> bool:
-        """True if no added token is near, and the tokens around the place are those of its two sides."""
-        around = text[max(0, place - self.widest - 1) : place + self.widest + 1]
-        at = place - max(0, place - self.widest - 1)
+    def _is_boundary(self, text: str, cut: int) -> bool:
+        """True if no added token is near, and the tokens around the cut are those of its two sides."""
+        around = text[max(0, cut - self.widest - 1) : cut + self.widest + 1]
+        at = cut - max(0, cut - self.widest - 1)
         if any(found.start() <= at and found.end() >= at for found in self.added.finditer(around)):
             return False
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is not None and self.added.search(normalizer.normalize_str(around)):
             return False
-        left, right = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
+        left, right = text[max(0, cut - _CONTEXT) : cut], text[cut : cut + _CONTEXT]
         behind = self._behind(right)
         return behind is not None and self.ids(left + right) == self.ids(left) + behind
 
     def _behind(self, text: str) -> list[int] | None:
-        """The tokens of a text that stands behind others; None where they cannot be told."""
+        """Return the tokens of a text that follows another; None if the first letter's tokens change."""
         first = self.ids(_ANCHOR)
         ids = self.ids(_ANCHOR + text)
         return ids[len(first) :] if ids[: len(first)] == first else None
@@ -191,17 +199,18 @@ def _nowhere(letters: int) -> str:
 
 
 @lru_cache(maxsize=4)
-def pieces_of(tokenizer: Any, as_text: bool) -> Pieces:
-    """The same object for the same tokenizer: to find boundaries takes a moment."""
-    return Pieces.of(tokenizer, as_text)
+def piece_tokenizer(tokenizer: Any, as_text: bool) -> PieceTokenizer:
+    """Return the piece tokenizer of a tokenizer; cached, since finding the boundaries takes a moment."""
+    return PieceTokenizer.of(tokenizer, as_text)
 
 
 def _boundaries(tokenizer: Any) -> str:
-    """The blanks and marks before which a text can be cut behind a letter."""
+    """Return the blanks and marks before which a text can be cut after a letter."""
     inner = tokenizer.backend_tokenizer
     facts = json.loads(inner.to_str())
     if not _memoryless(facts["normalizer"], _NORMALIZERS) or not _memoryless(facts["pre_tokenizer"], _SPLITTERS):
         return ""
+    # BPE dropout draws merges at random: no two encodings agree.
     if facts["model"].get("dropout"):
         return ""
     after = [mark for mark in _AFTER if _always(inner, mark, _split)]
@@ -213,7 +222,7 @@ def _boundaries(tokenizer: Any) -> str:
 
 
 def _memoryless(part: Any, known: frozenset[str]) -> bool:
-    """True for a part of a pipeline of known kinds, whose patterns look at nothing before them."""
+    """True if a part of the pipeline is of a known kind whose patterns read no letter before their match."""
     if part is None:
         return True
     if part["type"] not in known:
@@ -233,7 +242,7 @@ def _normalize(inner: Any, text: str) -> list[str]:
 
 
 def _split(inner: Any, text: str) -> list[str]:
-    """The words of a text, or the text as one."""
+    """Return the pre-tokenizer's words of a text; without a pre-tokenizer the text as one word."""
     text = "".join(_normalize(inner, text))
     if inner.pre_tokenizer is None:
         return [text]
@@ -258,7 +267,7 @@ def _always(inner: Any, mark: str, parts_of: Callable[[Any, str], list[str]]) ->
 
 
 def _uncrossed(tokenizer: Any, model: dict[str, Any], mark: str) -> bool:
-    """True if no token has anything but blanks before the mark, so that no merge joins it to a letter."""
+    """True if tokens that hold the mark have only blanks before it, so that no merge joins the mark to a letter."""
     inner = tokenizer.backend_tokenizer
     first = "".join(_split(inner, _ANCHOR))
     written = "".join(_split(inner, _ANCHOR + mark + _ANCHOR))[len(first) :]

@@ -1,17 +1,17 @@
-"""Chat templates rendered in a process of their own, which can be ended: bounded in time, memory and length of output.
+"""Chat templates rendered in a process of their own, bounded in time, memory and length of output.
 
-A template is a program that comes with a model's folder. Jinja's sandbox keeps it from files, not from looping for ever
-or from filling the memory, and no thread can be stopped in the middle of `'x' * 10**12`. So one process per Python
-process renders for all sources; it is started at the first conversation (about a second, no torch in it) and stays.
+A template is a program that comes with a model's folder. Jinja's sandbox keeps it from files, not from endless loops
+or from filling the memory, and no thread can be stopped in the middle of `'x' * 10**12`. So each Python process starts
+one renderer, at the first conversation (about a second, without torch), and uses it for all sources.
 
     this process  --(tokenizer once; then messages, template, limits)-->  the renderer
-                  <--(text and spans, or why not)--
+                  <--(text and spans, or the reason why not)------------
 
-The time is the renderer's own CPU time, so that a busy machine refuses nothing that a free one takes, and all ranks
-decide alike. What goes over a limit is a DataError that names the template; what a template refuses in its own words
-is the row's fault and comes back as such.
+The time limit counts the renderer's own CPU time: a busy machine refuses nothing that a free one accepts, and all ranks
+decide alike. A template beyond a limit is a DataError with the template's name; a refusal in the template's own words
+is the row's fault.
 
-Invariant: the text is what the tokenizer's own `apply_chat_template` makes of the messages.
+Invariant: the text is that of the tokenizer's own `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from ithaca.errors import DataError
 
 _SIZE = struct.Struct("<Q")
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from ithaca.data.tokens.render_templates import serve; serve()"
-# Beyond this many times the CPU seconds the renderer is not slow but stuck.
+# Wall-clock limit as a multiple of the CPU seconds: a renderer that takes longer is not slow but blocked.
 _PATIENCE = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds for one conversation: CPU seconds, bytes of memory beyond what the messages take, letters of output."""
+class RenderLimits:
+    """Limits for one conversation: CPU seconds, bytes of memory beyond those of the messages, letters of output."""
 
     seconds: float = 20.0
     memory: int = 2 << 30
     letters: int = 1 << 26
 
 
-LIMITS = Limits()
+LIMITS = RenderLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One rendering: messages, tools, whether the generation prompt follows, whether `{% generation %}` is tracked."""
+class RenderJob:
+    """One rendering. `prompt`: append the generation prompt. `track`: return the spans of `{% generation %}`."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text and the letters within `{% generation %}`; or `refused`, the template's own words."""
+    """Text of a conversation and the letters within `{% generation %}`; or `refused`, the template's own words."""
 
     text: str = ""
     spans: tuple[tuple[int, int], ...] = ()
@@ -75,21 +75,23 @@ class Rendered:
 
 
 class Template:
-    """A tokenizer's chat template: `render(jobs)` gives one answer a job."""
+    """Chat template of a tokenizer. `name`: its name in messages."""
 
-    def __init__(self, tokenizer: Any, source: str, name: str, limits: Limits | None = None) -> None:
+    def __init__(self, tokenizer: Any, source: str, name: str, limits: RenderLimits | None = None) -> None:
         self.tokenizer, self.source, self.name = tokenizer, source, name
         self.limits = limits or LIMITS
 
     def __getstate__(self) -> dict[str, Any]:
+        # Without the cached pickle, which holds the tokenizer a second time.
         kept = ("tokenizer", "source", "name", "limits")
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
-    def render(self, jobs: Sequence[Job]) -> list[Rendered]:
-        """The answers; DataError where the template goes over a limit."""
+    def render(self, jobs: Sequence[RenderJob]) -> list[Rendered]:
+        """Return one answer for each job; DataError if the template exceeds a limit."""
         asked = [(job.messages, job.tools, job.prompt, job.track) for job in jobs]
+        limits = (self.limits.seconds, self.limits.memory, self.limits.letters)
         try:
-            request = pickle.dumps((self._key, self.source, asked, (self.limits.seconds, *self._sizes)))
+            request = pickle.dumps((self.key, self.source, asked, limits))
         except (RecursionError, pickle.PicklingError, TypeError, AttributeError) as error:
             return [Rendered(refused=f"its values are nested too deeply or no plain data: {error}")] * len(jobs)
         answers = _renderer().ask(self, request)
@@ -101,36 +103,29 @@ class Template:
             for answer in answers
         ]
 
-    def over(self, what: str) -> DataError:
+    def over(self, limit: str) -> DataError:
+        """Return the error for a template that exceeds a limit."""
         bounds = {
             "time": f"{self.limits.seconds:g} seconds of computing",
             "memory": f"{self.limits.memory / GIB:g} GiB of memory",
             "output": f"{self.limits.letters:,} letters of text",
         }
         return DataError(
-            f"{self.name} takes more than {bounds[what]} for one conversation: set data.chat_template to one without "
+            f"{self.name} takes more than {bounds[limit]} for one conversation: set data.chat_template to one without "
             "endless loops, or take out the conversation that needs so much"
         )
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        return self.limits.memory, self.limits.letters
-
-    @functools.cached_property
-    def _key(self) -> str:
-        return hashlib.blake2b(self.pickled, digest_size=16).hexdigest()
 
     @functools.cached_property
     def pickled(self) -> bytes:
         return pickle.dumps(self.tokenizer)
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
-        return self._key
+        return hashlib.blake2b(self.pickled, digest_size=16).hexdigest()
 
 
 class _Renderer:
-    """The process, and the tokenizers it has."""
+    """The renderer's process, and the keys of the tokenizers that it has."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,6 +134,7 @@ class _Renderer:
         self._known: set[str] = set()
 
     def ask(self, template: Template, request: bytes) -> list[dict[str, Any]]:
+        """Send a request, after the tokenizer if the process does not have it yet, and return the answers."""
         with self._lock:
             process = self._running()
             try:
@@ -152,7 +148,7 @@ class _Renderer:
             except (EOFError, BrokenPipeError):
                 raise self._ended(template, process) from None
             except BaseException:
-                # The answer to this request would be taken for that of the next.
+                # The pipe may still get this request's answer, which the next request would take for its own.
                 self.close()
                 raise
             if any("limit" in answer for answer in answers):
@@ -160,7 +156,7 @@ class _Renderer:
             return answers
 
     def _running(self) -> subprocess.Popen[bytes]:
-        # A forked process has the pipes of its parent, not its renderer.
+        # After a fork the pipes belong to the parent's renderer: start a new one.
         if self._owner != os.getpid():
             self._process, self._owner = None, os.getpid()
         if self._process is None:
@@ -219,19 +215,20 @@ def _receive(pipe: IO[bytes] | None) -> bytes:
     return message
 
 
-# What follows runs in the renderer.
+# The functions below run in the renderer.
 
 
 def serve() -> None:
-    """Answer requests until the other side is gone. Whatever prints goes to stderr."""
-    # Ctrl-C is for the process that asks; this one ends with it.
+    """Answer requests until the other side closes its pipe; run by the renderer."""
+    # Ctrl-C goes to the whole process group: the asking process handles it, and its end closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    given, answered = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, answers_pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # A template that prints writes to stderr, not into the answers.
     os.dup2(2, 1)
     tokenizers: dict[str, Any] = {}
     while True:
         try:
-            message = pickle.loads(_receive(given))
+            message = pickle.loads(_receive(requests))
         except EOFError:
             return
         if len(message) == 2:
@@ -240,13 +237,13 @@ def serve() -> None:
             continue
         key, source, jobs, (seconds, memory, letters) = message
         with _bounded(seconds, memory):
-            answers = [_answer(tokenizers[key], source, Job(*job), letters) for job in jobs]
-        _send(answered, json.dumps(answers).encode())
+            answers = [_answer(tokenizers[key], source, RenderJob(*job), letters) for job in jobs]
+        _send(answers_pipe, json.dumps(answers).encode())
 
 
 @contextlib.contextmanager
 def _bounded(seconds: float, memory: int) -> Any:
-    """CPU time by a timer whose signal ends the process, memory by the kernel's limit, where it has one."""
+    """Bound CPU time by a timer whose signal ends the process, and memory by the kernel's limit if it has one."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -265,7 +262,7 @@ def _bounded(seconds: float, memory: int) -> Any:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _answer(tokenizer: Any, source: str, job: Job, letters: int) -> dict[str, Any]:
+def _answer(tokenizer: Any, source: str, job: RenderJob, letters: int) -> dict[str, Any]:
     try:
         spans: list[tuple[int, int]] = []
         text = _render(tokenizer, source, replace(job, track=False))
@@ -280,7 +277,7 @@ def _answer(tokenizer: Any, source: str, job: Job, letters: int) -> dict[str, An
         return {"refused": " ".join(str(error).split())[:200] or type(error).__name__}
 
 
-def _render(tokenizer: Any, source: str, job: Job) -> str:
+def _render(tokenizer: Any, source: str, job: RenderJob) -> str:
     text: str = tokenizer.apply_chat_template(
         job.messages, tools=job.tools, chat_template=source, tokenize=False, add_generation_prompt=job.prompt
     )
@@ -288,8 +285,11 @@ def _render(tokenizer: Any, source: str, job: Job) -> str:
 
 
 class _Letters(dict[str, Any]):
-    """An encoding whose tokens are letters: notes which letters transformers asks for, the first and last of each
-    generation in turn, and answers so that no mask is filled in."""
+    """Stand-in for an encoding whose tokens are letters.
+
+    transformers asks for the token of the first and last letter of each generation in turn. The answers leave the mask
+    empty, and `asked` has the letters.
+    """
 
     def __init__(self) -> None:
         super().__init__(input_ids=[])
@@ -300,7 +300,7 @@ class _Letters(dict[str, Any]):
         return len(self.asked) % 2
 
 
-def _generation_spans(tokenizer: Any, source: str, job: Job) -> list[tuple[int, int]]:
+def _generation_spans(tokenizer: Any, source: str, job: RenderJob) -> list[tuple[int, int]]:
     found = _Letters()
     kind = type(tokenizer)
     reader = copy.copy(tokenizer)

@@ -1,12 +1,14 @@
-"""Tokenized documents on disk: flat arrays with offsets, memory-mapped, so any piece of any document is one slice.
+"""Tokenized documents on disk as flat arrays, memory-mapped, so that any piece of a document is one slice.
 
-A store is a folder: `tokens.bin` (uint16 or uint32), `learn.bin` (a byte a token, only where not all are learned),
-`offsets.npy`, `origins.npy` (file and row of each document) and `about.json`. It is written under another name and
-renamed when whole.
+    about.json    counts, checksums, names of files; written last
+    tokens.bin    uint16 or uint32     | doc 0 | doc 1    | doc 2 |
+    learn.bin     uint8, loss mask     | 0001111 | ...              only if not all tokens are learned
+    offsets.npy   int64                0       7          18      24
+    origins.npy   int64                file and row of each document
 
-Invariant: `open_store` gives a whole store or None; what a crash or a full disk left behind is never read. Damage that
-comes later is seen: small files are summed when a store is opened, and each block of tokens (`_BLOCK` bytes) when its
-first token is read, so that opening a store of any size costs nothing.
+Invariant: `open_store` returns a whole store or None: the folder is renamed once it is whole, so a crash or a full disk
+leaves none. Later damage is detected: small files have a checksum that is compared when a store is opened, each block
+of tokens (`_BLOCK` bytes) one that is compared when it is first read. So opening costs the same at any size.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from ithaca.atomic import force_to_disk, part_of
 from ithaca.errors import DataError
 
 VERSION = 2
-# Bytes that one checksum covers: a row of a million tokens reads a few, and summing one takes a millisecond.
+# Bytes that one checksum covers: a row of a million tokens has a few blocks, and each takes a millisecond.
 _BLOCK = 1 << 20
-# Tokens of a long document that are written at a time.
-_PART = 1 << 20
+# Tokens of a long document written at a time.
+_CHUNK = 1 << 20
 _SMALL = ("offsets.npy", "origins.npy")
 
 
 @dataclass(slots=True)
 class CheckedFile:
-    """A file mapped into memory, each block of which is summed when it is first read."""
+    """Memory-mapped file, each block of which is compared with its checksum when it is first read."""
 
     file: Path
     values: NDArray[Any]
@@ -59,7 +61,7 @@ class CheckedFile:
         return len(self.values)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Everything, summed: for numpy's functions."""
+        """Return the whole content, checked, for numpy's functions."""
         return np.asarray(self[0 : len(self)], dtype)
 
     def _check(self, block: int, sums: list[int]) -> None:
@@ -79,14 +81,13 @@ def _block_sums(file: Path) -> list[int]:
 
 
 def _sum_of(about: Mapping[str, Any]) -> int:
-    """A checksum of what the store says of itself."""
+    """Return a checksum of about.json's content."""
     return zlib.crc32(json.dumps({key: about[key] for key in sorted(about) if key != "check"}).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Documents of one source. `about` has what was counted while it was made, among it the largest id and a sum of
-    all tokens, which stays the same wherever the documents lie."""
+    """Documents of one source. `about`: counts, the largest id, and a checksum of all tokens that no path goes into."""
 
     folder: Path
     tokens: CheckedFile
@@ -100,14 +101,14 @@ class Store:
         return np.diff(self.offsets)
 
     def piece(self, document: int, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Ids and which of them are learned, of `count` tokens of a document."""
+        """Return ids and loss mask of `count` tokens of a document."""
         begin = int(self.offsets[document]) + start
         ids = self.tokens[begin : begin + count].astype(np.int64)
         learn = np.ones(count, bool) if self.learn is None else self.learn[begin : begin + count].astype(bool)
         return ids, learn
 
     def origin(self, document: int) -> str:
-        """Where a document came from, as in `docs.jsonl:17`."""
+        """Return a document's file and row, as in `docs.jsonl:17`."""
         file, row = (int(number) for number in self.origins[document])
         name = self.about["files"][file]
         return f"{name}:{row}" if row else name
@@ -115,7 +116,7 @@ class Store:
 
 @dataclass
 class StoreWriter:
-    """Appends documents to files in `folder`; `finish` renames it to `target`."""
+    """Writer of a store: documents are appended, then `finish` renames the folder, or `abandon` removes it."""
 
     folder: Path
     target: Path
@@ -129,6 +130,7 @@ class StoreWriter:
 
     @classmethod
     def start(cls, target: Path, vocabulary: int) -> StoreWriter:
+        """Begin a store in a hidden folder beside `target`. `vocabulary`: one more than the largest id."""
         folder = part_of(target)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -140,14 +142,15 @@ class StoreWriter:
         self._sum = hashlib.blake2b(digest_size=16)
 
     def add(self, ids: NDArray[Any], learn: NDArray[np.bool_] | None, file: str, row: int) -> None:
-        # In parts: a document may be as long as the memory that is left.
+        """Append a document. `learn`: its loss mask, None if all tokens are learned."""
+        # In chunks: a copy of a whole document may not fit into memory.
         self._sum.update(len(ids).to_bytes(8, "little"))
-        for start in range(0, len(ids), _PART):
-            part = ids[start : start + _PART]
+        for start in range(0, len(ids), _CHUNK):
+            part = ids[start : start + _CHUNK]
             self._tokens.write(part.astype(self.dtype).tobytes())
             self._sum.update(part.astype(np.int64).tobytes())
-        for start in range(0, len(ids), _PART):
-            count = min(_PART, len(ids) - start)
+        for start in range(0, len(ids), _CHUNK):
+            count = min(_CHUNK, len(ids) - start)
             mask = np.ones(count, np.uint8) if learn is None else learn[start : start + count].astype(np.uint8)
             self._learn.write(mask.tobytes())
             self._sum.update(mask.tobytes())
@@ -157,12 +160,13 @@ class StoreWriter:
         self.origins.extend((self.files.setdefault(file, len(self.files)), row))
 
     def finish(self, about: dict[str, Any]) -> None:
-        """Everything on disk, then the name: a reader sees a whole store or none."""
+        """Sync all files to disk, then rename the folder: a reader sees a whole store or none."""
         self.opened.close()
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(self.sizes, np.int64))])
         total = int(offsets[-1])
         np.save(self.folder / "offsets.npy", offsets)
         np.save(self.folder / "origins.npy", np.array(self.origins, np.int64).reshape(-1, 2))
+        # Plain text needs no mask on disk.
         if self.learned == total:
             (self.folder / "learn.bin").unlink()
         facts = {
@@ -174,29 +178,30 @@ class StoreWriter:
             "largest": self.largest,
             "sum": self._sum.hexdigest(),
             "files": list(self.files),
-            "blocks": {name: _block_sums(self.folder / name) for name in self._written()},
+            "blocks": {
+                name: _block_sums(self.folder / name) for name in sorted(file.name for file in self.folder.iterdir())
+            },
         }
-        # As JSON has it, where a tuple is a list.
-        said = json.loads(json.dumps(facts | about))
-        (self.folder / "about.json").write_text(json.dumps(said | {"check": _sum_of(said)}), encoding="utf-8")
+        # Through JSON first, so that the checksum is over what a reader gets: tuples become lists.
+        content = json.loads(json.dumps(facts | about))
+        (self.folder / "about.json").write_text(json.dumps(content | {"check": _sum_of(content)}), encoding="utf-8")
         for file in self.folder.iterdir():
             force_to_disk(file)
+        # An older store of this name is damaged or outdated: otherwise it would have been opened.
         shutil.rmtree(self.target, ignore_errors=True)
         self.folder.rename(self.target)
 
-    def _written(self) -> list[str]:
-        return [file.name for file in sorted(self.folder.iterdir())]
-
     def abandon(self) -> None:
+        """Remove what was written."""
         self.opened.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def open_store(folder: Path) -> Store | None:
-    """The store in `folder`, mapped into memory; None where it is missing, of another version or not whole."""
+    """Open the store in `folder`; None if it is missing, of another version or not whole."""
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        # Stores made before there were checksums have none, and are read as they were.
+        # Stores of earlier versions have no checksums.
         if about["version"] != VERSION or about.get("check", _sum_of(about)) != _sum_of(about):
             return None
         blocks = about.get("blocks")
@@ -206,6 +211,7 @@ def open_store(folder: Path) -> Store | None:
         if blocks is not None and any(_block_sums(folder / name) != blocks[name] for name in _SMALL):
             return None
         offsets, origins = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in _SMALL)
+    # A damaged JSON or npy file may raise any of these.
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if len(offsets) != about["documents"] + 1 or len(origins) != about["documents"]:

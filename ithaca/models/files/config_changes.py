@@ -1,6 +1,6 @@
-"""Values of `model.config` in a run file, which replace those in the model's config.json, such as `attn_pdrop: 0`.
+"""Changes of a model's config by `model.config` of a run file, such as `attn_pdrop: 0`.
 
-Weights stay the folder's: what changes their shapes is refused, and so is what the run file says elsewhere.
+Weights stay the folder's: a change of their shapes is refused, and so is a setting that stands elsewhere in a run file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ithaca.errors import ConfigError
 
 _WHERE = "model.config"
-# What stands elsewhere in the run file, or is not for a run to say.
+# Settings that stand elsewhere in a run file, or that no run may change.
 _ELSEWHERE = {
     **dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta"), "positions are stretched by stages.0.rope"),
     **dict.fromkeys(("dtype", "torch_dtype"), "precision=bf16 says what weights are kept in"),
@@ -25,8 +25,8 @@ _ELSEWHERE = {
 }
 
 
-def lay_over(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a copy of the config with `changes`; ConfigError for an unknown key or a value of another kind."""
+def with_changes(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a copy of the config with `changes`; ConfigError for an unknown key or a value of another type."""
     changed = copy.deepcopy(config)
     text: Any = changed.get_text_config()
     for key, value in changes.items():
@@ -37,12 +37,12 @@ def lay_over(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrained
             near = difflib.get_close_matches(key, sorted({*text.to_dict(), *changed.to_dict()}), 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else "look for its name in the model's config.json"
             raise ConfigError(f"{_WHERE}: a {config.model_type} has no {key!r}: {hint}")
-        setattr(owner, key, _of_kind(key, value, getattr(owner, key)))
+        setattr(owner, key, _of_type(key, value, getattr(owner, key)))
     return changed
 
 
-def _of_kind(key: str, value: Any, before: Any) -> Any:
-    """Return the value, an int as a float if the config holds a float; ConfigError for another kind."""
+def _of_type(key: str, value: Any, before: Any) -> Any:
+    """Return the value, an int as a float if the config holds a float; ConfigError for another type."""
     if isinstance(before, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if before is not None and value is not None and type(value) is not type(before):
@@ -56,7 +56,7 @@ def check_shapes(
     changes: Mapping[str, Any],
     build: Callable[[PreTrainedConfig], PreTrainedModel],
 ) -> None:
-    """ConfigError where `changes` made weights of other shapes; `build` makes a model of a config."""
+    """Raise ConfigError if `changes` change the shape of a weight; `build` returns a model of a config."""
     with torch.device("meta"):
         shapes = [
             {key: tuple(p.shape) for key, p in build(copy.deepcopy(config)).named_parameters()}

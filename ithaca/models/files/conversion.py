@@ -1,10 +1,11 @@
-"""transformers' tables of weights' names: which tensors on disk make which weights in memory, and back.
+"""transformers' conversion of weights: tensors on disk become weights in memory, and back.
 
     experts.0.w1.weight, experts.0.w3.weight, experts.1.w1.weight, ...   on disk
     experts.gate_up_proj                                                 in memory
 
-The tables and their operations are transformers' own and not public. This file alone knows them, and names that a model's
-class keeps to itself; `tests/models/files/test_conversion.py` fails where another version changes one of them.
+The tables and their operations are private to transformers (`conversion_mapping`, `core_model_loading`), and so are some
+attributes of a model's class. This file alone uses them; `tests/models/files/test_conversion.py` fails if another version
+changes one of them.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-# The versions of transformers that all of it was checked on by its tests.
+# Versions of transformers on which the tests of this file passed.
 CHECKED = ("5.23",)
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Tensors on disk that make one weight, or several. Without a `converter` there is one of each, and they are equal.
+    """Tensors on disk that make one weight or several. Without a `converter` one tensor is one weight, unchanged.
 
-    `ranks`: each key's place among those of its pattern, which is the expert's number in a stack of experts.
+    `ranks`: each key's number among the keys of its pattern: the expert's number in a stack of experts.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Group:
 
     @property
     def stacked(self) -> bool:
-        """True if it is a stack of experts, to which other stacks are joined along another dim at most."""
+        """True for a stack of experts along dim 0, perhaps of several projections concatenated along another dim."""
         if self.converter is None or len(self.targets) != 1:
             return False
         first, *rest = self.converter.operations
@@ -74,7 +75,7 @@ class Group:
 
 
 def group_by_weight(twin: Any, keys: Iterable[str]) -> list[Group]:
-    """Return the groups that the tensors `keys` on disk fall into; `twin` is marked with the conversions they need."""
+    """Return the groups of the tensors `keys` on disk, and mark the model `twin` with the conversions they need."""
     mapping = get_model_conversion_mapping(twin)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]

@@ -1,9 +1,9 @@
-"""The embedded model: a Llama of a million parameters that reads bytes, made on the spot.
+"""The embedded model: a Llama of a million parameters whose tokens are bytes, written to a folder when needed.
 
-It is what `ithaca train` trains when it is told nothing: no download, small enough for two CPU cores, and yet a
-whole Hugging Face folder with a tokenizer and a chat template. A token is a byte; the tokens above 255 are `SPECIALS`.
+`ithaca train` without a run file trains this model: it needs no download and two CPU cores, and is a whole Hugging Face
+folder with a tokenizer and a chat template. Tokens 0 to 255 are bytes; the tokens above are `SPECIALS`.
 
-Invariant: the same folder, bit for bit, on every call; whole or not there, whoever else writes it at the same time.
+Invariant: every call makes the same folder, bit for bit, whole or not at all, even if several processes write it at once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 EMBEDDED = "embedded"
 PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END = SPECIALS = (
@@ -34,7 +30,7 @@ PAD, BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END = SPECIALS = (
     "<|end|>",
 )
 SEED = 1729
-# Every turn is `<|role|>text<|end|>`; what the model says, its end among it, is marked for the loss.
+# Every turn is `<|role|>text<|end|>`; the assistant's text and its `<|end|>` are marked for the loss.
 TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -48,10 +44,10 @@ TEMPLATE = (
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens 0 to 255, then the special ones; a document begins with `<|begin|>`."""
+    """Return the tokenizer: bytes as tokens 0 to 255, then the special ones; a document begins with `<|begin|>`."""
     vocabulary = {letter: number for number, letter in enumerate(_byte_letters())}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Cut into words first: nothing is ever merged, and a whole document as one word takes minutes.
+    # Split into words first: nothing is ever merged, but BPE over a whole document as one word takes minutes.
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
@@ -71,8 +67,8 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def embedded_config() -> LlamaConfig:
-    """About a million parameters, most of them in the layers; 8 heads, so that sp may be 8."""
-    ids = {token: 256 + place for place, token in enumerate(SPECIALS)}
+    """Return a config of about a million parameters, most of them in the layers, and 8 heads for sp up to 8."""
+    ids = {token: 256 + index for index, token in enumerate(SPECIALS)}
     return LlamaConfig(
         vocab_size=256 + len(SPECIALS),
         hidden_size=128,
@@ -89,18 +85,28 @@ def embedded_config() -> LlamaConfig:
 
 
 def build_embedded(folder: Path) -> Path:
-    """Write the model and its tokenizer to `folder` unless they are there; many processes may call it at once."""
+    """Write the model and its tokenizer to `folder`, unless they are there; several processes may call it at once."""
     if (folder / "config.json").is_file():
         return folder
+    # Imported here, because importing a model's code takes seconds and the tokenizer needs none.
+    from transformers import LlamaForCausalLM
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     shows = logging.is_progress_bar_enabled()
     try:
-        # A bar for a file of four megabytes tells nobody anything.
+        # The file has four megabytes: no progress bar.
         logging.disable_progress_bar()
-        _random_model().save_pretrained(made)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            LlamaForCausalLM(embedded_config()).save_pretrained(made)
         embedded_tokenizer().save_pretrained(made)
-        _move(made, folder)
+        try:
+            os.rename(made, folder)
+        except OSError:
+            # Another process was first, with the same content. Anything else in the way stays, and its error is raised.
+            if not (folder / "config.json").is_file():
+                raise
     finally:
         if shows:
             logging.enable_progress_bar()
@@ -108,27 +114,9 @@ def build_embedded(folder: Path) -> Path:
     return folder
 
 
-def _random_model() -> PreTrainedModel:
-    # Deferred: who needs the tokenizer alone shall not wait for the models' code.
-    from transformers import LlamaForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return LlamaForCausalLM(embedded_config())
-
-
-def _move(made: Path, folder: Path) -> None:
-    try:
-        os.rename(made, folder)
-    except OSError:
-        # Another process was first, with the same content; anything else that is in the way stays and is told.
-        if not (folder / "config.json").is_file():
-            raise
-
-
 def _byte_letters() -> list[str]:
-    """The letter that byte-level tokenizers write for each byte: printable ones stand for themselves."""
+    """Return the letter that byte-level tokenizers write for each byte: a printable byte is its own letter."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(hidden)}
     return [letters[byte] for byte in range(256)]

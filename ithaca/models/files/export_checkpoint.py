@@ -1,10 +1,10 @@
-"""A checkpoint as a standard Hugging Face folder: config, generation config, tokenizer files, safetensors.
+"""Export of a checkpoint as a Hugging Face folder: config, generation config, tokenizer files, safetensors.
 
 One process without GPUs is enough: weights are read and written a layer at a time, and the folder is what transformers'
-own `save_pretrained` of the whole model would write. Of a model with adapters two things come out: the adapter by
-itself in `adapter/`, and the whole model with the adapter merged in.
+own `save_pretrained` of the whole model would write. A model with adapters is exported twice: the adapter alone in
+`adapter/`, and the whole model with the adapter merged in.
 
-What a checkpoint does not hold is kept in its facts, under "model", as `describe_model` gives it.
+A checkpoint holds tensors alone; `describe_model` returns the rest, which is kept in the checkpoint's facts under "model".
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _TOKENIZER = (
 
 
 def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Path | None = None) -> dict[str, Any]:
-    """Return what an export needs besides the tensors: JSON, to be kept in a checkpoint's facts under "model".
+    """Return the part of a model that is no tensor as JSON: configs, adapter settings, names of its sources.
 
-    `folder`: where the weights came from (of a model with adapters the frozen ones still do); `tokenizer`: the folder of
-    its files or a hub name, the same folder if None.
+    `folder`: the source of the weights, which an export of adapters reads again. `tokenizer`: the folder of its files or a
+    hub name, the same folder if None.
     """
     base = base_of(model)
     tokenizer = tokenizer or folder
@@ -53,14 +53,14 @@ def describe_model(model: nn.Module, *, folder: str | Path, tokenizer: str | Pat
         "conversions": describe_conversions(base),
         "config": json.loads(base.config.to_json_string()),
         "generation": json.loads(base.generation_config.to_json_string()) if base.can_generate() else None,
-        "adapter": None if adapted is None else _plain(adapted.peft_config["default"].to_dict()),
+        "adapter": None if adapted is None else _as_json(adapted.peft_config["default"].to_dict()),
         "folder": str(Path(folder).resolve()),
         "tokenizer": str(Path(tokenizer).resolve() if Path(tokenizer).is_dir() else tokenizer),
     }
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return peft's settings with lists for its sets and words for its enums."""
+def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return peft's settings with lists for sets and values for enums."""
     return {
         key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
         for key, value in settings.items()
@@ -68,7 +68,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """Return a whole checkpoint: `path` itself, or one of the run there, the newest if `step` is None."""
+    """Return a complete checkpoint: `path` itself, or one of the run `path`, the newest if `step` is None."""
     if (path / manifest.MANIFEST).is_file():
         if step not in (None, manifest.step_of(path)):
             raise CheckpointError(f"{path} is one checkpoint, not that of step {step}: name the run's folder instead")
@@ -87,8 +87,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     for each in chosen:
         problem = manifest.problem_of(each)
         if problem is None:
-            for passed in problems:
-                logger.warning("%s: %s is taken instead", passed, each)
+            for skipped in problems:
+                logger.warning("%s: %s is taken instead", skipped, each)
             return each
         problems.append(problem)
     if len(chosen) == 1:
@@ -99,9 +99,9 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 def export_checkpoint(
     checkpoint: Path, to: Path, *, dtype: torch.dtype | None = None, max_shard_size: str | int = "50GB"
 ) -> None:
-    """Write `checkpoint` to the folder `to`; `dtype`: what the weights are written in, as they were kept if None.
+    """Write `checkpoint` to the folder `to`; `dtype`: type of the weights, None for the checkpoint's own.
 
-    Weights that are not finite are refused by name: such a model is never what somebody asked for.
+    Weights that are not finite are refused by name.
     """
     description = description_of(checkpoint, DESCRIPTION)
     saved = SavedTensors(checkpoint)
@@ -115,7 +115,7 @@ def export_checkpoint(
 
 
 def copy_tokenizer(source: str, to: Path) -> None:
-    """Write a tokenizer's files: as they are from a folder, else those that transformers saves of a hub name's."""
+    """Copy a tokenizer's files from a folder, or save the tokenizer of a hub name."""
     if Path(source).is_dir():
         for file in {file for pattern in _TOKENIZER for file in Path(source).glob(pattern) if file.is_file()}:
             shutil.copyfile(file, to / file.name)
@@ -130,7 +130,7 @@ def copy_tokenizer(source: str, to: Path) -> None:
 
 
 def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return the empty model that was trained, with the config it had then."""
+    """Return the model that was trained on the meta device, with the config it had then."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     settings = dict(description["config"])
@@ -159,12 +159,12 @@ def _write_whole(
 
 
 def _kept_names(twin: Any, kept: set[str]) -> dict[str, str]:
-    """Return the name that each weight was kept under: its own, or that of the weight it is tied to."""
+    """Return each weight's name in the checkpoint: its own, or that of the weight it is tied to."""
     tied: dict[str, str] = dict(twin.all_tied_weights_keys)
     names = {}
     for key in twin.state_dict():
-        alike = [key, tied.get(key, key), *(other for other, source in tied.items() if source == key)]
-        found = next((name for name in alike if name in kept), None)
+        tied_names = [key, tied.get(key, key), *(other for other, source in tied.items() if source == key)]
+        found = next((name for name in tied_names if name in kept), None)
         if found is None:
             raise CheckpointError(f"the checkpoint does not hold {key}: its config is of another model")
         names[key] = found
@@ -193,11 +193,11 @@ def _write_merged(
 def _adapted(
     description: dict[str, Any], saved: SavedTensors, dtype: torch.dtype
 ) -> tuple[Any, Callable[[str, Tensor], Tensor]]:
-    """Return an empty model with the checkpoint's adapter on it, and what adds the adapter's part to a weight."""
+    """Return a meta model with the checkpoint's adapter, and a function that merges the adapter into a weight."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
-    # peft warns where the adapter and the model it is put on call the folder by two names.
+    # peft warns if the adapter and its base model name the folder differently.
     settings = LoraConfig(**description["adapter"] | {"base_model_name_or_path": description["folder"]})
     adapted: Any = get_peft_model(_twin(description, dtype), settings)
     for name, parameter in list(adapted.named_parameters()):
@@ -214,7 +214,7 @@ def _adapted(
         layer = layers.get(key)
         if layer is None:
             return weight
-        # peft's own sum, in the order of its merge.
+        # The same sum in the same order as peft's own merge.
         return weight + layer.get_delta_weight("default").to(weight.dtype)
 
     return adapted, merge

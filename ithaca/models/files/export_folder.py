@@ -1,9 +1,11 @@
-"""A folder that a model is exported to: whose it is, and how one model takes the place of another without a mixture.
+"""The folder that a model is exported to: its owner, and the replacement of one model by another without a mixture.
 
-    .ithaca-export.json     the run and checkpoint that the model is of, and the files that were written
+    out/.ithaca-export.json     the mark: run and checkpoint of the model, and the files that were written
+    out/.ithaca-export.part/    the new model while it is written; its files move up when all are whole
+    out/model.safetensors ...
 
-A model is written into a hidden folder inside, and its files are moved from there when all are whole; what the mark names
-and the new model has not is removed. Only an empty folder, or one with a mark of the same run, is written to unasked.
+Files that the old mark names and the new model has not are removed. Without `force` only an empty folder is written to, or
+one with a mark of the same run.
 
 Invariant: no file of another model is removed, or left beside the new one, unless the caller forces it.
 """
@@ -27,7 +29,7 @@ from ithaca.state.checkpoint import manifest
 
 MARK = ".ithaca-export.json"
 _PART = ".ithaca-export.part"
-# What transformers and peft read of a folder, and would read of another model beside the one that is written.
+# Files that transformers and peft read in a folder, so that another model's would mix with the new one.
 _MODEL_FILES = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf",
     "*config.json", "adapter*", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -37,24 +39,24 @@ RUN = "run"
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """The run a model is of, its checkpoint by step and sum, and the files that were written of it."""
+class ExportMark:
+    """The origin of an exported model: its run, its checkpoint by step and checksum, and the files written."""
 
     run: str
     step: int
     sum: int
     files: tuple[str, ...] = ()
 
-    def same_model(self, other: Mark | None) -> bool:
+    def same_model(self, other: ExportMark | None) -> bool:
         return other is not None and (self.run, self.step, self.sum) == (other.run, other.step, other.sum)
 
 
-def mark_of(checkpoint: Path) -> Mark:
-    """Return the mark of a model that is exported from `checkpoint`."""
+def mark_of(checkpoint: Path) -> ExportMark:
+    """Return the mark of a model exported from `checkpoint`."""
     run = manifest.read_facts(checkpoint).get(RUN)
     content = json.dumps(manifest.read_manifest(checkpoint), sort_keys=True).encode()
-    # Checkpoints of earlier versions do not say which run they are of: its folder stands for it.
-    return Mark(str(run or run_of(checkpoint)), manifest.step_of(checkpoint), zlib.crc32(content))
+    # Checkpoints of earlier versions do not name their run: its folder serves instead.
+    return ExportMark(str(run or run_of(checkpoint)), manifest.step_of(checkpoint), zlib.crc32(content))
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -63,24 +65,24 @@ def run_of(checkpoint: Path) -> Path:
     return parent.parent if parent.name == "checkpoints" else parent
 
 
-def read_mark(folder: Path) -> Mark | None:
-    """Return a folder's mark; None where it has none that can be read."""
+def read_mark(folder: Path) -> ExportMark | None:
+    """Return a folder's mark; None if it has none that can be read."""
     try:
         content = json.loads((folder / MARK).read_text(encoding="utf-8"))
         files = tuple(name for name in content["files"] if name == Path(name).name)
-        mark = Mark(content["run"], content["step"], content["sum"], files)
+        mark = ExportMark(content["run"], content["step"], content["sum"], files)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return mark if isinstance(mark.run, str) else None
 
 
-def write_mark(folder: Path, mark: Mark) -> None:
-    """Write the mark, whole or not at all."""
+def write_mark(folder: Path, mark: ExportMark) -> None:
+    """Write the mark atomically."""
     write_whole(folder / MARK, json.dumps(asdict(mark), indent=1) + "\n")
 
 
 def export_into(checkpoint: Path, to: Path, write: Callable[[Path], object], *, force: bool = False) -> None:
-    """Have `write` put the model of `checkpoint` into the folder `to`; what cannot be done is refused in a sentence."""
+    """Call `write` to put the model of `checkpoint` into the folder `to`; refuse a folder that cannot take it."""
     mark = mark_of(checkpoint)
     made = missing_folders(to)
     try:
@@ -97,30 +99,31 @@ def export_into(checkpoint: Path, to: Path, write: Callable[[Path], object], *, 
     except OSError as error:
         raise ConfigError(f"--to {to} cannot be written ({error.strerror or error}): name another folder") from None
     finally:
-        take_away(to, made)
+        remove_unfinished(to, made)
 
 
 def missing_folders(to: Path) -> list[Path]:
-    """Return the folders that `to` needs and that are not there, the innermost first."""
+    """Return `to` and those of its parents that do not exist, innermost first."""
     return [folder for folder in (to, *to.parents) if not os.path.lexists(folder)]
 
 
-def take_away(to: Path, made: Sequence[Path]) -> None:
-    """Remove what an export that came to no end has left in `to`, and the folders it had made, where they are empty."""
+def remove_unfinished(to: Path, made: Sequence[Path]) -> None:
+    """Remove what an interrupted export left in `to`, and the folders `made` for it if they are empty."""
     shutil.rmtree(to / _PART, ignore_errors=True)
     for folder in made:
         with suppress(OSError):
             folder.rmdir()
 
 
-def _check_content(to: Path, mark: Mark, *, force: bool) -> set[str]:
-    """Refuse a folder with anything that is not of this run; returns the files that the new model takes the place of."""
-    there = read_mark(to)
-    own = set(there.files) if there is not None and there.run == mark.run else set()
-    strange = {path.name for path in to.iterdir()} - own - {MARK, part_of(to / MARK).name, _PART}
-    models = {name for name in strange if any(fnmatch(name, pattern) for pattern in _MODEL_FILES)}
-    # In a folder of this run's own a note may lie beside the model, but no other model.
-    in_the_way = models if there is not None and there.run == mark.run else strange
+def _check_content(to: Path, mark: ExportMark, *, force: bool) -> set[str]:
+    """Refuse a folder with files that are not of this run; return the files that the new model replaces."""
+    old = read_mark(to)
+    same_run = old is not None and old.run == mark.run
+    own = set(old.files) if old is not None and same_run else set()
+    foreign = {path.name for path in to.iterdir()} - own - {MARK, part_of(to / MARK).name, _PART}
+    models = {name for name in foreign if any(fnmatch(name, pattern) for pattern in _MODEL_FILES)}
+    # A folder of this run may hold other files beside the model, but no other model's.
+    in_the_way = models if same_run else foreign
     if in_the_way and not force:
         named = ", ".join(sorted(in_the_way)[:3]) + (f" and {len(in_the_way) - 3} more" if len(in_the_way) > 3 else "")
         raise ConfigError(
@@ -130,8 +133,8 @@ def _check_content(to: Path, mark: Mark, *, force: bool) -> set[str]:
     return own | models
 
 
-def _exchange(part: Path, to: Path, before: set[str], mark: Mark) -> None:
-    """Put the new files in place of the old ones; a kill in between leaves a mark that names both."""
+def _exchange(part: Path, to: Path, before: set[str], mark: ExportMark) -> None:
+    """Replace the old files by the new ones; a kill in between leaves a mark that names both."""
     new = {path.name for path in part.iterdir()}
     write_mark(to, replace(mark, files=tuple(sorted(before | new))))
     for name in before:
@@ -142,8 +145,8 @@ def _exchange(part: Path, to: Path, before: set[str], mark: Mark) -> None:
     write_mark(to, replace(mark, files=tuple(sorted(new))))
 
 
-def refuse_own_places(to: Path, run: Path, description: dict[str, Any]) -> None:
-    """Refuse a folder that the run, or the model it starts from, lives in; links are followed."""
+def refuse_own_folders(to: Path, run: Path, description: dict[str, Any]) -> None:
+    """Refuse the folder of the run, of its model or of its tokenizer as the target; links are followed."""
     real, root = to.resolve(), run.resolve()
     if real == root or real in root.parents:
         what = "the run's own folder" if real == root else f"a folder above the run {run}"
@@ -156,7 +159,7 @@ def refuse_own_places(to: Path, run: Path, description: dict[str, Any]) -> None:
 
 
 def description_of(checkpoint: Path, key: str) -> dict[str, Any]:
-    """Return what a checkpoint says of its model; CheckpointError where it says nothing."""
+    """Return a checkpoint's description of its model; CheckpointError if it has none."""
     description = manifest.read_facts(checkpoint).get(key)
     if not isinstance(description, dict) or not isinstance(description.get("config"), dict):
         raise CheckpointError(f"{checkpoint} says nothing of its model: it was not written by `ithaca train`")

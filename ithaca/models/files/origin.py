@@ -1,7 +1,8 @@
-"""The origin of a run: its model's config.json and, where adapters are trained, a digest of the weights below them.
+"""The origin of a run: its model's config.json and, with adapters, a digest of the base weights.
 
-A checkpoint of adapters holds the adapters alone, and the config is read anew at every start: a folder in which somebody
-has put another model since would go on, or be merged on export, as if nothing had been.
+A checkpoint of adapters holds the adapters alone, and every start reads the config again. If somebody has put another model
+into the folder since, training would go on with that model, or export would merge adapters into it. The origin is kept in
+checkpoints and compared:
 
     {"config": {"model_type": "llama", "rope_theta": 10000.0, ...}, "weights": "9f2c..." or None}
 
@@ -20,14 +21,14 @@ from ithaca.errors import CheckpointError
 from ithaca.models.files.safetensors_files import headers_of, weight_files
 
 ORIGIN = "origin"
-# What says nothing of the numbers that a model computes.
+# Keys that change no number that a model computes.
 _NAMES = frozenset(("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache"))
 _SAMPLE = 4096
 _SHOWN = 3
 
 
 def read_origin(folder: Path, *, weights: bool) -> dict[str, Any]:
-    """Return plain JSON of a model's folder; `weights`: with their digest."""
+    """Return the origin of a model's folder as plain JSON; `weights`: with their digest."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -38,26 +39,27 @@ def read_origin(folder: Path, *, weights: bool) -> dict[str, Any]:
 
 def digest_weights(folder: Path) -> str:
     """Return a digest of the folder's weights, the same however they are spread over files."""
-    lines = sorted(line for file in weight_files(folder) for line in _tensors(file))
+    lines = sorted(line for file in weight_files(folder) for line in _digest_tensors(file))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
-def _tensors(file: Path) -> list[str]:
+def _digest_tensors(file: Path) -> list[str]:
     """Return a line for each tensor of a safetensors file."""
     lines = []
     headers = headers_of(file)
     with file.open("rb") as opened:
         for name, header in headers.items():
             sample = hashlib.sha256()
-            for place in (header.start, (header.start + header.end) // 2):
-                opened.seek(place)
-                sample.update(opened.read(min(_SAMPLE, header.end - place)))
+            for start in (header.start, (header.start + header.end) // 2):
+                opened.seek(start)
+                sample.update(opened.read(min(_SAMPLE, header.end - start)))
             lines.append(f"{name} {header.dtype} {list(header.shape)} {sample.hexdigest()}")
     return lines
 
 
 def check_origin(saved: Any, now: dict[str, Any], folder: str | Path) -> None:
-    """Refuse to go on from a folder whose model is another one now; checkpoints of earlier versions say nothing of it."""
+    """Refuse to resume from a folder whose model has changed."""
+    # Checkpoints of earlier versions have no origin.
     if not saved:
         return
     before, after = saved["config"], now["config"]
@@ -74,7 +76,7 @@ def check_origin(saved: Any, now: dict[str, Any], folder: str | Path) -> None:
 
 
 def check_base(saved: Any, folder: Path) -> None:
-    """Refuse to merge adapters into other weights than those they were trained on."""
+    """Refuse to merge adapters into weights that they were not trained on."""
     if saved and saved["weights"] is not None and saved["weights"] != digest_weights(folder):
         raise CheckpointError(_other_weights(folder))
 

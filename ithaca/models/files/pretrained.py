@@ -1,10 +1,14 @@
-"""A pretrained model without its weights: config and modules from a folder or a hub name, parameters on the meta device.
+"""A pretrained model without its weights: config and modules of a folder or hub name, parameters on the meta device.
 
-`empty_model` costs no memory whatever the model's size; `parallelize` shards what is empty and
-`state.load.load_weights` fills each rank's part. Code from the folder is never run.
+    config = read_config(folder)            refused here if no model can be built of it
+    model = empty_model(config, dtype=...)  no memory, whatever the model's size
+    model = add_adapters(model, lora, ...)  if adapters are trained
+    parallelize(model, mesh)                shards the empty parameters
+    load_weights(model, folder)             each rank reads its part (read_weights.py)
 
-Invariant: buffers that no file holds (rotary frequencies, masks) are real and what transformers would have computed,
-and so are adapters, alike on every rank.
+Code from the folder never runs.
+
+Invariant: adapters, and buffers that no file holds (rotary frequencies, masks), have their values, the same on every rank.
 """
 
 from __future__ import annotations
@@ -26,22 +30,22 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ithaca.config.messages import check_folder, near_paths
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
-from ithaca.models.files.config_changes import check_shapes, lay_over
+from ithaca.models.files.config_changes import check_shapes, with_changes
 from ithaca.models.refusals.config_numbers import check_computed, check_numbers
 from ithaca.planning.model.config_check import Words, check_config, read_content
 from ithaca.planning.model.known_models import known_config, nearest_models
 
 CONFIG = "config.json"
-# What a causal language model is made of on the hub: no code, no pickles.
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+# Files of a causal language model on the hub to download: no code, no pickles.
+_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
 def find_folder(name: str, revision: str | None = None, *, typed: str = "model.name") -> Path:
-    """The local folder of a model: `name` itself if it is one, else the hub's files, fetched once.
+    """Return the local folder of a model: `name` itself, or a download from the hub.
 
-    `typed`: where the user gave the name, for what is said of it.
+    `typed`: the setting or option with the name, for error messages.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -53,7 +57,7 @@ def find_folder(name: str, revision: str | None = None, *, typed: str = "model.n
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = re.split(r"\. |\n", str(error).strip())[0][:200]
         near = ", ".join(nearest_models(name))
@@ -65,15 +69,15 @@ def find_folder(name: str, revision: str | None = None, *, typed: str = "model.n
 
 
 def known_model(name: str) -> PreTrainedConfig | None:
-    """The config of a model that the built-in table has under this name, without a folder or a network."""
+    """Return the config of a model in the built-in table, without a folder or a network; None if it is not there."""
     found = known_config(name)
     return None if found is None else AutoConfig.for_model(found.pop("model_type"), **found)
 
 
 def read_config(folder: str | Path, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """The config of a causal language model's folder; one that no model can be built with is refused, by the value.
+    """Return the config of a causal language model's folder; refuse one of which no model can be built.
 
-    `changes`: a run's own values, `model.config` of its file.
+    `changes`: `model.config` of a run file.
     """
     file = Path(folder) / CONFIG
     if not file.is_file():
@@ -88,40 +92,40 @@ def read_config(folder: str | Path, changes: Mapping[str, Any] | None = None) ->
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        # transformers raises whatever a class makes of a wrong value, and says what is wrong in the last line of several.
+        # transformers raises any exception for a wrong value; the last line of its message has the reason.
         reason = reason_of(error)
         kind = content["model_type"]
         raise CheckpointError(f"{file} is no config of a {kind} ({reason}): mend it, or copy the model anew") from error
     config = change_config(config, changes or {})
     check_numbers(config, file)
-    # A folder may name an attention whose package is not here. Ours takes its place, so none has to be.
+    # A folder may name an attention whose package is not installed. Ours replaces it, so it need not be.
     config._attn_implementation = None
-    # Half a second for the largest models, and no memory: better than after the data are prepared.
+    # Build it once now, in half a second and without memory, rather than fail after the data are prepared.
     with torch.device("meta"):
         build_causal(copy.deepcopy(config))
     return config
 
 
 def change_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config with a run's own values; what they may not be is refused as it is in a config.json."""
+    """Return the config with `model.config` of a run file; refuse values that a config.json may not have either."""
     if not changes:
         return config
-    changed = lay_over(config, changes)
+    changed = with_changes(config, changes)
     try:
         check_config(changed.to_dict(), transformers_words())
         check_shapes(config, changed, changes, build_causal)
     except UnsupportedError as error:
         raise ConfigError(f"model.config: {error}") from None
     except ConfigError as error:
-        said = str(error)
-        raise ConfigError(said if said.startswith("model.config") else f"model.config: {said}") from None
+        message = str(error)
+        raise ConfigError(message if message.startswith("model.config") else f"model.config: {message}") from None
     return changed
 
 
 @cache
 def transformers_words() -> Words:
-    """The names that the transformers installed here knows; a plan goes by `planning.config_words` instead."""
-    # No public name, and older versions have none; checked on 5.23.
+    """Return the names that the installed transformers knows; a plan, without transformers, has a table of its own."""
+    # A private name, which older versions do not have; checked on 5.23. Without it, old names of layer types are refused.
     older = getattr(configuration_utils, "_LEGACY_LAYER_TYPE_REMAP", {})
     return Words(
         causal=frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
@@ -132,14 +136,14 @@ def transformers_words() -> Words:
 
 
 def build_causal(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """A model of `config`, on the current default device; a config that transformers cannot build from is refused.
+    """Build a model of `config` on the current default device; refuse a config that transformers cannot build.
 
-    `options`: transformers' own (`dtype`). Nobody else in the library builds a user's model from a config.
+    `options`: transformers' own (`dtype`). Every model of a user's config is built here.
     """
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     except Exception as error:
-        # A model's code raises whatever a wrong value makes it do, down to torch's assertion on the padding's number.
+        # A model's code raises any exception for a wrong value, such as torch's assertion on padding_idx.
         raise UnsupportedError(
             f"{config.model_type}: no model can be built of this config ({reason_of(error)}): mend its {CONFIG}"
         ) from error
@@ -147,13 +151,13 @@ def build_causal(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def reason_of(error: Exception) -> str:
-    """The last line of what a library says, with the kind of error where that is all there is."""
+    """Return the error's type and the last line of its message, if it has one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:300]}" if lines else type(error).__name__
 
 
 def empty_model(source: str | Path | PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a folder or config, in training mode, its parameters on the meta device."""
+    """Return the model of a folder or config in training mode, its parameters on the meta device."""
     config = source if isinstance(source, PreTrainedConfig) else read_config(source)
     with torch.device("meta"):
         model = build_causal(config, dtype=dtype)
@@ -163,24 +167,24 @@ def empty_model(source: str | Path | PreTrainedConfig, *, dtype: torch.dtype) ->
 
 
 def fill_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no file holds, by transformers' own initialisation; weights on meta stay empty."""
+    """Compute the buffers that no file holds, by transformers' own initialization; weights stay on meta."""
     for key, buffer in list(model.named_non_persistent_buffers()):
         where, _, name = key.rpartition(".")
         model.get_submodule(where)._buffers[name] = torch.empty_like(buffer, device="cpu")
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
-    # On the meta device initialising a weight does nothing and costs nothing.
+    # Initializing a weight on the meta device costs nothing. `_is_hf_initialized` would skip it (checked on 5.23).
     model.initialize_weights()
 
 
-def check_adapters(config: PreTrainedConfig, lora: Lora) -> None:
-    """Refuse targets that get no adapter here; on the meta device, so it costs no memory."""
+def check_adapters(config: PreTrainedConfig, lora: LoraSettings) -> None:
+    """Refuse `lora.targets` that get no adapter; on the meta device, so it costs no memory."""
     with torch.device("meta"):
         _put_adapters(build_causal(copy.deepcopy(config)), lora)
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
-    """Put LoRA adapters on a model, before `parallelize`; the rest of it is frozen. A function of `seed` alone."""
+def add_adapters(model: PreTrainedModel, lora: LoraSettings, *, seed: int) -> nn.Module:
+    """Put LoRA adapters on a model before `parallelize`, drawn from `seed` alone, and freeze everything else."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted, layers = _put_adapters(model, lora)
@@ -189,8 +193,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
     return adapted
 
 
-def _put_adapters(model: PreTrainedModel, lora: Lora) -> tuple[nn.Module, dict[str, Any]]:
-    """The model with adapters, and the layers that have one by name."""
+def _put_adapters(model: PreTrainedModel, lora: LoraSettings) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model with adapters, and the layers that have one, by name."""
     try:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
@@ -216,20 +220,20 @@ def _put_adapters(model: PreTrainedModel, lora: Lora) -> tuple[nn.Module, dict[s
     return adapted, layers
 
 
-def _check_names(layers: dict[str, nn.Module], lora: Lora) -> None:
-    """Refuse a target that no layer is called: beside one that is there peft passes it by without a word."""
+def _check_names(layers: dict[str, nn.Module], lora: LoraSettings) -> None:
+    """Refuse a target that no layer is named after: peft ignores it if another target is found."""
     if isinstance(lora.targets, str):
         return
-    there = sorted({name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)})
+    names = sorted({name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D)})
     for target in lora.targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
-            near = difflib.get_close_matches(target, there, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(there)}"
+            near = difflib.get_close_matches(target, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ConfigError(f"lora.targets: no layer of this model is called {target!r}: {hint}")
 
 
-def _check_targets(model: PreTrainedModel, layers: dict[str, Any], lora: Lora) -> None:
-    """Refuse an adapter that would be passed by in training, or not be merged on export."""
+def _check_targets(model: PreTrainedModel, layers: dict[str, Any], lora: LoraSettings) -> None:
+    """Refuse an adapter that training would bypass, or that export would not merge."""
     from peft.tuners.lora import Linear
 
     head = model.get_output_embeddings()
@@ -247,7 +251,7 @@ def _check_targets(model: PreTrainedModel, layers: dict[str, Any], lora: Lora) -
 
 
 def _fill_adapter(layer: Any) -> None:
-    """Adapters follow their weight to the meta device, which takes their values: draw them anew."""
+    """Allocate and draw an adapter: peft put it on the meta device, beside its weight."""
     for name in ("lora_A", "lora_B"):
         getattr(layer, name)["default"].to_empty(device="cpu")
     layer.reset_lora_parameters("default", True)

@@ -1,11 +1,14 @@
 """`load_weights`: each rank reads its own part of a Hugging Face folder's safetensors, straight into its shards.
 
-The model may be empty (on the meta device) and sharded already. Names and shapes are checked against the files'
-headers first, on meta tensors and by transformers' own mapping, so that a wrong folder is refused before anything is
-read. A weight that is a plain tensor in a file is read slice by slice; one that transformers makes of several (experts
-stacked, projections fused or cut) is made one at a time, of this rank's experts only where that is possible.
+    model.safetensors                            rank 0            rank 1
+      q_proj.weight [4096, 4096]          ->     rows 0:2048       rows 2048:4096     slices, 8 MiB at a time
+      experts.0.w1 ... experts.7.w1       ->     experts 0:4       experts 4:8        stacked by transformers' conversion
+      gate_proj, up_proj                  ->     fused whole, then this rank's rows
 
-Invariant: at no time does a rank hold more than its shards, one such weight, and a few MiB of the files' pages.
+The model may be on the meta device and sharded already. Names and shapes are checked against the files' headers first, so
+that a wrong folder is refused before anything is read (`weight_sources.py`).
+
+Invariant: at no time does a rank hold more than its shards, one converted weight, and a few MiB of the files' pages.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ _PIECE = 8 * 2**20
 def load_weights(model: nn.Module, folder: str | PathLike[str]) -> None:
     """Fill `model` (empty or not, sharded or not, with adapters or not) with the folder's weights, in place.
 
-    Missing, unexpected or differently shaped weights raise CheckpointError before anything is read, and so do types
-    that cannot be trained; a weight with NaN or infinity does when it is read. Adapters keep their values. Every rank
-    calls it, and what one rank finds in its part ends all of them alike.
+    Missing, unexpected or misshapen weights raise CheckpointError before anything is read, and so do types that cannot be
+    trained; NaN or infinity raise it when they are read. Adapters keep their values. Every rank calls this function, and
+    an error on one rank is raised on all.
     """
     on_all_ranks(lambda: _load(model, folder))
 
@@ -58,10 +61,7 @@ def _load(model: nn.Module, folder: str | PathLike[str]) -> None:
 
 
 def read_generation(base: Any, folder: Path) -> None:
-    """Read the folder's settings of text generation, to be saved again with the model.
-
-    transformers reads settings that it refuses to write: better refused here than when the training is over.
-    """
+    """Read the folder's generation config, which is saved again with the model; refuse one that cannot be saved."""
     from transformers import GenerationConfig
 
     file = folder / "generation_config.json"
@@ -69,9 +69,10 @@ def read_generation(base: Any, folder: Path) -> None:
         return
     try:
         base.generation_config = GenerationConfig.from_pretrained(str(folder))
+        # transformers reads settings that it refuses to write: without this line, training would end with the refusal.
         base.generation_config.validate(strict=True)
     except Exception as error:
-        # The file may hold anything, and transformers raises whatever its code makes of that.
+        # transformers raises any exception for a wrong value.
         lines = [line.removeprefix("- ") for line in str(error).splitlines() if line.strip()]
         reason = lines[min(1, len(lines) - 1)] if lines else type(error).__name__
         raise CheckpointError(
@@ -80,9 +81,9 @@ def read_generation(base: Any, folder: Path) -> None:
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill `model` with random weights: those of `from_config` in one process after `torch.manual_seed(seed)`.
+    """Fill `model` with the random weights of `from_config` in one process after `torch.manual_seed(seed)`.
 
-    Rank 0 draws them all and sends them one by one; every rank calls it. Adapters keep their values.
+    Rank 0 draws all weights and broadcasts them one by one; every rank calls this function. Adapters keep their values.
     """
     base = base_of(model)
     materialize(model)
@@ -94,22 +95,22 @@ def init_weights(model: nn.Module, seed: int) -> None:
             drawn = dict(twin_of(base, device="cpu").state_dict())
     with torch.no_grad():
         for key, home in homes.items():
-            # Only where ranks are joined can it be sent; weights kept on the host are joined on the device.
-            place = home.device_mesh.device_type if isinstance(home, DTensor) else home.device
-            whole = drawn[key].to(place) if drawn else torch.empty(home.shape, dtype=home.dtype, device=place)
+            # Broadcast on the mesh's device, even if the weight lives on the host: NCCL takes no host tensors.
+            device = home.device_mesh.device_type if isinstance(home, DTensor) else home.device
+            whole = drawn[key].to(device) if drawn else torch.empty(home.shape, dtype=home.dtype, device=device)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(whole, src=0)
             local(home).copy_(whole[bounds(home)])
 
 
 def base_of(model: nn.Module) -> Any:
-    """The transformers model itself, taken out of a PEFT model."""
+    """Return the transformers model itself, without a PEFT model around it."""
     inner: Any = model
     return inner.get_base_model() if hasattr(model, "peft_config") else inner
 
 
 def twin_of(base: Any, device: str = "meta") -> Any:
-    """A plain model of the same config and dtype: transformers' own names, shapes and ties, whatever wraps `base`."""
+    """Return a plain model of the same config and dtype, with transformers' own names, shapes and ties."""
     import copy
 
     from transformers import AutoModelForCausalLM
@@ -121,23 +122,23 @@ def twin_of(base: Any, device: str = "meta") -> Any:
 
 
 def plain_name(key: str) -> str:
-    """A weight's name without what adapters put around it."""
+    """Return a weight's name without the prefix of adapters."""
     return key.replace(".base_layer.", ".")
 
 
 def _homes(base: Any) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by transformers' names, once each."""
+    """Return parameters and persistent buffers by transformers' names, each once."""
     homes: dict[str, Tensor] = {plain_name(key): p for key, p in base.named_parameters() if ".lora_" not in key}
     kept = base.state_dict().keys()
     return homes | {plain_name(key): buffer for key, buffer in base.named_buffers() if key in kept}
 
 
 def materialize(model: nn.Module) -> None:
-    """Give what is on the meta device memory where it belongs; its values are whatever was there before."""
+    """Allocate parameters and buffers that are on the meta device, uninitialized, on the device they belong to."""
     home = home_of(model) or torch.device("cpu")
     sharded = any(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     if sharded:
-        # FSDP2 takes note of it, and torch swaps DTensors in place: tied weights stay tied.
+        # `_apply` swaps DTensors in place, so tied weights stay tied, and FSDP2 sees the change.
         model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
         return
     made: dict[Tensor, Tensor] = {}
@@ -154,13 +155,13 @@ def materialize(model: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory with the whole."""
+    """Return this rank's shard of a tensor, or the tensor itself; memory is shared."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """The weights to be filled by transformers' names, the other names of tied ones, and those that have their values."""
+    """State of a load. `homes`: tensors to fill, by transformers' names. `tied`: other names of tied weights."""
 
     homes: dict[str, Tensor]
     tied: dict[str, str]
@@ -184,14 +185,14 @@ def _fill(group: Group, filling: _Filling, reader: TensorReader, twin: Any) -> N
 
 
 def _put(target: str, filling: _Filling, key: str, reader: TensorReader) -> None:
-    """Read one plain weight. Where the files hold a tied one under both names, the second is compared with the first."""
+    """Read one plain weight; a tied weight that the files hold twice is compared with what was read first."""
     source = filling.tied.get(target, target)
     home = filling.homes[source]
     own = local(home)
-    again = source in filling.filled
+    is_second = source in filling.filled
     for at, where in _pieces(own, bounds(home)):
         read = check_finite(reader.part(key, where), key, reader.headers[key].file)
-        if not again:
+        if not is_second:
             own[at].copy_(read)
         elif not torch.equal(own[at], read.to(own)):
             raise different_copies(source, filling.tied)
@@ -199,7 +200,7 @@ def _put(target: str, filling: _Filling, key: str, reader: TensorReader) -> None
 
 
 def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
-    """Return the error of files that hold a tied weight twice, and not the same."""
+    """Return the error for files that hold a tied weight twice with different values."""
     return CheckpointError(
         f"{' and '.join(tied_to(source, tied))} are one weight by the config, but the files hold different ones: "
         "set tie_word_embeddings to false in config.json"
@@ -207,7 +208,7 @@ def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
 
 
 def _pieces(own: Tensor, where: tuple[slice, ...]) -> Iterator[tuple[Any, tuple[slice, ...]]]:
-    """A shard in blocks of rows of at most `_PIECE` bytes: where each lies in the shard, and where in the whole."""
+    """Yield blocks of rows of at most `_PIECE` bytes, as an index of the shard and one of the whole tensor."""
     if not where:
         yield ..., where
         return
@@ -219,12 +220,12 @@ def _pieces(own: Tensor, where: tuple[slice, ...]) -> Iterator[tuple[Any, tuple[
 
 
 def tied_to(source: str, tied: dict[str, str]) -> list[str]:
-    """All names of one weight."""
+    """Return all names of one weight."""
     return [source, *(other for other, its in tied.items() if its == source)]
 
 
 def _own_experts(group: Group, homes: dict[str, Tensor]) -> range | None:
-    """The experts of this rank, where a stack of them is cut along the stack and nowhere else."""
+    """Return the experts of this rank; None unless a stack of experts is sharded along the stack alone."""
     if not group.stacked:
         return None
     (target,) = group.targets
@@ -234,7 +235,7 @@ def _own_experts(group: Group, homes: dict[str, Tensor]) -> range | None:
 
 
 class WholeWeights:
-    """A folder's weights by transformers' names in memory, made whole one at a time."""
+    """Weights of a folder by transformers' names, converted one at a time."""
 
     def __init__(self, twin: Any, folder: Path) -> None:
         self._twin = twin
@@ -243,7 +244,7 @@ class WholeWeights:
         self._groups = {target: group for group in groups for target in group.targets}
 
     def whole(self, key: str) -> Tensor:
-        """The weight `key`, on the host."""
+        """Return the weight `key`, on the host."""
         group = self._groups[key]
         with TensorReader(self._headers) as reader:
             read = {key: reader.whole(key).clone() for key in group.keys}

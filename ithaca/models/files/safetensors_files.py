@@ -1,9 +1,9 @@
-"""Safetensors: where each tensor of a folder lies, ranges of them, and files of whole tensors.
+"""Safetensors files: the position of every tensor in a folder, reading of ranges, and writing of whole tensors.
 
     model-00001-of-00002.safetensors    8 bytes of length, a JSON header, the tensors' bytes
     model.safetensors.index.json        which tensor is in which file, where there are several
 
-Headers are read first; what is damaged or incomplete is refused then, before anything else is done.
+Headers are read first, and a damaged or incomplete file is refused then.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ithaca.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Mapped pages count as this process's memory until the file is closed: close and open again after so many bytes.
+# Bytes that are read before a file is closed and opened again: its mapped pages count as this process's memory until then.
 _MAPPED = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One tensor of a file; `dtype` as safetensors names it, `start` and `end` as bytes of the file."""
+    """One tensor of a file; `dtype` by safetensors' name, `start` and `end` in bytes of the file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ def headers_of(file: Path) -> Headers:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors that the folder's weights are in."""
+    """Return the safetensors files of the folder's weights."""
     if (folder / INDEX).is_file():
         try:
             named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
@@ -88,7 +88,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 @dataclass(slots=True)
 class TensorReader:
-    """Read tensors of open files, which are closed again before more than `_MAPPED` bytes are read."""
+    """Reader of tensors that keeps files open, until `_MAPPED` bytes are read."""
 
     headers: Headers
     opened: dict[Path, Any] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class TensorReader:
         return read
 
     def close(self) -> None:
-        """Close all files; tensors that were read keep the pages that they lie in."""
+        """Close all files; tensors that were read keep their pages."""
         self.opened.clear()
         self.stack.close()
         self.mapped = 0
@@ -138,19 +138,17 @@ def _unreadable(file: Path, error: Exception) -> CheckpointError:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one file of whole tensors, as transformers marks it."""
+    """Write one file of whole tensors, with transformers' metadata."""
     with modes_of_umask(path.parent, (path.name,)):
-        # A tensor may be a view of a fused one: clone it, safetensors stores whole tensors only.
+        # A tensor may be a view of a fused one; safetensors stores contiguous tensors only.
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 @contextmanager
 def modes_of_umask(folder: Path, names: tuple[str, ...] = ("*.safetensors",)) -> Iterator[None]:
-    """Give the files that are written inside the mode that `open` gives: safetensors 0.8 leaves them at 600.
-
-    The umask cannot be read without changing it for other threads; a file made here has it.
-    """
+    """Give files that are written inside the context the usual mode; safetensors 0.8 leaves them at 600."""
     folder.mkdir(parents=True, exist_ok=True)
+    # The umask cannot be read without changing it for other threads, so a probe file shows the mode.
     probe = folder / ".mode.part"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

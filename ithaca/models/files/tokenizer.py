@@ -1,7 +1,7 @@
-"""A tokenizer by name: a folder, a hub name, or "embedded".
+"""Tokenizers by name: a folder, a hub name, or "embedded".
 
-Nothing that comes with a tokenizer runs: no remote code, and chat templates are rendered in transformers' sandbox.
-Invariant: what comes back gives offsets, because chat masks are read off them; what cannot is refused here.
+No code of a tokenizer's folder runs: no remote code, and chat templates are rendered in transformers' sandbox.
+Invariant: every tokenizer gives offsets, from which chat masks are made; a slow tokenizer, which gives none, is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ithaca.models.files.embedded import EMBEDDED, embedded_tokenizer
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer that a folder or a hub name holds; a user's mistake is a DataError that says what to do."""
+    """Return the tokenizer of a folder or a hub name; DataError if none can be loaded."""
     if name == EMBEDDED:
         return embedded_tokenizer()
     folder = Path(name).expanduser()
@@ -26,10 +26,10 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
             str(folder) if folder.is_dir() else name, revision=revision, trust_remote_code=False
         )
         if tokenizer.is_fast:
-            # A file that loads may still hold no vocabulary to encode with.
+            # A file may load and still have no vocabulary to encode with.
             tokenizer(_TRIED, return_offsets_mapping=True)
     except BaseException as error:
-        # A broken file makes transformers raise anything, and a panic of the tokenizers library is no Exception.
+        # transformers raises anything for a broken file, and a panic of the tokenizers library is no Exception.
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]

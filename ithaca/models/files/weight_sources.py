@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face folder that make each weight of a model, checked before any of them is read.
+"""The tensors of a Hugging Face folder that make each weight of a model, checked before any tensor is read.
 
-The mapping from names on disk to names in memory is transformers' own (`conversion.py`); run on meta tensors it gives
-every weight's shape, so that what is missing, unexpected or of another shape is known beforehand.
+The mapping from names on disk to names in memory is transformers' own (`conversion.py`). Run on meta tensors, it gives
+every weight's shape, so that missing, unexpected and misshapen weights are refused by the files' headers alone.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ _NAMED = 5
 
 
 def plan_groups(twin: Any, headers: Headers, folder: Path) -> list[Group]:
-    """Return the tensors that make each weight, in the order of the files; CheckpointError unless they make exactly
-    the weights of `twin`."""
+    """Return the tensors that make each weight, in the order of the files.
+
+    Raise CheckpointError unless they make exactly the weights of the model `twin`.
+    """
     groups = group_by_weight(twin, headers)
     state = twin.state_dict()
-    wanted = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    expected = {key: tuple(tensor.shape) for key, tensor in state.items()}
     unexpected: list[str] = []
     for group in list(groups):
-        if group.name not in wanted:
+        if group.name not in expected:
             unexpected += group.keys
             groups.remove(group)
             continue
         group.targets = _shapes(group, twin, headers, folder)
     made = {name: shape for group in groups for name, shape in group.targets.items()}
-    _refuse(folder, "misses", _missing(twin, wanted, made))
-    _refuse(folder, "has, unexpectedly,", not_ignored(twin, unexpected + sorted(made.keys() - wanted.keys())))
+    _refuse(folder, "misses", _missing(twin, expected, made))
+    _refuse(folder, "has, unexpectedly,", not_ignored(twin, unexpected + sorted(made.keys() - expected.keys())))
     wrong = [
-        f"{key} {list(made[key])} for {list(wanted[key])}"
-        for key in wanted
-        if made.get(key, wanted[key]) != wanted[key]
+        f"{key} {list(made[key])} for {list(expected[key])}"
+        for key in expected
+        if made.get(key, expected[key]) != expected[key]
     ]
     _refuse(folder, "has of another shape", wrong)
     trained = {
@@ -64,11 +66,11 @@ def _shapes(group: Group, twin: Any, headers: Headers, folder: Path) -> dict[str
         ) from error
 
 
-def _missing(twin: Any, wanted: dict[str, Any], made: dict[str, Any]) -> list[str]:
-    """Return the weights that nothing makes; of tied weights one is enough."""
+def _missing(twin: Any, expected: dict[str, Any], made: dict[str, Any]) -> list[str]:
+    """Return the weights that no tensor makes; one name of a tied weight is enough."""
     tied: dict[str, str] = dict(twin.all_tied_weights_keys)
-    there = {tied.get(key, key) for key in made}
-    return [key for key in wanted if tied.get(key, key) not in there]
+    present = {tied.get(key, key) for key in made}
+    return [key for key in expected if tied.get(key, key) not in present]
 
 
 def _refuse(folder: Path, what: str, names: list[str]) -> None:

@@ -1,8 +1,13 @@
-"""`save_pretrained`: the folder transformers would write, written shard by shard.
+"""`save_pretrained`: the folder that transformers would write, gathered and written layer by layer.
 
-Rank 0 writes; at no time does it hold more than one file's tensors and one layer. Names, file cuts and tied weights
-are those of transformers: its own conversion (fused experts back to one tensor each, for instance) is run once on
-meta tensors to plan the files, and then layer by layer on the gathered weights.
+    every rank   layer 0 -> gather     layer 1 -> gather     ...
+    rank 0                  convert               convert         -> pending tensors -> model-00001-of-00003.safetensors.part
+    at the end   all .part files are renamed; older files of the model are removed
+
+Names, file sizes and tied weights are those of transformers: its own conversion (fused experts back to one tensor each, for
+instance) runs once on meta tensors to plan the files, and then on each gathered layer.
+
+Invariant: rank 0 holds one file's tensors and one layer at most, and after a failure the older model is still there.
 """
 
 from __future__ import annotations
@@ -37,9 +42,9 @@ _ADAPTER = "adapter_config.json"
 
 @named_arguments
 def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_size: str | int = "50GB") -> None:
-    """Write config and weights in the standard format; every rank calls it. A PEFT model writes its adapter.
+    """Write config and weights in the standard format; every rank calls this function. A PEFT model writes its adapter.
 
-    What the folder held before is replaced only once all files are written; if rank 0 cannot write, every rank raises.
+    Older files in the folder are replaced only once all new files are written; if rank 0 cannot write, every rank raises.
     """
     check_kind("model", model, nn.Module, "pass the model first, as in save_pretrained(model, folder)")
     check_kind("folder", folder, str | PathLike, "pass a path, as in save_pretrained(model, 'out')")
@@ -48,7 +53,7 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
     limit = _read_size(max_shard_size)
     base: Any = model.module if isinstance(model, DistributedDataParallel) else model
     target = Path(folder)
-    # Weights cannot be listed in inference mode.
+    # FSDP2's state dict cannot be made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         if not hasattr(base, "config"):
             raise UnsupportedError(
@@ -62,7 +67,7 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], *, max_shard_
 
 
 def _read_size(given: object) -> int:
-    """Return the largest size of a file in bytes, from a number or a text such as "5GB"."""
+    """Return a file's largest size in bytes, from a number or a text such as "5GB"."""
     try:
         size = parse_bytes(given)
     except ValueError:
@@ -83,27 +88,27 @@ def write_model(
     max_shard_size: str | int = "50GB",
     alone: bool = False,
 ) -> None:
-    """Write `base` layer by layer; `fetch` gives a weight's whole tensor, on the host of rank 0, when it is its turn.
+    """Write `base` layer by layer; `fetch` returns a weight's whole tensor on the host of rank 0.
 
-    `alone`: this rank writes by itself, whatever other ranks there are.
+    `alone`: this rank writes by itself, without other ranks.
     """
     _on_rank_0(target, lambda: _prepare_folder(target, whole=True), alone)
     _describe(base)
     groups = _layers(base)
     plan, total = _plan_files(base, groups, max_shard_size)
-    writer = _Writer(target, plan)
+    writer = _FileWriter(target, plan)
     for group in _as_filed(base, groups, plan):
         whole = {key: fetch(key, tensor) for key, tensor in group.items()}
         if alone or _rank() == 0:
             writer.take(base, whole)
-        # Or this layer would still be held while the next one is gathered.
+        # Free this layer before the next one is gathered.
         del whole
     _on_rank_0(target, lambda: writer.finish(base, total), alone)
 
 
 @dataclass(slots=True)
-class _Writer:
-    """Rank 0's side: keeps tensors until their file is complete, and a failure until all ranks can hear of it."""
+class _FileWriter:
+    """Files on rank 0. `pending`: tensors whose file is incomplete. `failure`: an error to raise on all ranks at the end."""
 
     target: Path
     plan: dict[str, list[str]]
@@ -112,8 +117,9 @@ class _Writer:
     failure: Exception | None = None
 
     def take(self, base: Any, layer: dict[str, Tensor]) -> None:
-        """Write the files this layer completes. After a failure nothing more is kept, but the gathers go on."""
+        """Write the files that this layer completes."""
         if self.failure is not None:
+            # The other ranks go on with their gathers and learn of the failure in `finish`.
             return
         try:
             self.pending |= names_on_disk(base, layer)
@@ -127,7 +133,7 @@ class _Writer:
             self.pending.clear()
 
     def finish(self, base: Any, total: int) -> None:
-        """Put the new files in the place of the old ones."""
+        """Replace the old files by the new ones, or raise the failure."""
         if self.failure is not None:
             for part in self.target.glob("model*" + _PART):
                 part.unlink()
@@ -143,7 +149,7 @@ class _Writer:
 
 
 def _on_rank_0(target: Path, action: Callable[[], object], alone: bool = False) -> None:
-    """Run `action` there, and raise on every rank if it fails: none waits for a writer that has given up."""
+    """Run `action` on rank 0, and raise on every rank if it fails."""
 
     def failed(error: Exception) -> Exception:
         advice = ": make room there, or name another folder" if isinstance(error, OSError | SafetensorError) else ""
@@ -153,7 +159,7 @@ def _on_rank_0(target: Path, action: Callable[[], object], alone: bool = False) 
 
 
 def _layers(base: Any) -> list[dict[str, Tensor]]:
-    """The state dict in pieces: a decoder layer each, and each other weight alone."""
+    """Return the state dict in pieces: each decoder layer, and each other weight alone."""
     left_out = not_written(base)
     state = {key: tensor for key, tensor in base.state_dict().items() if key not in left_out}
     groups: dict[str, dict[str, Tensor]] = {}
@@ -182,9 +188,9 @@ def _plan_files(
 
 
 def _as_filed(base: Any, groups: list[dict[str, Tensor]], plan: dict[str, list[str]]) -> list[dict[str, Tensor]]:
-    """The groups in the order of the files they go to, which a conversion may have changed: few files wait at once."""
-    place = {key: at for at, key in enumerate(key for keys in plan.values() for key in keys)}
-    return sorted(groups, key=lambda group: min(place[key] for key in names_on_disk(base, _on_meta(group))))
+    """Return the groups in the order of their files, which a conversion may change: few files stay incomplete."""
+    order = {key: at for at, key in enumerate(key for keys in plan.values() for key in keys)}
+    return sorted(groups, key=lambda group: min(order[key] for key in names_on_disk(base, _on_meta(group))))
 
 
 def _on_meta(group: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -192,17 +198,20 @@ def _on_meta(group: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """The whole tensor, on the host of the rank that writes; all ranks take part in the gather."""
+    """Return the whole tensor on the host of rank 0, a meta tensor elsewhere; all ranks take part."""
     whole: Any = tensor
     if isinstance(tensor, DTensor):
-        # Shards kept on the host go by way of the device: that is where ranks are joined.
+        # Shards on the host go by way of the device: NCCL takes no host tensors.
         whole = tensor.to(tensor.device_mesh.device_type)
         whole = whole.full_tensor()
     return whole.detach().cpu() if _rank() == 0 else whole.detach().to("meta")
 
 
 def _prepare_folder(target: Path, *, whole: bool = False) -> None:
-    """Make the folder; `whole`: for a whole model, which transformers would not load from beside an adapter."""
+    """Make the folder and remove unfinished files.
+
+    `whole`: for a whole model, which transformers would not load from a folder with an adapter.
+    """
     if target.is_file():
         raise IthacaError("it is a file, a folder is needed")
     target.mkdir(parents=True, exist_ok=True)
@@ -227,7 +236,7 @@ def _write_rest(base: Any, target: Path, plan: dict[str, list[str]], total: int)
 
 
 def _describe(base: Any) -> None:
-    """Put into the config what transformers puts there when it saves."""
+    """Set the config's architectures and dtype, as transformers does when it saves."""
     base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
     base.config.dtype = str(next(p.dtype for p in base.parameters() if p.is_floating_point())).removeprefix("torch.")
 
@@ -245,9 +254,9 @@ def _save_adapter(model: Any, target: Path) -> None:
 
 
 def _kept_by_adapters(model: Any, state: dict[str, Tensor]) -> set[str]:
-    """The names, in the model, of what PEFT writes for any of the model's adapters.
+    """Return the model's names of the tensors that PEFT writes for any of its adapters.
 
-    PEFT is handed these names and not those of its files, which say no more which adapter a tensor belongs to.
+    Names in PEFT's files are of no use here: they do not contain the adapter's name.
     """
     from peft import get_peft_model_state_dict
 
@@ -256,7 +265,7 @@ def _kept_by_adapters(model: Any, state: dict[str, Tensor]) -> set[str]:
     for adapter in model.peft_config:
         for tensor in get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter).values():
             if id(tensor) not in names:
-                # Made from others, of which nothing is known here.
+                # Computed from unknown tensors: keep all.
                 return set(state)
             found.add(names[id(tensor)])
     return found

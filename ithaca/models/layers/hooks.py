@@ -17,7 +17,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves
 
 from ithaca.errors import UnsupportedError
-from ithaca.models.handed_out import current_backward, leaves_below, mark_copies
+from ithaca.models.reduction_marks import current_backward, leaves_below, mark_copies
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # transformers leaves these on a model once it has recorded outputs; they look on, and only while it records. Ours look

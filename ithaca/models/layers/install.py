@@ -22,7 +22,7 @@ from ithaca.memory.layer_function import LayerResult
 from ithaca.memory.replay import Layer
 from ithaca.memory.replay_guard import adapters_now
 from ithaca.memory.tiles import Unit
-from ithaca.models.bound import LAYOUT, Binding, logger, unsharded
+from ithaca.models.bound import CALL, Binding, logger, unsharded
 from ithaca.models.discover.passing import found_by, watching
 from ithaca.models.discover.roles import UnitRole, norms_around, shapes
 from ithaca.models.discover.trials import roles_of
@@ -46,7 +46,7 @@ class LayerRunner:
     aside: list[Tensor] = field(default_factory=list)
 
     def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> LayerResult:
-        own = kwargs.get(LAYOUT) or self.binding.call
+        own = kwargs.get(CALL) or self.binding.call
         if own is None:
             try:
                 return LayerResult(self.forward(*args, **kwargs), [], [])
@@ -55,8 +55,8 @@ class LayerRunner:
                 self.aside.clear()
         tape = Tape([Anchor.of(anchors)], replaying=True) if anchors else None if self.keeps else Tape()
         call = AttentionCall(own.layout, tape)
-        if LAYOUT in kwargs:
-            kwargs = {**kwargs, LAYOUT: call}
+        if CALL in kwargs:
+            kwargs = {**kwargs, CALL: call}
         before, self.binding.call = self.binding.call, call
         self.value, self.aside = value, []
         try:

@@ -17,7 +17,7 @@ from ithaca.planning.plan import Decided, Job, MemoryPlan
 from ithaca.planning.search.advice import LIBRARY, Words, explain
 from ithaca.planning.search.choose import FREE, choose_plan
 from ithaca.planning.terms.memory_terms import Memory, memory_of
-from ithaca.quantities import parse_bytes, show_bytes, write_bytes
+from ithaca.quantities import bytes_setting, parse_bytes, show_bytes
 
 # Shares of what the failed plan takes, tried from above.
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -81,7 +81,7 @@ def _change(sizes: ModelSizes, job: Job, memory: Memory, host: int, words: Words
     # A plan that was given whole goes by no budget.
     decided, first = (FREE, f"{words.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
     for share in SHARES:
-        budget = write_bytes(share * memory.device_bytes)
+        budget = bytes_setting(share * memory.device_bytes)
         limit = cast(int, parse_bytes(budget))
         try:
             smaller = choose_plan(sizes, job, limit, host, decided, words=words)

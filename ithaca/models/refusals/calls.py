@@ -1,4 +1,4 @@
-"""What a sharded pass does not take: arguments, settings around it, and what reaches its attention."""
+"""Refusals of a forward pass over shards: arguments, autocast, gradient checkpointing, and calls of attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
 
-# What transformers hands to every attention function and what changes nothing about the result. `position_ids`
-# are in the layout; the router and cache flags are for other modules.
+# Keyword arguments that transformers passes to every attention function and that change no result: `position_ids` are in
+# the layout; the router and cache flags are for other modules.
 _HARMLESS = {
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
     "return_dict", "num_items_in_batch", "logits_to_keep", "past_key_values", "position_embeddings",
@@ -19,6 +19,7 @@ _HARMLESS = {
 
 
 def refuse_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse arguments of a model's call that make no sense for a shard."""
     refusals = {
         "attention_mask": "the layout already carries padding and documents: pass the whole batch to shard_batch",
         "labels": "a shard's labels must be shifted before cutting: use ithaca.causal_loss(model, batch, mesh)",
@@ -37,7 +38,8 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def refuse_autocast(model: PreTrainedModel, device: str) -> None:
-    """Weights are gathered by now, in what they are computed in; autocast to that very dtype is harmless."""
+    """Refuse torch.autocast to another dtype than the model computes in."""
+    # FSDP2 has gathered weights by now, so this is the dtype that they compute in.
     own = model.dtype
     if is_autocast_enabled(device) and get_autocast_dtype(device) != own:
         raise UnsupportedError(
@@ -47,23 +49,24 @@ def refuse_autocast(model: PreTrainedModel, device: str) -> None:
 
 
 def checkpoints(model: nn.Module) -> bool:
-    """Whether transformers runs layers again."""
+    """True if transformers recomputes layers (its gradient checkpointing)."""
     return model.training and is_checkpointing(model)
 
 
 def is_checkpointing(model: nn.Module) -> bool:
-    """The flags themselves: transformers 5.23 gave its property and its calls another name."""
+    """True if transformers' gradient checkpointing is switched on, in training or not."""
+    # The modules' flags, because transformers 5.23 renamed its property.
     return any(module.__dict__.get("gradient_checkpointing", False) for module in model.modules())
 
 
 def checkpointing_off(model: nn.Module) -> str:
-    """What the call is named that turns it off."""
+    """Return the name of the method that switches gradient checkpointing off."""
     new = "activation_checkpointing_disable"
     return new if hasattr(model, new) else "gradient_checkpointing_disable"
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
-    """Two that run layers again: transformers' gradient checkpointing, and ours."""
+    """Refuse transformers' gradient checkpointing beside a memory plan: both would recompute layers."""
     if checkpoints(model):
         raise UnsupportedError(
             "transformers' gradient checkpointing is on beside Ithaca's memory modes, which replace it: call "
@@ -79,6 +82,7 @@ def check_call(
     dropout: float,
     extra: dict[str, Any],
 ) -> None:
+    """Refuse a call of attention with a mask, dropout, a cache, or unknown arguments."""
     name = type(module).__name__
     if mask is not None:
         raise UnsupportedError(

@@ -1,6 +1,6 @@
-"""torch.compile on a model or a part of it, which is refused before parallelize and after it.
+"""Refusal of torch.compile on a model or a part of it, before and after parallelize.
 
-Hooks, collectives and layers that are run again are no part of what a graph keeps, and no parity run covers it.
+A compiled graph does not contain hooks, collectives and recomputed layers, and no parity test covers it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ithaca.errors import UnsupportedError
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """torch.compile on a bound model."""
+    """Refuse a bound model that was compiled."""
     if compiled_within(model) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} was compiled after parallelize, which no parity run covers: pass the model itself; "
@@ -20,7 +20,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def compiled_within(model: nn.Module) -> str | None:
-    """The name of the first module that torch.compile was put on, "" for the model itself; None where it is on none."""
+    """Return the name of the first compiled module, "" for the model itself; None if there is none."""
     compiled = (
         key for key, m in model.named_modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None
     )

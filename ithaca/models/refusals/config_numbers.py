@@ -1,6 +1,6 @@
-"""Numbers of a config from which no model can compute: refused by name, and by what the built model holds.
+"""Refusal of numbers in a config that make every loss NaN: by name, and in the buffers of the built model.
 
-transformers takes a `rope_theta` of 0 and rotates by infinity; every loss is NaN then, and every step would be skipped.
+For example, transformers accepts a `rope_theta` of 0 and rotates by infinity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ithaca.errors import CheckpointError
 _ABOVE_ZERO = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "logits_scaling", "logit_scale")
 _ABOVE_ZERO_ENDS = ("_theta", "softcapping", "softcap")
 _EPSILONS = ("eps", "epsilon")
-# What modules call the factors that they computed from a config.
+# Attributes of modules that hold factors computed from a config.
 _SCALES = ("scaling", "scale", "attention_scaling", "softcap", "logit_scale", "embed_scale")
 
 
@@ -36,6 +36,7 @@ def check_numbers(config: Any, where: object) -> None:
 
 
 def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """Yield dotted name and value of every number in a config."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers({str(key): inner for key, inner in value.items()}, f"{before}{name}.")
@@ -44,9 +45,9 @@ def _numbers(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
 
 
 def check_computed(model: nn.Module) -> None:
-    """Refuse a model whose own constants, such as rotary frequencies, came out of its config as no finite numbers."""
+    """Refuse a model whose constants, such as rotary frequencies, are not finite."""
     for key, buffer in model.named_buffers():
-        # A mask may hold minus infinity, and nothing holds the others.
+        # A mask may hold minus infinity; NaN and infinity compare as False.
         if buffer.is_floating_point() and not buffer.is_meta and not bool((buffer < math.inf).all()):
             raise CheckpointError(
                 f"the config gives {key} with NaN or infinity, so every loss would be NaN: look at its rope settings"

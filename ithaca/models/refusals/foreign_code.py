@@ -1,8 +1,7 @@
-"""Code of the user's own in a model: forwards that no survey of transformers' architectures has measured.
+"""Detection of the user's own code in a model, which the survey of transformers' architectures has not measured.
 
-Classes and functions of the libraries in `_KNOWN` are what was measured, or keep to its contract. Anything else in a
-model, a module that was put into it or a forward that was put on one of its modules, is looked at again; so are torch's
-modules that may read several tokens, which few architectures have.
+Classes and functions of the libraries in `_KNOWN` were measured, or keep their contract. A model with any other module or
+forward is examined again at `parallelize`; so is one with torch's modules that may mix tokens, which few architectures have.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-_OF_SEVERAL = (
+_MIXING_TOKENS = (
     nn.modules.batchnorm._NormBase,
     nn.modules.conv._ConvNd,
     nn.modules.pooling._AvgPoolNd,
@@ -26,26 +25,27 @@ _KNOWN = {"transformers", "torch", "ithaca", "trl", "peft", "accelerate", "liger
 
 
 def foreign_within(model: nn.Module) -> str | None:
-    """The path and class of the first module to be looked at, None where there is none."""
+    """Return path and class of the first module to examine; None if there is none."""
     for name, module in model.named_modules():
         given = module.__dict__.get("forward")
         own = is_foreign(type(module).forward) or (given is not None and is_foreign(given))
-        if own or isinstance(module, _OF_SEVERAL):
+        if own or isinstance(module, _MIXING_TOKENS):
             return f"{name or 'the model'} ({type(module).__name__})"
     return None
 
 
 def is_foreign(function: Callable[..., Any]) -> bool:
-    """True if code from outside the known libraries runs in a call of `function`, or of what it wraps."""
+    """True if a call of `function`, or of a function that it wraps, runs code from outside the known libraries."""
     return any(home.partition(".")[0] not in _KNOWN for home in _homes(function))
 
 
 def _homes(function: Any) -> Iterator[str]:
-    """The modules whose code runs: `__module__` is no witness, since functools.wraps copies it."""
+    """Yield the names of modules whose code runs in a call."""
     while function is not None:
         while isinstance(function, partial):
             function = function.func
         function = getattr(function, "__func__", function)
+        # Not `__module__`, which functools.wraps copies.
         names: Any = getattr(function, "__globals__", None)
         yield names["__name__"] if names is not None else type(function).__module__
         function = getattr(function, "__wrapped__", None)

@@ -1,4 +1,4 @@
-"""Which models are put under a memory plan, and which plans are not for a model."""
+"""Refusal of memory plans that do not fit a model, and of models whose layers cannot be recomputed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from ithaca.planning.plan import Decided, LayerMode, MemoryPlan
 def plan_for(
     parts: ModelParts, memory: MemoryPlan | Decided | None, *, allow_untested: bool
 ) -> MemoryPlan | Decided | None:
-    """What the model's layers are put under. What was decided for another model is refused; where nothing was, a model that
-    cannot be put under modes is left alone: None."""
+    """Return the plan or decisions for the model's layers; None for a model that must stay without memory modes.
+
+    A plan, or decisions, that the model cannot take are refused.
+    """
     if memory is None:
         return None
     base, layers = parts.base, parts.layers
@@ -39,7 +41,7 @@ def plan_for(
 
 
 def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan) -> None:
-    """Refuse a plan that is not for this model."""
+    """Refuse a plan with another number of layers, or with modes that this model cannot take."""
     if len(plan.layers) != len(layers):
         raise UnsupportedError(
             f"the memory plan has {len(plan.layers)} layers, the model {len(layers)}: give one mode a layer"
@@ -48,6 +50,7 @@ def check_plan(model: PreTrainedModel, layers: list[nn.Module], plan: MemoryPlan
 
 
 def check_modes(model: PreTrainedModel, layers: list[nn.Module], modes: Sequence[LayerMode]) -> None:
+    """Refuse the mode "rebuild" for layers with experts."""
     if "rebuild" in modes and any(router_of(model, layer)[0] is not None for layer in layers):
-        # Sums over experts are not repeatable bit by bit, so a rebuilt input could choose other experts.
+        # Sums over experts are not deterministic bit by bit, so a rebuilt input could choose other experts.
         raise UnsupportedError("inputs cannot be rebuilt through expert layers: use 'save' or 'recompute' instead")

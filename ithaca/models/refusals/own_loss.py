@@ -1,9 +1,9 @@
-"""A loss that the model itself was taught to make, which a loss over shards would pass by in silence.
+"""Refusal of a model with a loss of its own, which a loss over shards would silently replace.
 
-transformers makes the loss inside the model's forward. Over ranks Ithaca makes it, of targets that were shifted before
-rows were cut: transformers' causal cross-entropy. A `model.loss_function`, a subclass with a forward or a forward that
-somebody put on the model may make another loss, of whole rows, and are refused where a loss is asked for; where logits
-alone are asked for they run as they are. Forwards of the libraries make the loss that is made here.
+transformers computes the loss inside the model's forward. Over ranks Ithaca computes transformers' causal cross-entropy
+instead, of targets that are shifted before rows are sharded. A `model.loss_function`, a subclass with its own forward or a
+replaced forward may compute another loss of whole rows. Such models are refused where a loss is asked for, and run where
+only logits are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from ithaca.models.support import verdicts
 
 
 def refuse_own_loss(model: nn.Module, base: PreTrainedModel) -> None:
-    """Raise where the loss of a call with labels would not be transformers' own; `model`: `base`, or a PEFT model around."""
+    """Refuse a model whose call with labels may not return transformers' own loss.
+
+    `model`: `base`, or the PEFT model around it.
+    """
     own = _own_function(base) or _own_forward(base) or (None if model is base else _own_forward(model))
     if own is not None:
         raise UnsupportedError(
@@ -31,7 +34,7 @@ def refuse_own_loss(model: nn.Module, base: PreTrainedModel) -> None:
 
 
 def _own_function(base: PreTrainedModel) -> str | None:
-    """A loss function that was set on this model, by itself or by name, or that its class has in place of transformers'."""
+    """Return the name of a loss function that is not transformers', set on the model or by its class; else None."""
     named = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "", ForCausalLMLoss)
     given = base.__dict__.get("_loss_function", named)
     kept: Any = getattr(type(base), "loss_function", None)
@@ -40,7 +43,7 @@ def _own_function(base: PreTrainedModel) -> str | None:
 
 
 def _own_forward(model: nn.Module) -> str | None:
-    """The forward that a call would reach, if it is neither a library's nor an architecture's that was never measured."""
+    """Return the name of the forward that a call reaches if it is the user's own; else None."""
     forward: Any = model.__dict__.get("forward")
     while forward is not None and type(forward).__module__.startswith("ithaca."):
         forward = getattr(forward, "forward", None)

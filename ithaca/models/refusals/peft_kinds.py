@@ -1,8 +1,8 @@
-"""Kinds of PEFT adapters: those that are exact where tokens are split over ranks, and why others are refused.
+"""Kinds of PEFT adapters: a list of those that are exact over shards, and the reasons to refuse others.
 
-An adapter that is applied to each token alone, with weights of its own in each layer, is exact as the layer itself is.
-Refused are those that put tokens before every row (each rank would put them before its shard), read the whole row,
-go past the model's forward, or share weights between layers; and kinds that were not compared with one process.
+An adapter that works on each token alone, with weights of its own in each layer, is as exact as the layer. Refused are
+adapters that put tokens before every row (each rank would put them before its shard), read the whole row, bypass the
+model's forward, or share weights between layers; and kinds that were never compared with one process.
 Compared on peft 0.21 (tests/models/refusals/test_peft_kinds.py).
 """
 
@@ -31,7 +31,7 @@ _REFUSED = {
     "TINYLORA": _SHARED,
     "UNILORA": _SHARED,
 }
-# Settings of LoRA that look at more than one token, or add a loss of their own.
+# Settings of LoRA that read more than one token, or add a loss of their own.
 _LORA = {
     "alora_invocation_tokens": "looks for the invocation tokens in the whole row, a rank has a shard of it",
     "monteclora_config": "adds a loss of its own over weights, which are split over ranks",
@@ -42,7 +42,7 @@ _USE = "use LoRA, or one of the other kinds that docs/migration.md lists"
 
 
 def check_adapters(model: nn.Module, *, allow_untested: bool) -> None:
-    """Raise for a PEFT adapter that would not be exact, whichever way it was put on."""
+    """Refuse a PEFT adapter that would not be exact, however it was added."""
     configs = getattr(model, "peft_config", None) or {}
     for adapter in configs.values() if isinstance(configs, dict) else ():
         reason = _reason(adapter, allow_untested)

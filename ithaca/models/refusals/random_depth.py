@@ -1,13 +1,11 @@
-"""Random numbers that decide which layers run: refused, because each rank would draw its own.
+"""Refusal of stochastic depth and layer dropout: each rank would draw for itself which layers run.
 
-Ranks of a sequence group exchange heads in every layer. Where a rank leaves out a layer that its neighbours run (layer
-dropout, stochastic depth), the neighbours wait for its heads and never get them; and a row of which one shard took a
-branch and another did not is no row of any model. Noise on single tokens (dropout, a router's jitter) is not of that
-kind: ranks hold different tokens.
+Ranks of a sequence group exchange heads in every layer. If one rank skips a layer that the others run, they wait forever
+for its heads. Noise on single tokens (dropout, a router's jitter) is allowed, because ranks hold different tokens.
 
-Two sieves, both before the first layer runs. Rates that modules hold are read by name, when a model is parallelized and
-again at each training step, because a rate may be set in between. Of an architecture that was never measured, the code of
-each module is read too: one that draws from torch's generator, or from Python's or NumPy's, is refused.
+Two checks run before the first layer. Rates are read from modules by name, at `parallelize` and at each training step,
+because a rate may be set in between. In an architecture that the survey has not measured, the code of each module is read
+too: a module that draws from torch's, Python's or NumPy's generator is refused.
 """
 
 from __future__ import annotations
@@ -24,23 +22,24 @@ from transformers import PreTrainedModel
 from ithaca.errors import UnsupportedError
 
 _RATE = re.compile(r"layer_?drop|drop_?path|path_?drop|stochastic_depth|drop_?connect|survival_prob", re.IGNORECASE)
-# Rates of staying rather than of dropping: 1 is the one that leaves all in.
+# Rates at which layers stay instead of being dropped: 1 keeps all.
 _KEEPS = re.compile(r"survival", re.IGNORECASE)
-# Functions that draw whole tensors or single numbers; noise of a tensor's own shape (rand_like, uniform_) is on tokens.
+# Functions that draw whole tensors or single numbers. Noise of a tensor's own shape (rand_like, uniform_) is per token.
 _DRAWS = frozenset(("rand", "randn", "randint", "randperm", "bernoulli", "bernoulli_", "random", "choice", "gauss"))
-
+# Methods that only initialize weights.
 _FILLS = ("__init__", "_init_weights", "reset_parameters", "init_weights")
 
 
 def refuse_dropped_layers(base: PreTrainedModel, *, measured: bool) -> None:
-    """Raise where random numbers may decide which layers run. `measured`: the architecture's code is known."""
+    """Refuse a model in which random numbers may decide which layers run. `measured`: the survey knows its code."""
     for name, module in base.named_modules():
         for key, value in _rates(module):
             raise _refused(f"{name}.{key}" if name else key, key, value)
     for key, value in vars(base.config.get_text_config()).items():
         if _RATE.search(key) and _drops(key, value):
             raise _refused(f"config.{key}", key, value)
-    drawing = None if measured else next((each for each in base.modules() if _draws(each)), None)
+    modules = () if measured else base.modules()
+    drawing = next((m for m in modules for code in _own_code(type(m)) if not _DRAWS.isdisjoint(code.co_names)), None)
     if drawing is not None:
         raise UnsupportedError(
             f"{type(drawing).__name__} draws random numbers in its code, and each rank would draw its own, so a draw for whole "
@@ -49,7 +48,7 @@ def refuse_dropped_layers(base: PreTrainedModel, *, measured: bool) -> None:
 
 
 def watch_rates(model: PreTrainedModel) -> list[Any]:
-    """Hook the model so that a rate set later is refused in training; gives the hooks' handles."""
+    """Hook the model so that a rate set later is refused in training; return the hooks' handles."""
     holders = [(name, module) for name, module in model.named_modules() if any(map(_RATE.search, vars(module)))]
 
     def refuse(model: nn.Module, args: Any) -> None:
@@ -65,7 +64,7 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, float]]:
     for key, value in vars(module).items():
         if _RATE.search(key) and _drops(key, value):
             yield key, value
-    # timm's and others' module for stochastic depth: its rate is one of few names.
+    # Modules for stochastic depth, such as timm's, name their rate plainly.
     if re.search(r"DropPath|StochasticDepth", type(module).__name__):
         for key in ("drop_prob", "p"):
             if _drops(key, rate := vars(module).get(key)):
@@ -86,12 +85,8 @@ def _refused(where: str, key: str, value: float) -> UnsupportedError:
     )
 
 
-def _draws(module: nn.Module) -> bool:
-    return any(not _DRAWS.isdisjoint(code.co_names) for code in _own_code(type(module)))
-
-
 def _own_code(kind: type[nn.Module]) -> Iterator[CodeType]:
-    """The code that an architecture gives a class of its own, but for what only fills weights."""
+    """Yield the code of a class that is an architecture's own, without methods that only initialize weights."""
     for each in kind.__mro__:
         if not issubclass(each, nn.Module) or each is PreTrainedModel or each.__module__.startswith("torch."):
             continue

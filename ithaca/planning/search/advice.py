@@ -15,7 +15,7 @@ from ithaca.errors import MemoryPlanError
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.plan import Job
 from ithaca.planning.terms.memory_terms import Memory, Term
-from ithaca.quantities import show_bytes, show_of, unit_of
+from ithaca.quantities import memory_unit, show_bytes, show_part
 
 Fits = Callable[[Job, int, int], bool]
 BAR = 24
@@ -65,7 +65,7 @@ def explain(terms: Sequence[Term], budget: int, host_budget: int | None = None) 
 def _table(place: str, rows: list[tuple[str, int, str]], budget: int | None) -> list[str]:
     total = sum(size for _, size, _ in rows)
     scale = max(budget or total, total, 1)
-    unit, named = unit_of(total)
+    unit, named = memory_unit(total)
     lines = [f"{name:<24}{size / unit:>8.2f}  {_bar(size / scale)}  {formula}" for name, size, formula in rows]
     of = f" of {show_bytes(budget, 1)}" if budget else ""
     over = "" if not budget or total <= budget else f", {show_bytes(total - budget)} too much"
@@ -98,8 +98,8 @@ def refusal(
     advice = "any one of these fits: " + "; ".join(changes) if changes else "no single change that was tried fits"
     return MemoryPlanError(
         f"{job.length:,} tokens over sp={job.sp} do not fit: the smallest plan takes "
-        f"{show_of(smallest.device_bytes, device_budget)} on the device and "
-        f"{show_of(smallest.host_bytes, host_budget)} on the host, worst at the {smallest.moment}. "
+        f"{show_part(smallest.device_bytes, device_budget)} on the device and "
+        f"{show_part(smallest.host_bytes, host_budget)} on the host, worst at the {smallest.moment}. "
         f"The largest term is {blame.name!r}, {show_bytes(size, 1)} ({blame.formula}); {advice}"
     )
 

@@ -17,7 +17,7 @@ from ithaca.planning.search.longest import fits_any, longest_length, miss
 from ithaca.planning.search.meshes import all_degrees
 from ithaca.planning.search.request import LEAST_HEADROOM, Wanted
 from ithaca.planning.terms.traffic import Machine
-from ithaca.quantities import show_bytes, show_of
+from ithaca.quantities import show_bytes, show_part
 
 # The most nodes and the most host memory of one (bytes) worth naming; how many cards a node has.
 MOST_NODES, MOST_HOST = 64, 4 * 10**12
@@ -107,7 +107,7 @@ def refusal(wanted: Wanted, length: int) -> MemoryPlanError | MeshError:
     cut = f"{degrees}{show_used(wanted.machine, used.machine)}"
     return MemoryPlanError(
         f"{length:,} tokens do not fit {wanted.machine}: cut as {cut}, with {recipe}, the smallest plan takes "
-        f"{show_of(memory.device_bytes, device)} on each GPU and {show_of(memory.host_bytes, host)} of host memory for each "
+        f"{show_part(memory.device_bytes, device)} on each GPU and {show_part(memory.host_bytes, host)} of host memory for each "
         f"({_headroom(wanted)}), worst at the {memory.moment}. "
         f"The largest term is {blame.name!r}, {show_bytes(size, 1)} ({blame.formula}); {advice}"
     )

@@ -34,7 +34,7 @@ from ithaca.arguments import check_flag, check_kind, named_arguments, shown
 from ithaca.errors import UnsupportedError
 from ithaca.handle import handle_of
 from ithaca.planning.plan import Optimizer as Name
-from ithaca.quantities import as_number
+from ithaca.quantities import finite_or_nan
 from ithaca.state.optimizer.existing_optimizers import FOLLOWER
 from ithaca.state.optimizer.whole_step import CODES_SHARDS
 from ithaca.state.weights.placement import averages_gradients
@@ -126,9 +126,13 @@ def _check_settings(model: object, numbers: dict[str, float], betas: object) -> 
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"build_optimizer was given {shown(model)}: pass the model itself")
     for key, value in numbers.items():
-        if not as_number(value) >= 0:
+        if not finite_or_nan(value) >= 0:
             raise UnsupportedError(f"{key}={shown(value)}: a number of at least 0 is needed, such as {key}=1e-5")
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= as_number(beta) < 1 for beta in betas):
+    if (
+        not isinstance(betas, tuple | list)
+        or len(betas) != 2
+        or not all(0 <= finite_or_nan(beta) < 1 for beta in betas)
+    ):
         raise UnsupportedError(
             f"betas={shown(betas)}: two numbers of at least 0 and below 1 are needed, such as (0.9, 0.95)"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.errors import ConfigError, IthacaError
 from ithaca.models.files.export_folder import mark_of, read_mark
 from ithaca.state.checkpoint.manifest import listed, read_facts
@@ -17,7 +17,7 @@ from ithaca.training.run.progress import Place, place_in
 from ithaca.training.run.run_folder import RunFolder
 
 
-def look_ahead(run: Run) -> str | None:
+def look_ahead(run: RunSettings) -> str | None:
     """Refuse a folder of another run; return the message for a run that has ended, None for any other."""
     folder = RunFolder(Path(run.output))
     above = next(path for path in (folder.root, *folder.root.absolute().parents) if path.exists())
@@ -45,7 +45,7 @@ def _place_of(path: Path) -> Place | None:
         return None
 
 
-def _written(run: Run, folder: RunFolder, checkpoint: Path) -> bool:
+def _written(run: RunSettings, folder: RunFolder, checkpoint: Path) -> bool:
     """True if the last stage's model is there, of this checkpoint."""
     model = folder.stage(len(run.stages) - 1, run.stages[-1].length)
     try:
@@ -54,7 +54,7 @@ def _written(run: Run, folder: RunFolder, checkpoint: Path) -> bool:
         return False
 
 
-def _ended(run: Run, folder: RunFolder, place: Place) -> str:
+def _ended(run: RunSettings, folder: RunFolder, place: Place) -> str:
     number, stage = len(run.stages) - 1, run.stages[-1]
     more = (
         f"stages.{number}.steps={2 * stage.count}"

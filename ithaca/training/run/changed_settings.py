@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaca.config.schema import Run, Stage
+from ithaca.config.schema import RunSettings, StageSettings
 from ithaca.errors import ConfigError
 from ithaca.training.run.progress import Place
 from ithaca.training.schedule import rate_at
@@ -45,7 +45,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def changes(before: Run, now: Run) -> list[Change]:
+def changes(before: RunSettings, now: RunSettings) -> list[Change]:
     """Every setting in which two runs differ; a stage that one of them has not got is one setting."""
     old, new = (run.model_dump(mode="json") for run in (before, now))
     found = [change for key in old if key != "stages" for change in _in_section(key, old[key], new[key])]
@@ -61,7 +61,7 @@ def _in_section(key: str, old: Any, new: Any) -> list[Change]:
     return [Change(key, old, new)] if old != new else []
 
 
-def refused(before: Run, now: Run, begun: int) -> list[Change]:
+def refused(before: RunSettings, now: RunSettings, begun: int) -> list[Change]:
     """The changes by which a run would learn otherwise than its steps so far; `begun`: stages that have taken steps."""
     return [change for change in changes(before, now) if not _free(change.name, begun)]
 
@@ -79,7 +79,7 @@ def begun_stages(place: Place) -> int:
     return place.stage + (place.step > 0)
 
 
-def settle_place(place: Place, run: Run, ended: Sequence[int] | None = None) -> Place:
+def settle_place(place: Place, run: RunSettings, ended: Sequence[int] | None = None) -> Place:
     """Where a run stands in stages whose steps may have changed; ConfigError where they cannot be as they are asked for.
 
     A stage that had ended and has more steps now is open again, unless the next one has begun. `ended`: the steps that
@@ -112,7 +112,7 @@ def settle_place(place: Place, run: Run, ended: Sequence[int] | None = None) -> 
     return place
 
 
-def advise_changes(before: Run, now: Run, place: Place) -> list[str]:
+def advise_changes(before: RunSettings, now: RunSettings, place: Place) -> list[str]:
     """What is said of changes by which the rate takes another course than the run so far was to have.
 
     `place`: where the run stands, `settle_place` done.
@@ -129,7 +129,7 @@ def _in_course(name: str) -> bool:
     return name.startswith("stages.") and name.rpartition(".")[2] in (*_RATE, *_COUNT)
 
 
-def _course(before: Sequence[Stage], now: Sequence[Stage], place: Place) -> str:
+def _course(before: Sequence[StageSettings], now: Sequence[StageSettings], place: Place) -> str:
     """What the rate does from here on."""
     was = rate_at(before, place.stage, place.step - 1)
     rates = [rate_at(now, place.stage, step) for step in range(place.step, now[place.stage].count)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from ithaca.atomic import OVERHEAD, free_bytes
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.errors import CheckpointError
 from ithaca.quantities import show_bytes
 from ithaca.state.checkpoint.manifest import PINNED, listed
@@ -29,7 +29,7 @@ class Room:
     stages: int
 
     @classmethod
-    def of(cls, run: Run, place: Place, checkpoints: Path) -> Room:
+    def of(cls, run: RunSettings, place: Place, checkpoints: Path) -> Room:
         """What a run that stands at `place` will add to the folder of its checkpoints."""
         there = sum(not (path / PINNED).exists() for path in listed(checkpoints))
         kept = min(run.checkpoints.keep, there + _saves(run, place))
@@ -55,7 +55,7 @@ def model_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _saves(run: Run, place: Place) -> int:
+def _saves(run: RunSettings, place: Place) -> int:
     """Checkpoints between stages' ends that are yet to be written."""
     count, total, done = 0, place.total - place.step, place.step
     for stage in run.stages[place.stage :]:

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import nn
 
-from ithaca.config.schema import Metrics
+from ithaca.config.schema import MetricsSettings
 from ithaca.constants import GIB
 from ithaca.errors import ConfigError
 from ithaca.mesh import Mesh
@@ -38,7 +38,7 @@ class Journal:
     A thread of its own writes the file: a disk that is slow or full holds no step up and ends no run.
     """
 
-    def __init__(self, file: Path, settings: Metrics, *, writes: bool, run: Mapping[str, Any]) -> None:
+    def __init__(self, file: Path, settings: MetricsSettings, *, writes: bool, run: Mapping[str, Any]) -> None:
         self.file, self.writes = file, writes
         self.trackers = _trackers(settings, file.parent, run) if writes else []
         self._lines = Lines(file)
@@ -89,7 +89,7 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return numbers
 
 
-def _trackers(settings: Metrics, folder: Path, run: Mapping[str, Any]) -> list[Any]:
+def _trackers(settings: MetricsSettings, folder: Path, run: Mapping[str, Any]) -> list[Any]:
     if not settings.trackers:
         return []
     from accelerate import PartialState, tracking

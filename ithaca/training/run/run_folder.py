@@ -17,9 +17,9 @@ from typing import IO
 
 from ithaca.atomic import part_of, replace_folder, write_whole
 from ithaca.config.overrides import read_yaml
-from ithaca.config.schema import Run, dump_run, read_run
+from ithaca.config.schema import RunSettings, dump_run, read_run
 from ithaca.errors import ConfigError
-from ithaca.models.files.export_folder import Mark, read_mark, write_mark
+from ithaca.models.files.export_folder import ExportMark, read_mark, write_mark
 from ithaca.state.checkpoint.manifest import listed
 from ithaca.training.run.changed_settings import Change, advise_changes, begun_stages, refused
 from ithaca.training.run.progress import Place
@@ -55,7 +55,7 @@ class RunFolder:
         """Where stage `number` (from 0) leaves its model."""
         return self.root / "stages" / f"{number + 1}-{length}"
 
-    def put(self, target: Path, write: Callable[[Path], object], mark: Mark) -> bool:
+    def put(self, target: Path, write: Callable[[Path], object], mark: ExportMark) -> bool:
         """Have a model written whole or not at all; the same model stays, an earlier one of this run gives way.
 
         Gives False where it stays.
@@ -71,7 +71,7 @@ class RunFolder:
         replace_folder(part, target, old)
         return True
 
-    def _stays(self, target: Path, mark: Mark) -> bool:
+    def _stays(self, target: Path, mark: ExportMark) -> bool:
         """True for the model of `mark`; a folder of anybody else's is refused."""
         there = read_mark(target)
         if there is None or there.run != mark.run:
@@ -81,7 +81,7 @@ class RunFolder:
             )
         return mark.same_model(there)
 
-    def refuse_strangers(self, run: Run, place: Place, identity: str) -> None:
+    def refuse_strangers(self, run: RunSettings, place: Place, identity: str) -> None:
         """Refuse, before the first step, folders of others where a stage's model would go at its end."""
         for number in range(place.stage, len(run.stages)):
             target = self.stage(number, run.stages[number].length)
@@ -139,7 +139,7 @@ class RunFolder:
             ) from None
         return held
 
-    def refuse_another(self, run: Run, place: Place | None = None) -> None:
+    def refuse_another(self, run: RunSettings, place: Place | None = None) -> None:
         """Refuse a folder that holds steps of another run; where none is saved there is nothing to lose.
 
         `place`: where the run stands; until that is known, stages are not looked at.
@@ -150,7 +150,7 @@ class RunFolder:
         if found := refused(self._settled(), run, begun):
             raise ConfigError(_another(self.root, found))
 
-    def _settled(self) -> Run:
+    def _settled(self) -> RunSettings:
         try:
             content = read_yaml(self.settings.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
@@ -162,11 +162,11 @@ class RunFolder:
                 "remove it to go on, or set output=... to a new folder"
             ) from None
 
-    def new_course(self, run: Run, place: Place) -> list[str]:
+    def new_course(self, run: RunSettings, place: Place) -> list[str]:
         """Return what is said of settings by which the rate will take another course than the run so far was to have."""
         return advise_changes(self._settled(), run, place) if self.settings.exists() else []
 
-    def leave_settings(self, run: Run) -> None:
+    def leave_settings(self, run: RunSettings) -> None:
         """Write the resolved settings, whole or not at all."""
         write_whole(self.settings, dump_run(run))
 

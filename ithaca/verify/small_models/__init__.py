@@ -1,1 +1,1 @@
-"""Small configs of every architecture, for proofs that need no weights."""
+"""Small configs of every architecture, for tests, the survey and `ithaca verify --model TYPE`."""

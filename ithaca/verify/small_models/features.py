@@ -1,7 +1,10 @@
-"""Small models, built from their configs with random weights: every feature of the architecture, few numbers.
+"""Small models with random weights: every feature of an architecture, few numbers.
 
-Windows are shorter than the test rows, caps and sinks bite, RoPE types are the config's own. `small_model` takes
-any causal-LM `model_type`; the table holds what an architecture needs beyond the common sizes.
+    small_model("gemma2")                       two layers, 8 / 2 heads, hidden size 32, fp64
+    small_model("llama", num_hidden_layers=3)   settings of the config win
+
+Windows are shorter than the tests' rows, softcaps and sinks change the result, RoPE types are the config's own.
+`small_model` takes any causal-LM `model_type`; `_OWN` holds what an architecture needs beyond the common sizes.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ WITH_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
 def small_config(kind: str, **overrides: Any) -> PreTrainedConfig:
-    """The architecture's config at small sizes; `overrides` win."""
+    """Return the architecture's config at small sizes; `overrides` win."""
     settings = {**_COMMON, **_OWN.get(kind, {}), **overrides}
     if "num_attention_heads" in overrides and "hidden_size" not in overrides:
         # Architectures without a head_dim of their own divide the hidden size by the heads.
@@ -81,18 +84,20 @@ def small_config(kind: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def small_model(kind: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A small model in training mode, its weights a function of the seed, its experts on the one path with fp64."""
+    """Return a small model in training mode, its weights a function of the seed."""
     return build(small_config(kind, **overrides), dtype=dtype, seed=seed)
 
 
 def build(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """A model of `config` with random weights; every parameter is drawn, so that none hides behind a zero."""
+    """Return a model of `config` with random weights in training mode."""
     config = copy.deepcopy(config)
+    # The only implementation of experts that runs in fp64.
     config._experts_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
+            # Biases and norms start at 0 and 1, where a wrong gradient of another weight may not show.
             if parameter.dim() < 2:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.train()
@@ -101,7 +106,7 @@ def build(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float64, seed:
 def small_batch(
     batch: int = 1, length: int = 23, *, seed: int = 0, vocabulary: int = VOCABULARY, learned: float = 0.8
 ) -> dict[str, torch.Tensor]:
-    """Random ids and labels; about a fifth of the labels are -100."""
+    """Return random ids and labels; about a fifth of the labels are -100."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocabulary, (batch, length), generator=generator)
     keep = torch.rand(batch, length, generator=generator) < learned

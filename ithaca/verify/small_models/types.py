@@ -1,8 +1,8 @@
-"""Small configs of every causal-LM type transformers has, for the survey.
+"""Small configs of every causal-LM type of transformers, for the survey and `ithaca verify --model TYPE`.
 
-`survey_config` takes the listed architectures from `small.py`. Any other starts from its config class's own defaults:
-each attribute named in the table below gets its small value, layer kinds are kept once each, windows are shorter than
-the survey's rows, caps bite, dropout is off. `_EXTRA` holds what a type needs beyond that.
+`survey_config` takes the listed architectures from `features.py`. Any other type starts from its config class's own
+defaults: each attribute in `_SIZES` gets its small value, each kind of layer is kept once, windows are shorter than the
+survey's rows, softcaps change the result, dropout is off. `_EXTRA` holds what a type needs beyond that.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _LISTS = ("layer_types", "mlp_layer_types")
 
 
 def survey_config(kind: str, **overrides: Any) -> PreTrainedConfig:
-    """A small config of any causal-LM type; `overrides` win."""
+    """Return a small config of any causal-LM type; `overrides` win."""
     if kind in LISTED:
         return small_config(kind, **overrides)
     plain = AutoConfig.for_model(kind)
@@ -106,11 +106,11 @@ def survey_config(kind: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def shrunk(plain: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a config that have a small value, with it."""
+    """Return the small values of a config's attributes, for those that have one."""
     small = {key: _SIZES[key] for key in plain if key in _SIZES}
     small |= {key: 0.0 for key, value in plain.items() if "drop" in key and isinstance(value, float)}
     if "kv_lora_rank" in plain:
-        # Latent attention: every head has its own key, and `head_dim` is the part that is rotated.
+        # Latent attention (MLA): every head has its own key, and `head_dim` is the part that RoPE rotates.
         small |= {"num_key_value_heads": HEADS, "head_dim": small["qk_rope_head_dim"]}
     lists = {key: list(dict.fromkeys(plain[key])) for key in _LISTS if plain.get(key)}
     if "sliding_window" in plain and set(lists.get("layer_types", ())) == {"full_attention"}:
@@ -122,7 +122,7 @@ def shrunk(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_window(kind: str) -> dict[str, Any]:
-    """Overrides for `survey_config` that switch the sliding window of `kind` off."""
+    """Return overrides for `survey_config` that switch the sliding window of `kind` off."""
     config = survey_config(kind)
     off: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
     if getattr(config, "layer_types", None):

@@ -1,9 +1,8 @@
-"""Small configs with the features on that a type's own defaults leave off, or at a value that changes nothing.
+"""Small configs with the features that a type's own defaults switch off, or leave at a value that changes nothing.
 
-Biases, norms of queries and keys, multipliers that are not 1, ties, caps, experts' scales, other routers: what a config
-offers and its default does not use is used in `features_on(kind)`, all of it at once, so that the survey judges it too.
-`_OWN` has what a type needs of its own, such as shared keys and values, or heads of another size in some layers; `_NOT`
-what its code cannot run.
+Biases, norms of queries and keys, multipliers that are not 1, tied weights, softcaps, experts' scales, other routers:
+`features_on(kind)` uses all of them at once, so that the survey judges them too. `_OWN` holds features of single types,
+such as shared keys and values or heads of another size in some layers; `_NOT` what a type's code cannot run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from ithaca.verify.small_models.types import survey_config
 
-# Attribute -> what it becomes, where a config has it; of a switch the other position.
+# Switches, set to the other position where a config has them; then attributes with their new values.
 _FLIPPED = (
     "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias", "norm_bias", "qkv_bias", "use_qk_norm",
     "qk_layernorm", "norm_topk_prob", "use_parallel_residual", "mup_enabled", "use_post_norm", "tie_word_embeddings",
@@ -67,7 +66,7 @@ _NOT = {
 
 
 def features_on(kind: str) -> dict[str, Any]:
-    """Overrides for `survey_config`; empty where a type's config offers nothing that is off."""
+    """Return overrides for `survey_config`; empty if a type's defaults leave no feature off."""
     config = survey_config(kind).to_dict()
     left_out = _NOT.get(kind, ())
     found = {key: not config[key] for key in _FLIPPED if isinstance(config.get(key), bool)}

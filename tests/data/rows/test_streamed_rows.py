@@ -1,4 +1,4 @@
-"""Streaming: bounded windows, every document once an epoch, and resumed anywhere as if never stopped."""
+"""Tests of streams: bounded windows, every document once an epoch, resumed anywhere as if never stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ithaca.config.schema import Validation
+from ithaca.config.schema import ValidationSettings
 from ithaca.data.prepared import Prepared
 from ithaca.data.rows.feed import Feed, open_feed
 from ithaca.errors import DataError
@@ -46,7 +46,7 @@ def rows_of_an_epoch(feed: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_holds_every_document_once(streamed: Prepared, kind: str) -> None:
+def test_epoch_of_a_stream_holds_every_document_once(streamed: Prepared, kind: str) -> None:
     count = rows_of_an_epoch(feed_of(streamed, kind))
     feed = feed_of(streamed, kind)
     rows = [feed.row(index) for index in range(count)]
@@ -66,7 +66,7 @@ def test_an_epoch_holds_every_document_once(streamed: Prepared, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_anywhere_it_is_the_same_stream(streamed: Prepared, kind: str) -> None:
+def test_resumed_stream_gives_the_same_rows(streamed: Prepared, kind: str) -> None:
     straight = feed_of(streamed, kind)
     count = rows_of_an_epoch(feed_of(streamed, kind)) + 45
     rows = [straight.row(index) for index in range(count)]
@@ -79,7 +79,7 @@ def test_resumed_anywhere_it_is_the_same_stream(streamed: Prepared, kind: str) -
         assert all(same(resumed.row(later), rows[later]) for later in range(index, index + 3)), index
 
 
-def test_a_wrong_state_gives_other_rows(streamed: Prepared) -> None:
+def test_wrong_state_gives_other_rows(streamed: Prepared) -> None:
     straight = feed_of(streamed, "joined")
     row = straight.row(100)
     state = straight.state(100)
@@ -88,7 +88,7 @@ def test_a_wrong_state_gives_other_rows(streamed: Prepared) -> None:
     assert not same(feed_of(streamed, "joined", state | {"skip": state["skip"] - 1}).row(100), row)
 
 
-def test_a_resumed_stream_can_be_saved_again_before_it_is_read(streamed: Prepared) -> None:
+def test_resumed_stream_unread_saves_the_same_state(streamed: Prepared) -> None:
     feed = feed_of(streamed, "packed")
     feed.row(50)
     state = feed.state(51)
@@ -98,7 +98,7 @@ def test_a_resumed_stream_can_be_saved_again_before_it_is_read(streamed: Prepare
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_rows_do_not_depend_on_who_reads_them(streamed: Prepared, dp: int) -> None:
+def test_rows_are_equal_for_every_reader(streamed: Prepared, dp: int) -> None:
     straight = feed_of(streamed, "packed")
     rows = [straight.row(index) for index in range(40)]
     for group in range(dp):
@@ -106,13 +106,13 @@ def test_rows_do_not_depend_on_who_reads_them(streamed: Prepared, dp: int) -> No
         assert all(same(feed.row(index), rows[index]) for index in range(group, 40, dp))
 
 
-def test_going_back_reads_again(streamed: Prepared) -> None:
+def test_earlier_row_reads_the_stream_again(streamed: Prepared) -> None:
     feed = feed_of(streamed, "packed")
-    first, told = feed.row(0), feed.describe(0)
+    first, described = feed.row(0), feed.describe(0)
     feed.row(70)
     assert same(feed.row(0), first)
-    assert feed.describe(0) == told
-    assert ".jsonl:" in told
+    assert feed.describe(0) == described
+    assert ".jsonl:" in described
     state = feed_of(streamed, "packed").state(0)
     feed.row(70)
     later = feed_of(streamed, "packed", feed.state(70))
@@ -121,7 +121,7 @@ def test_going_back_reads_again(streamed: Prepared) -> None:
     assert state["row"] == 0
 
 
-def test_another_epoch_is_another_order(streamed: Prepared) -> None:
+def test_other_epoch_changes_the_order_of_a_stream(streamed: Prepared) -> None:
     count = rows_of_an_epoch(feed_of(streamed, "packed"))
     feed = feed_of(streamed, "packed")
     first = [feed.row(index) for index in range(count)]
@@ -130,10 +130,10 @@ def test_another_epoch_is_another_order(streamed: Prepared) -> None:
     assert texts_of(first) != texts_of(second)
 
 
-def test_validation_is_held_back_from_the_stream(tmp_path: Path) -> None:
+def test_validation_share_is_held_back_from_the_stream(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 80)
     stored, streamed = (
-        prepared(tmp_path, file, validation=Validation(share=0.25), seed=2, streaming=streaming)
+        prepared(tmp_path, file, validation=ValidationSettings(share=0.25), seed=2, streaming=streaming)
         for streaming in (False, True)
     )
     seen = {}
@@ -147,7 +147,7 @@ def test_validation_is_held_back_from_the_stream(tmp_path: Path) -> None:
     assert not set(seen["train"]) & set(seen["validation"])
 
 
-def test_bad_rows_in_a_stream(tmp_path: Path) -> None:
+def test_bad_rows_in_a_stream_are_counted_and_refused(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "docs.jsonl", [{"text": "good"}] * 10 + [{"text": 3}] * 10)
     feed = open_feed(prepared(tmp_path, file, streaming=True), length=32, rows="packed", seed=0)
     with pytest.raises(DataError, match=r"of 20 rows .*data.bad_share"):
@@ -155,19 +155,19 @@ def test_bad_rows_in_a_stream(tmp_path: Path) -> None:
     patient = open_feed(prepared(tmp_path, file, streaming=True, bad_share=0.5), length=32, rows="packed", seed=0)
     assert patient.left_out == ()
     assert texts_of([patient.row(0)])[0] == whole("good")
-    (told,) = patient.left_out
-    assert told.startswith(f"10 of 20 rows of {file} are no documents and are left out, the first: {file}:11: ")
+    (note,) = patient.left_out
+    assert note.startswith(f"10 of 20 rows of {file} are no documents and are left out, the first: {file}:11: ")
 
 
 @pytest.mark.parametrize(("silent", "ending"), [(20, []), (1100, [{"input_ids": [1, 2]}] * 100)])
-def test_a_stream_in_which_nothing_is_learned(tmp_path: Path, silent: int, ending: list[Any]) -> None:
+def test_stream_without_learned_tokens_is_refused(tmp_path: Path, silent: int, ending: list[Any]) -> None:
     records = [{"input_ids": [4, 5, 6], "labels": [4, -100, -100]}] * silent
     source = prepared(tmp_path, write_lines(tmp_path / "t.jsonl", records + ending), streaming=True)
     with pytest.raises(DataError, match=r"nothing in .*t\.jsonl is to be learned.*data\.sources\.0\.labels"):
         open_feed(source, length=LENGTH, rows="packed", seed=0).row(100)
 
 
-def test_what_was_learned_before_counts_after_resuming(tmp_path: Path) -> None:
+def test_targets_read_before_count_after_resuming(tmp_path: Path) -> None:
     records = [{"input_ids": [1, 2, 3]}] + [{"input_ids": [4, 5, 6], "labels": [-100] * 3}] * 1200
     source = prepared(tmp_path, write_lines(tmp_path / "t.jsonl", records), streaming=True)
     feed = feed_of(source, "packed")
@@ -177,14 +177,14 @@ def test_what_was_learned_before_counts_after_resuming(tmp_path: Path) -> None:
     assert same(feed_of(source, "packed", state).row(57), feed.row(57))
 
 
-def test_a_stream_of_nothing_for_a_split(tmp_path: Path) -> None:
+def test_stream_without_documents_of_a_split_is_refused(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 5)
-    source = prepared(tmp_path, file, streaming=True, validation=Validation(share=1.0))
+    source = prepared(tmp_path, file, streaming=True, validation=ValidationSettings(share=1.0))
     with pytest.raises(DataError, match="no document of the stream is left for training"):
         open_feed(source, length=32, rows="packed", seed=0).row(0)
 
 
-def test_a_state_of_other_sources_is_refused(tmp_path: Path, streamed: Prepared) -> None:
+def test_state_of_other_sources_is_refused(tmp_path: Path, streamed: Prepared) -> None:
     feed = feed_of(streamed, "packed")
     feed.row(3)
     alone = prepared(tmp_path, tmp_path / "b.jsonl", streaming=True)
@@ -222,7 +222,7 @@ REFUSED = {
 @pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_stream_that_is_not_what_was_read_is_refused(tmp_path: Path, how: str, kind: str) -> None:
+def test_changed_stream_is_refused(tmp_path: Path, how: str, kind: str) -> None:
     """Saved in the second file of the first source, and where a window has just ended, whose end is in it too."""
     first = [write_documents(tmp_path / "a" / f"{part}.jsonl", 200, name=f"a{part}") for part in (0, 1)]
     second = write_documents(tmp_path / "b.jsonl", 400, name="b")
@@ -247,7 +247,7 @@ def test_a_stream_that_is_not_what_was_read_is_refused(tmp_path: Path, how: str,
         assert "\n" not in str(caught.value)
 
 
-def test_a_stream_that_lost_the_file_it_was_in_is_refused(tmp_path: Path) -> None:
+def test_stream_without_its_current_file_is_refused(tmp_path: Path) -> None:
     for number in range(60):
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{number:02d}.txt").write_text("some words " * 20 + str(number))
@@ -261,7 +261,7 @@ def test_a_stream_that_lost_the_file_it_was_in_is_refused(tmp_path: Path) -> Non
         feed_of(prepared(tmp_path, tmp_path / "texts", streaming=True), "packed", state)
 
 
-def test_a_stream_that_changed_behind_what_was_read_is_told_of(tmp_path: Path) -> None:
+def test_stream_changed_in_unread_files_gets_a_note(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "a" / "docs.jsonl", 500)
     feed = feed_of(prepared(tmp_path, file.parent, streaming=True), "packed")
     row, state = feed.row(40), feed.state(40)
@@ -277,6 +277,6 @@ def test_a_stream_that_changed_behind_what_was_read_is_told_of(tmp_path: Path) -
     )
 
 
-def test_nothing_is_written_in_a_stream(tmp_path: Path, streamed: Prepared) -> None:
+def test_stream_writes_no_files(tmp_path: Path, streamed: Prepared) -> None:
     feed_of(streamed, "packed").row(10)
     assert not list((tmp_path / "cache").glob("*/tokens.bin"))

@@ -1,4 +1,4 @@
-"""Locks that leave no file behind, and what killed holders leave: gone at the next start, never a living one's."""
+"""Tests of locks that leave no file behind, and of the leftovers of killed holders."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import sys
 import time
 from pathlib import Path
 
-from ithaca.data.sources.file_locks import clear_left, locked, take
+from ithaca.data.sources.file_locks import clear_leftovers, locked, take
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 NAME = "0123456789abcdef01234567"
-# Adds one to a number in a file, slowly, as often as it is told to; only a lock makes the sum right.
+# Adds one to a number in a file, slowly, a given number of times; only a lock makes the sum right.
 ADDER = """
 import sys, time
 from pathlib import Path
-from ithaca.data.sources.file_locks import clear_left, locked
+from ithaca.data.sources.file_locks import clear_leftovers, locked
 folder = Path(sys.argv[1])
 for _ in range(int(sys.argv[2])):
-    clear_left(folder)
+    clear_leftovers(folder)
     with locked(folder / "0123456789abcdef01234567.lock"):
         count = int((folder / "count").read_text())
         time.sleep(0.001)
@@ -49,7 +49,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def test_one_at_a_time_is_inside_whoever_removes_the_file(tmp_path: Path) -> None:
+def test_lock_with_removed_file_still_admits_one(tmp_path: Path) -> None:
     (tmp_path / "count").write_text("0")
     adders = [start(ADDER, tmp_path, 60) for _ in range(4)]
     for adder in adders:
@@ -59,30 +59,30 @@ def test_one_at_a_time_is_inside_whoever_removes_the_file(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["count"]
 
 
-def test_what_a_killed_holder_left_goes_and_a_living_ones_stays(tmp_path: Path) -> None:
+def test_leftovers_of_killed_holder_go_and_living_ones_stay(tmp_path: Path) -> None:
     holder = start(HOLDER, tmp_path)
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         (tmp_path / "notes.lock").touch()
         before = sorted(os.listdir(tmp_path))
-        clear_left(tmp_path)
+        clear_leftovers(tmp_path)
         assert sorted(os.listdir(tmp_path)) == before
         assert take(tmp_path / f"{NAME}.lock", wait=False) is None
     finally:
         end(holder)
-    clear_left(tmp_path)
+    clear_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["notes.lock"]
 
 
-def test_a_lock_is_free_after_it(tmp_path: Path) -> None:
+def test_lock_is_free_after_use(tmp_path: Path) -> None:
     for _ in range(2):
         with locked(tmp_path / f"{NAME}.lock"):
             assert os.listdir(tmp_path) == [f"{NAME}.lock"]
         assert os.listdir(tmp_path) == []
 
 
-def test_killed_at_any_time_nothing_stays(tmp_path: Path) -> None:
+def test_holder_killed_at_any_time_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "count").write_text("0")
     draw = random.Random(3)
     for _ in range(6):
@@ -90,5 +90,5 @@ def test_killed_at_any_time_nothing_stays(tmp_path: Path) -> None:
         time.sleep(draw.uniform(0.2, 0.6))
         end(adder)
         (tmp_path / "count").write_text("0")
-    clear_left(tmp_path)
+    clear_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["count"]

@@ -1,43 +1,25 @@
-"""Sources: which files a path means, how each format is read, and what is refused."""
+"""Tests of sources: the files of a path, the reading of each format, and refusals."""
 
 from __future__ import annotations
 
 import argparse
-import bz2
-import gzip
-import json
-import lzma
 from pathlib import Path
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from ithaca.config.schema import Source, Validation
+from ithaca.config.schema import SourceSettings, ValidationSettings
 from ithaca.data.rows.feed import open_feed
 from ithaca.data.sources.locate import HUGE, Located, locate
-from ithaca.data.sources.read_records import open_rows, parse_row, raw_rows
 from ithaca.errors import DataError
-from tests.data.corpus import documents, epoch_of, prepared, texts_of, whole, write_documents, write_lines
+from tests.data.corpus import epoch_of, prepared, source_texts, texts_of, touch, whole, write_documents, write_lines
 
 
 def names(located: Located, root: Path) -> list[str]:
     return [str(Path(file).relative_to(root)) for file in located.files]
 
 
-def texts(located: Located) -> list[str]:
-    return [parse_row(raw)["text"] for raw in raw_rows(located, open_rows(located, streaming=False))]
-
-
-def touch(root: Path, *files: str, content: str = "x = 1\n") -> None:
-    for file in files:
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).write_text(content, encoding="utf-8")
-
-
-def test_the_standard_library() -> None:
-    located = locate(Source(path="stdlib"))
+def test_stdlib_gives_its_python_files() -> None:
+    located = locate(SourceSettings(path="stdlib"))
     assert located.format == "code"
     assert len(located.files) > 300
     top = [file for file in located.files if Path(file).parent == Path(argparse.__file__).parent]
@@ -47,7 +29,7 @@ def test_the_standard_library() -> None:
     assert not any(part in ("test", "tests", "site-packages") for file in located.files for part in Path(file).parts)
 
 
-def test_a_repository_without_what_nobody_wrote(tmp_path: Path) -> None:
+def test_repository_gives_handwritten_files_alone(tmp_path: Path) -> None:
     touch(tmp_path, "src/b.py", "src/a.py", "README.md", "web/app.js")
     touch(
         tmp_path, ".git/config", ".hidden/x.py", "node_modules/p/i.js", "vendor/v.go", "web/app.min.js", "poetry.lock"
@@ -58,10 +40,10 @@ def test_a_repository_without_what_nobody_wrote(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     (tmp_path / "link").symlink_to(tmp_path / "src")
-    located = locate(Source(path=str(tmp_path)))
+    located = locate(SourceSettings(path=str(tmp_path)))
     assert located.format == "code"
     assert names(located, tmp_path) == ["README.md", "src/a.py", "src/b.py", "web/app.js"]
-    only = locate(Source(path=str(tmp_path), include=["*.py"]))
+    only = locate(SourceSettings(path=str(tmp_path), include=["*.py"]))
     assert names(only, tmp_path) == ["src/a.py", "src/b.py"]
 
 
@@ -71,7 +53,7 @@ def test_huge_files_of_a_repository_are_named_once(tmp_path: Path, streaming: bo
     touch(root, "a.py", ".git/config")
     touch(root, "b.py", "c.py", "d.txt", "pnpm-lock.yaml", content="x" * (HUGE + 1))
     (root / "e.bin").write_bytes(b"\0" * (HUGE + 1))
-    huge = prepared(tmp_path, Source(path=str(root), include=["*.py", "*.bin"]), streaming=streaming)
+    huge = prepared(tmp_path, SourceSettings(path=str(root), include=["*.py", "*.bin"]), streaming=streaming)
     line = (
         f"left out of {root} for being over 1 MiB: {root}/b.py and 1 more; to train on such files name them as sources of "
         "their own"
@@ -79,62 +61,63 @@ def test_huge_files_of_a_repository_are_named_once(tmp_path: Path, streaming: bo
     assert huge.left_out == (line, f"left out of {root}: 1 .bin (no text)")
     # The second time the documents are in the cache.
     assert (
-        prepared(tmp_path, Source(path=str(root), include=["*.py", "*.bin"]), streaming=streaming).notes == huge.notes
+        prepared(tmp_path, SourceSettings(path=str(root), include=["*.py", "*.bin"]), streaming=streaming).notes
+        == huge.notes
     )
-    assert prepared(tmp_path, Source(path=str(root / "b.py")), streaming=streaming).left_out == ()
+    assert prepared(tmp_path, SourceSettings(path=str(root / "b.py")), streaming=streaming).left_out == ()
     touch(root, "b.py", "c.py", "d.txt")
-    assert prepared(tmp_path, Source(path=str(root), include=["*.py"]), streaming=streaming).left_out == ()
+    assert prepared(tmp_path, SourceSettings(path=str(root), include=["*.py"]), streaming=streaming).left_out == ()
 
 
 @pytest.mark.parametrize(("format", "suffix"), [("text", ".txt"), ("jsonl", ".jsonl"), ("parquet", ".parquet")])
 @pytest.mark.parametrize("top", [True, False])
-def test_folders_of_data_may_be_called_as_built_ones_are(tmp_path: Path, format: str, suffix: str, top: bool) -> None:
+def test_data_folder_named_like_a_built_one_is_read(tmp_path: Path, format: str, suffix: str, top: bool) -> None:
     names_of = [f"{name}/a{suffix}" for name in ("build", "dist", "env", "out", "sub", "target", "vendor")]
     touch(tmp_path, *names_of, f".hidden/a{suffix}", *([f"a{suffix}"] if top else []))
-    located = locate(Source(path=str(tmp_path)))
+    located = locate(SourceSettings(path=str(tmp_path)))
     assert located.format == format
     assert names(located, tmp_path) == [f"a{suffix}"] * top + names_of
     # In a repository they are what they are called.
     touch(tmp_path, ".git/config")
-    assert names(locate(Source(path=str(tmp_path), format=format)), tmp_path) == [f"a{suffix}"] * top + [
+    assert names(locate(SourceSettings(path=str(tmp_path), format=format)), tmp_path) == [f"a{suffix}"] * top + [
         f"sub/a{suffix}"
     ]
 
 
 @pytest.mark.parametrize("path", ["rows.csv", "rows.tsv.gz", "*.csv"])
-def test_a_table_that_is_not_read_is_no_text(tmp_path: Path, path: str) -> None:
+def test_table_of_unread_kind_is_no_text(tmp_path: Path, path: str) -> None:
     touch(tmp_path, "rows.csv", "rows.tsv.gz")
     with pytest.raises(DataError, match="a table of a kind that is not read: write it as jsonl or parquet"):
-        locate(Source(path=str(tmp_path / path)))
-    assert locate(Source(path=str(tmp_path / path), format="text")).format == "text"
+        locate(SourceSettings(path=str(tmp_path / path)))
+    assert locate(SourceSettings(path=str(tmp_path / path), format="text")).format == "text"
 
 
-def test_what_is_built_says_nothing_of_a_folder_of_sources(tmp_path: Path) -> None:
+def test_built_files_do_not_change_the_format(tmp_path: Path) -> None:
     touch(tmp_path, "a.py", "b.py", "README.md", "build/c.jsonl", "build/d.parquet", "dist/e.txt")
-    located = locate(Source(path=str(tmp_path)))
+    located = locate(SourceSettings(path=str(tmp_path)))
     assert (located.format, names(located, tmp_path)) == ("code", ["README.md", "a.py", "b.py"])
     touch(tmp_path / "docs", "a.md", "out/b.txt", *(f"out/{page}.html" for page in range(9)))
-    located = locate(Source(path=str(tmp_path / "docs")))
+    located = locate(SourceSettings(path=str(tmp_path / "docs")))
     assert (located.format, names(located, tmp_path / "docs")) == ("text", ["a.md", "out/b.txt"])
 
 
-def test_a_letter_cut_by_the_first_block_is_text(tmp_path: Path) -> None:
+def test_letter_cut_by_the_first_block_is_text(tmp_path: Path) -> None:
     touch(tmp_path, "a.py", content="a" * 8191 + "é" * 10)
     (tmp_path / "b.py").write_bytes(b"a" * 100 + b"\xe9" + b"a" * 9000)
-    assert names(locate(Source(path=str(tmp_path), format="code")), tmp_path) == ["a.py"]
+    assert names(locate(SourceSettings(path=str(tmp_path), format="code")), tmp_path) == ["a.py"]
 
 
-def test_a_folder_of_texts_is_one_document_a_file(tmp_path: Path) -> None:
+def test_folder_of_texts_gives_one_document_a_file(tmp_path: Path) -> None:
     touch(tmp_path / "docs", "b.txt", "sub/a.md", content="one\n\ntwo\n")
     touch(tmp_path / "docs", "settings.json", content="{}")
-    located = locate(Source(path=str(tmp_path / "docs")))
+    located = locate(SourceSettings(path=str(tmp_path / "docs")))
     assert located.format == "text"
     assert names(located, tmp_path / "docs") == ["b.txt", "sub/a.md"]
     feed = open_feed(prepared(tmp_path, tmp_path / "docs"), length=64, rows="packed", seed=0)
     assert texts_of(epoch_of(feed)) == [whole("one\n\ntwo\n")] * 2
 
 
-def test_a_folder_of_texts_and_sources_gives_all_of_them(tmp_path: Path) -> None:
+def test_folder_of_texts_and_code_gives_all_files(tmp_path: Path) -> None:
     """Whatever the suffix is, or none; what is left out is said by suffix, number and reason."""
     root = tmp_path / "docs"
     touch(root, *(f"{number}.txt" for number in range(30)), *(f"m{number}.md" for number in range(9)))
@@ -148,12 +131,12 @@ def test_a_folder_of_texts_and_sources_gives_all_of_them(tmp_path: Path) -> None
     (root / "latin.py").write_bytes(b"caf\xe9")
     (root / "loop").symlink_to(root / "loop")
     (root / "around").symlink_to(root)
-    located = locate(Source(path=str(root)))
+    located = locate(SourceSettings(path=str(root)))
     assert located.format == "text"
     expected = {*(f"{number}.txt" for number in range(30)), *(f"m{number}.md" for number in range(9)), "build/f.txt"}
     expected |= {"a.py", "b.rs", "LICENSE", "c.unheard", "page.html", "sub/deep/d.f90"}
     assert set(names(located, root)) == expected
-    assert names(located, root) == names(locate(Source(path=str(root), format="text")), root)
+    assert names(located, root) == names(locate(SourceSettings(path=str(root), format="text")), root)
     huge, others = located.notes
     assert huge.startswith(f"left out of {root} for being over 1 MiB: {root}/huge.py; to train")
     assert others.startswith(f"left out of {root}: 2 .png (no text), ")
@@ -172,7 +155,7 @@ def test_a_folder_of_texts_and_sources_gives_all_of_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_a_folder_leaves_out_is_said_each_time(tmp_path: Path, streaming: bool) -> None:
+def test_skipped_files_are_reported_each_time(tmp_path: Path, streaming: bool) -> None:
     root = tmp_path / "docs"
     touch(root, "a.txt", "b.txt", "c.py", "d.json")
     for _ in range(2):
@@ -182,100 +165,34 @@ def test_what_a_folder_leaves_out_is_said_each_time(tmp_path: Path, streaming: b
     assert prepared(tmp_path, root / "whole", streaming=streaming).left_out == ()
 
 
-def test_other_folders_say_what_they_leave_out(tmp_path: Path) -> None:
+def test_folder_of_rows_reports_skipped_files(tmp_path: Path) -> None:
     touch(tmp_path / "rows", "a.jsonl", "README.md", "b.csv", content='{"text": "x"}\n')
     left = "left out of {}: 1 .csv (not jsonl), 1 .md (not jsonl)"
-    assert locate(Source(path=str(tmp_path / "rows"))).notes == (left.format(tmp_path / "rows"),)
+    assert locate(SourceSettings(path=str(tmp_path / "rows"))).notes == (left.format(tmp_path / "rows"),)
     touch(tmp_path / "code", "a.py", "b.py", "node_modules/c.js", ".env")
-    located = locate(Source(path=str(tmp_path / "code")))
+    located = locate(SourceSettings(path=str(tmp_path / "code")))
     assert names(located, tmp_path / "code") == ["a.py", "b.py"]
     where = tmp_path / "code"
     assert located.notes == (f"left out of {where}: 1 files without a suffix (hidden), 1 folders (vendored or built)",)
     # Who names the files to include knows of the others.
-    assert locate(Source(path=str(tmp_path / "code"), include=["a.py"])).notes == ()
-    assert locate(Source(path="stdlib")).notes == ()
+    assert locate(SourceSettings(path=str(tmp_path / "code"), include=["a.py"])).notes == ()
+    assert locate(SourceSettings(path="stdlib")).notes == ()
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".arrow", ".tsv"])
-def test_a_folder_of_tables_that_are_not_read_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_folder_of_unread_tables_is_refused(tmp_path: Path, suffix: str) -> None:
     touch(tmp_path, f"a{suffix}", f"b{suffix}", "dataset_info.json", "state.json")
     with pytest.raises(DataError, match="holds tables of a kind that is not read"):
-        locate(Source(path=str(tmp_path)))
+        locate(SourceSettings(path=str(tmp_path)))
 
 
-def test_a_file_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
-    touch(tmp_path / "docs", "a.txt")
-    (tmp_path / "docs" / "b.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "docs" / "c.txt").write_bytes(b"\xef\xbb\xbfmarked")
-    about = prepared(tmp_path, tmp_path / "docs", bad_share=0.5).stores[0].about
-    assert about["documents"] == 2
-    assert about["named"] == [f"{tmp_path}/docs/b.txt: not UTF-8 (byte 3)"]
-    assert texts(locate(Source(path=str(tmp_path / "docs" / "c.txt")))) == ["marked"]
-
-
-@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
-def test_compressed_lines(tmp_path: Path, suffix: str, opener: object) -> None:
-    plain = write_documents(tmp_path / "plain.jsonl", 5)
-    packed = tmp_path / f"docs.json{suffix}"
-    with opener(packed, "wb") as file:
-        file.write(plain.read_bytes())
-    located = locate(Source(path=str(packed)))
-    assert located.format == "jsonl"
-    assert texts(located) == documents(5)
-
-
-def test_a_compressed_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
-    packed = tmp_path / "docs.jsonl.gz"
-    packed.write_bytes(gzip.compress(write_documents(tmp_path / "plain.jsonl", 500).read_bytes())[:-200])
-    with pytest.raises(DataError, match=r"docs.jsonl.gz cannot be read .*is it whole"):
-        texts(locate(Source(path=str(packed))))
-
-
-def test_zstd_is_read_or_named(tmp_path: Path) -> None:
-    packed = tmp_path / "docs.jsonl.zst"
-    packed.write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(DataError, match=r"ithaca\[zstd\]|cannot be read"):
-        texts(locate(Source(path=str(packed))))
-
-
-def test_a_json_array_is_its_items(tmp_path: Path) -> None:
-    file = tmp_path / "docs.json"
-    file.write_text(json.dumps([{"text": text} for text in documents(4)], indent=1), encoding="utf-8")
-    located = locate(Source(path=str(file)))
-    assert texts(located) == documents(4)
-    assert [raw.place for raw in raw_rows(located, open_rows(located, streaming=False))][3] == f"{file}:4"
-
-
-def test_parquet(tmp_path: Path) -> None:
-    messages = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]] * 3
-    table = pyarrow.table({"id": [1, 2, 3], "messages": messages, "source": ["a", "b", "c"]})
-    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
-    store = prepared(tmp_path, tmp_path / "chat.parquet").stores[0]
-    assert (store.about["kind"], store.about["column"], store.about["documents"]) == ("chat", "messages", 3)
-    assert store.origin(2) == f"{tmp_path}/chat.parquet:3"
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1nonsense")
-    with pytest.raises(DataError, match="cannot be read as parquet"):
-        prepared(tmp_path, tmp_path / "broken.parquet")
-
-
-def test_parquet_of_bytes_is_text_where_it_is_utf8(tmp_path: Path) -> None:
-    values = [text.encode() for text in documents(3)] + [b"caf\xe9"]
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], "text": values}), tmp_path / "docs.parquet")
-    bytes_of = prepared(tmp_path, tmp_path / "docs.parquet", bad_share=0.3)
-    about = bytes_of.stores[0].about
-    assert (about["kind"], about["documents"]) == ("text", 3)
-    assert about["named"] == [f"{tmp_path}/docs.parquet:4: 'text' is bytes that are not UTF-8 (byte 3)"]
-    feed = open_feed(bytes_of, length=256, rows="packed", seed=0)
-    assert sorted(texts_of(epoch_of(feed))) == sorted(map(whole, documents(3)))
-
-
-def test_globs_and_folders_of_lines_are_sorted(tmp_path: Path) -> None:
+def test_glob_and_folder_of_jsonl_are_sorted(tmp_path: Path) -> None:
     for part in (2, 0, 1):
         write_lines(tmp_path / "parts" / f"{part}.jsonl", [{"text": str(part)}])
     for path in (tmp_path / "parts", tmp_path / "parts" / "*.jsonl"):
-        located = locate(Source(path=str(path)))
+        located = locate(SourceSettings(path=str(path)))
         assert located.format == "jsonl"
-        assert texts(located) == ["0", "1", "2"]
+        assert source_texts(located) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -291,66 +208,23 @@ def test_globs_and_folders_of_lines_are_sorted(tmp_path: Path) -> None:
         ("empty", {}, "has no text files"),
     ],
 )
-def test_what_is_not_there_is_an_error(
+def test_missing_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, settings: dict[str, object], match: str
 ) -> None:
     touch(tmp_path, "docs/a.txt", "mixed/a.jsonl", "mixed/b.parquet")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=match):
-        locate(Source(path=path, **settings))
+        locate(SourceSettings(path=path, **settings))
 
 
-def test_a_hub_name_without_a_network_says_so(tmp_path: Path) -> None:
-    located = locate(Source(path="nobody/nothing-here"))
-    assert located.format == "hub"
-    with pytest.raises(DataError, match=r"no file or folder here, and the hub gave no dataset of that name \("):
-        prepared(tmp_path, "nobody/nothing-here")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """A hub that has `owner/set`, in several shards; gives the calls it got."""
-    calls: list[tuple[object, ...]] = []
-
-    def load(path: str, subset: str | None, *, split: str, streaming: bool) -> object:
-        calls.append((path, subset, split, streaming))
-        rows = datasets.Dataset.from_list([{"id": place, "text": text} for place, text in enumerate(documents(90))])
-        return rows.to_iterable_dataset(num_shards=4) if streaming else rows
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    return calls
-
-
-def test_a_hub_name(tmp_path: Path, hub: list[tuple[object, ...]]) -> None:
-    store = prepared(tmp_path, Source(path="owner/set", subset="en", split="dev")).stores[0]
-    assert hub[0] == ("owner/set", "en", "dev", False)
-    assert (store.about["documents"], store.about["column"]) == (90, "text")
-    assert store.origin(16) == "owner/set:17"
-
-
-@pytest.mark.parametrize("at", [1, 30, 90])
-def test_a_hub_stream_is_resumed_exactly(tmp_path: Path, hub: list[tuple[object, ...]], at: int) -> None:
-    """`datasets`' own state is at the row, not at the batch or the shard."""
-    source = prepared(tmp_path, "owner/set", streaming=True)
-    straight = open_feed(source, length=64, rows="joined", seed=0)
-    rows = [straight.row(index) for index in range(at + 5)]
-    walked = open_feed(source, length=64, rows="joined", seed=0)
-    walked.row(at - 1)
-    resumed = open_feed(source, length=64, rows="joined", seed=0, state=json.loads(json.dumps(walked.state(at))))
-    for index in range(at, at + 5):
-        assert texts_of([resumed.row(index)]) == texts_of([rows[index]])
-        assert resumed.describe(index) == straight.describe(index)
-    assert hub[-1] == ("owner/set", None, "train", True)
-
-
-def test_the_fingerprint_follows_content_and_settings(tmp_path: Path) -> None:
+def test_fingerprint_follows_content_and_settings(tmp_path: Path) -> None:
     file = write_documents(tmp_path / "docs.jsonl", 3)
-    first = locate(Source(path=str(file))).fingerprint()
-    assert locate(Source(path=str(file))).fingerprint() == first
-    assert locate(Source(path=str(file), column="text")).fingerprint() != first
+    first = locate(SourceSettings(path=str(file))).fingerprint()
+    assert locate(SourceSettings(path=str(file))).fingerprint() == first
+    assert locate(SourceSettings(path=str(file), column="text")).fingerprint() != first
     write_documents(file, 4)
-    assert locate(Source(path=str(file))).fingerprint() != first
+    assert locate(SourceSettings(path=str(file))).fingerprint() != first
 
 
 @pytest.mark.parametrize(
@@ -365,16 +239,16 @@ def test_the_fingerprint_follows_content_and_settings(tmp_path: Path) -> None:
         ("1.txt 2.txt b.json c.yaml", {}, "1.txt 2.txt", ".json (settings)"),
     ],
 )
-def test_rows_of_a_mixed_folder_win_over_texts(
+def test_folder_of_rows_and_texts_gives_rows(
     tmp_path: Path, files: str, settings: dict[str, object], read: str, beside: str
 ) -> None:
     touch(tmp_path, *files.split())
-    located = locate(Source(path=str(tmp_path), **settings))
+    located = locate(SourceSettings(path=str(tmp_path), **settings))
     assert names(located, tmp_path) == read.split()
     assert beside in " ".join(located.notes)
 
 
-def test_what_is_no_document_is_named_with_its_file_and_what_to_type(tmp_path: Path) -> None:
+def test_source_without_documents_names_file_and_words(tmp_path: Path) -> None:
     touch(tmp_path, "mixed/1.txt", "mixed/2.txt")
     write_lines(tmp_path / "mixed" / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
     with pytest.raises(DataError) as refusal:
@@ -389,7 +263,7 @@ def test_what_is_no_document_is_named_with_its_file_and_what_to_type(tmp_path: P
         prepared(tmp_path, tmp_path / "odd")
 
 
-def test_a_source_is_named_as_it_is_typed(tmp_path: Path) -> None:
+def test_source_in_messages_is_named_as_typed(tmp_path: Path) -> None:
     said = []
     for sources in (["no.jsonl"], [{"path": "no.jsonl", "kind": "text"}], [tmp_path, "no.jsonl"]):
         touch(tmp_path, "a.txt")
@@ -398,4 +272,4 @@ def test_a_source_is_named_as_it_is_typed(tmp_path: Path) -> None:
         said.append(str(refusal.value).rpartition("type ")[2])
     assert said == ["data.sources=...", "data.sources.0.path=...", "data.sources.1.path=..."]
     with pytest.raises(DataError, match=r"type validation\.sources=\.\.\."):
-        prepared(tmp_path / "cache", tmp_path / "a.txt", validation=Validation(sources=["no.jsonl"]))
+        prepared(tmp_path / "cache", tmp_path / "a.txt", validation=ValidationSettings(sources=["no.jsonl"]))

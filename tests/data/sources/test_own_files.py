@@ -1,4 +1,4 @@
-"""Runs that would read what they write: refused by resolved paths, with another place; others are let through."""
+"""Tests of runs that would read their own files: refused by resolved paths, with another folder named."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def given(output: str, *sources: Any, cache: str | None = None, held: Any = None
         ("rows/x", [{"path": "rows", "format": "jsonl"}], {}),
     ],
 )
-def test_a_run_that_would_read_its_own_files_is_refused(
+def test_run_that_reads_its_own_files_is_refused(
     here: Path, output: str, sources: list[Any], more: dict[str, Any]
 ) -> None:
-    """What it says to type is not refused."""
+    """The setting that the message proposes is accepted."""
     if output == "rows" and sources == ["rows/metrics.jsonl"]:
         (here / sources[0]).write_text('{"text": "mine"}\n')
     with pytest.raises(DataError, match="next start would take them for documents") as refusal:
@@ -82,5 +82,5 @@ def test_a_run_that_would_read_its_own_files_is_refused(
         ("run", "stdlib"),
     ],
 )
-def test_what_is_not_read_is_let_through(here: Path, output: str, source: Any) -> None:
+def test_run_whose_files_no_source_reads_is_accepted(here: Path, output: str, source: Any) -> None:
     refuse_own_files(given(output, source))

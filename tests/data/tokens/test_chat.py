@@ -1,4 +1,4 @@
-"""Chat masks: what the assistant says and its end of turn, nothing else, in four styles of templates."""
+"""Tests of chat masks: the assistant's turns and their ends, nothing else, in four styles of templates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ithaca.data.tokens.chat import ChatEncoder, find_marks, tokens_in
+from ithaca.data.tokens.chat import ChatEncoder, find_marks
 from ithaca.data.tokens.chat_messages import read_messages, read_tools
+from ithaca.data.tokens.turn_spans import tokens_in
 from ithaca.errors import DataError, RowError
 from ithaca.models.files.embedded import embedded_tokenizer
 from tests.data.templates import QWEN, TEMPLATES, said, style_tokenizer
@@ -45,7 +46,7 @@ def encode(style: str, messages: list[dict[str, Any]], learn: str = "assistant")
         ("gemma", ["<think>\nbe kind\n</think>\n\nHello!<end_of_turn>", "<think>\nadd\n</think>\n\n2<end_of_turn>"]),
     ],
 )
-def test_the_assistant_and_its_end_are_learned(style: str, expected: list[str]) -> None:
+def test_assistant_turn_and_its_end_are_learned(style: str, expected: list[str]) -> None:
     ids, learn = encode(style, CONVERSATION)
     assert stretches(TOKENIZERS[style], ids, learn) == expected
     # A mask off by one token is another text.
@@ -70,7 +71,7 @@ def random_conversation(rng: random.Random) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_random_conversations_by_hand(style: str) -> None:
+def test_random_conversation_has_the_mask_made_by_hand(style: str) -> None:
     """Against a rendering written by hand: the same text, and learned is what has a letter of a learned piece."""
     tokenizer = TOKENIZERS[style]
     encoder = ChatEncoder.make(tokenizer, None, "assistant")
@@ -90,7 +91,7 @@ def test_random_conversations_by_hand(style: str) -> None:
         assert learn.tolist() == expected
 
 
-def test_a_template_with_marks_is_believed_and_checked() -> None:
+def test_template_with_marks_is_used_and_checked() -> None:
     tokenizer = embedded_tokenizer()
     encoder = ChatEncoder.make(tokenizer, None, "assistant")
     assert encoder.marks is None
@@ -104,13 +105,13 @@ def test_a_template_with_marks_is_believed_and_checked() -> None:
         ChatEncoder.make(tokenizer, wrong, "assistant")(CONVERSATION)
 
 
-def test_learn_all_learns_all() -> None:
+def test_learn_all_has_no_mask() -> None:
     ids, learn = encode("llama", CONVERSATION, learn="all")
     assert learn is None
     assert TOKENIZERS["llama"].decode(ids) == "".join(piece for piece, _ in said("llama", CONVERSATION))
 
 
-def test_tools_and_reasoning_fields() -> None:
+def test_tools_and_reasoning_are_not_learned() -> None:
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -126,7 +127,7 @@ def test_tools_and_reasoning_fields() -> None:
     ]
 
 
-def test_marks_of_each_style() -> None:
+def test_marks_of_each_style_are_found() -> None:
     found = {style: find_marks(ChatEncoder(TOKENIZERS[style], TEMPLATES[style], False, None)) for style in STYLES}
     assert {style: (marks.opening, marks.closing) for style, marks in found.items()} == {
         "llama": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -136,7 +137,7 @@ def test_marks_of_each_style() -> None:
     }
 
 
-def test_what_a_template_refuses_is_a_bad_row_in_its_own_words() -> None:
+def test_refusal_of_a_template_is_a_bad_row() -> None:
     system = [{"role": "system", "content": "Be brief."}, *CONVERSATION]
     with pytest.raises(RowError, match="must alternate"):
         encode("mistral", system)
@@ -144,7 +145,7 @@ def test_what_a_template_refuses_is_a_bad_row_in_its_own_words() -> None:
         encode("gemma", system)
 
 
-def test_a_template_that_changes_contents_is_refused() -> None:
+def test_template_that_changes_contents_is_refused() -> None:
     shouting = QWEN.replace(
         "'<|im_start|>assistant\\n' + content }}", "'<|im_start|>assistant\\n' + content | upper }}"
     )
@@ -153,20 +154,20 @@ def test_a_template_that_changes_contents_is_refused() -> None:
         encoder(CONVERSATION)
 
 
-def test_a_template_that_forgets_an_answer_is_refused() -> None:
+def test_template_that_drops_an_answer_is_refused() -> None:
     forgetful = TEMPLATES["gemma"].replace("{% for message in messages %}", "{% for message in messages[:3] %}")
     encoder = ChatEncoder.make(TOKENIZERS["gemma"], forgetful, "assistant")
     with pytest.raises(RowError, match="leaves an assistant's message out"):
         encoder(CONVERSATION)
 
 
-def test_a_template_without_learnable_ends_is_an_error() -> None:
+def test_template_without_learnable_ends_is_refused() -> None:
     plain = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     with pytest.raises(DataError, match=r"do not end in a special token.*data\.learn"):
         ChatEncoder.make(TOKENIZERS["llama"], plain, "assistant")
 
 
-def test_no_template_is_an_error_that_says_what_to_set() -> None:
+def test_missing_template_names_the_setting() -> None:
     with pytest.raises(DataError, match=r"no chat template: set data\.chat_template"):
         ChatEncoder.make(style_tokenizer("qwen", template=False), None, "assistant")
 
@@ -184,22 +185,22 @@ def test_no_template_is_an_error_that_says_what_to_set() -> None:
         ([{"role": "user", "content": 3}], "is a int, text is needed"),
     ],
 )
-def test_bad_messages(value: object, match: str) -> None:
+def test_bad_message_is_a_bad_row(value: object, match: str) -> None:
     with pytest.raises(RowError, match=match):
         read_messages(value)
 
 
-def test_a_conversation_without_answers_is_a_bad_row() -> None:
+def test_conversation_without_answers_is_a_bad_row() -> None:
     with pytest.raises(RowError, match="nothing to learn"):
         encode("llama", CONVERSATION[:1])
 
 
-def test_other_names_for_roles() -> None:
+def test_other_role_names_are_translated() -> None:
     other = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
     assert read_messages(other) == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 
 
-def test_messages_and_tools_written_as_json() -> None:
+def test_messages_and_tools_as_json_are_parsed() -> None:
     assert read_messages(json.dumps(CONVERSATION)) == CONVERSATION
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert read_tools(json.dumps(tools)) == read_tools(tools) == tools
@@ -226,12 +227,12 @@ def test_half_a_surrogate_pair_is_a_bad_row(marked: bool) -> None:
         encoder([*CONVERSATION[:3], {"role": "assistant", "content": "so \ud800"}])
 
 
-def test_blanks_that_offsets_leave_out_belong_to_the_next_token() -> None:
+def test_blank_outside_offsets_belongs_to_the_next_token() -> None:
     # "ab| cd|e" with the blank trimmed off the second token's offset, and a token that is a blank alone.
     assert tokens_in([(2, 5)], [(0, 2), (3, 5), (5, 6)], "ab cde").tolist() == [False, True, False]
     assert tokens_in([(2, 3)], [(0, 2), (3, 3), (3, 5)], "ab cd").tolist() == [False, True, False]
 
 
-def test_a_token_across_the_prompt_is_learned_only_if_blank_there() -> None:
+def test_token_across_the_prompt_is_learned_only_if_blank() -> None:
     assert tokens_in([(3, 5)], [(0, 4), (4, 5)], "ab:cd").tolist() == [False, True]
     assert tokens_in([(3, 5)], [(0, 2), (2, 4), (4, 5)], "ab cd").tolist() == [False, True, True]

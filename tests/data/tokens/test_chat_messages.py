@@ -1,4 +1,4 @@
-"""Content in parts, and what a template must not make of lists and mappings."""
+"""Tests of content in parts, and of templates that print lists and mappings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def in_parts(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_text_in_parts_is_the_text(style: str) -> None:
+def test_content_in_text_parts_is_joined(style: str) -> None:
     encoder = ChatEncoder.make(TOKENIZERS[style], None, "assistant")
     ids, learn = encoder([{**message, "content": in_parts(message["content"])} for message in TEXTS])
     other, other_learn = encoder(TEXTS)
@@ -48,7 +48,7 @@ def test_other_parts_are_refused_by_message_and_part(content: Any, match: str) -
         read_messages([{"role": "user", "content": content}])
 
 
-def test_a_template_that_takes_parts_alone_gets_them() -> None:
+def test_template_that_needs_parts_gets_them() -> None:
     parts_alone = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
         "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -62,7 +62,7 @@ def test_a_template_that_takes_parts_alone_gets_them() -> None:
     assert tokenizer.decode(ids[learn]) == "Yo.<|im_end|>"
 
 
-def test_a_template_that_prints_a_mapping_as_python_does_is_refused() -> None:
+def test_template_that_prints_python_repr_is_refused() -> None:
     printing = QWEN.replace("(call.function | tojson)", "(call.function.arguments | string)")
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
     messages = [TEXTS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -74,7 +74,7 @@ def test_a_template_that_prints_a_mapping_as_python_does_is_refused() -> None:
     encoder([{"role": "user", "content": f"what is {call['function']['arguments']}?"}, *messages[1:]])
 
 
-def test_missing_content_beside_calls_is_empty() -> None:
+def test_missing_content_beside_tool_calls_is_empty() -> None:
     call = {"function": {"name": "add", "arguments": "{}"}}
     (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [call], "name": None}])
     assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -89,7 +89,7 @@ MARKED = (
 
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
 @pytest.mark.parametrize("style", [*TEMPLATES, "marked", "spelled"])
-def test_an_answer_that_is_left_out_by_its_weight_is_not_learned(style: str, flag: dict[str, Any]) -> None:
+def test_answer_with_weight_0_is_not_learned(style: str, flag: dict[str, Any]) -> None:
     tokenizer = TOKENIZERS["qwen" if style in ("marked", "spelled") else style]
     encoder = ChatEncoder.make(tokenizer, MARKED if style == "marked" else None, "assistant")
     first = {**ANSWERED[0], "content": "Hi <|im_end|>"} if style == "spelled" else ANSWERED[0]
@@ -120,7 +120,7 @@ def test_weights_that_cannot_be_kept_are_refused(flags: tuple[dict[str, Any], ..
         encoder([ANSWERED[0], ANSWERED[1] | flags[0], ANSWERED[2], ANSWERED[3] | flags[1]])
 
 
-def test_a_weight_within_a_completion_is_refused() -> None:
+def test_weight_within_a_completion_is_refused() -> None:
     encoder = ChatEncoder.make(TOKENIZERS["qwen"], None, "assistant")
     with pytest.raises(RowError, match="a completion is learned whole"):
         encoder.completion([TEXTS[0]], [TEXTS[1] | {"weight": 0}])

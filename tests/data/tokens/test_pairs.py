@@ -1,4 +1,4 @@
-"""Prompts and completions as TRL reads them, Alpaca's columns as axolotl does: the loss on what completes alone."""
+"""Tests of prompts with completions as in TRL, and Alpaca's columns as in axolotl: the loss on the completion alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ithaca.config.schema import Source
+from ithaca.config.schema import SourceSettings
 from ithaca.data.rows.feed import open_feed
 from ithaca.data.tokens.chat import ChatEncoder
 from ithaca.data.tokens.pairs import alpaca_prompt, encode_alpaca, encode_pair
@@ -35,7 +35,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_completion_alone_is_learned(tmp_path: Path, streaming: bool) -> None:
+def test_completion_alone_is_learned(tmp_path: Path, streaming: bool) -> None:
     records = [{"prompt": "The sky is", "completion": " blue.", "id": 7}, {"prompt": "x", "completion": " "}]
     file = write_lines(tmp_path / "pairs.jsonl", records)
     found = prepared(tmp_path, file, streaming=streaming, bad_share=0.5)
@@ -53,7 +53,7 @@ def test_the_completion_alone_is_learned(tmp_path: Path, streaming: bool) -> Non
 @pytest.mark.parametrize(
     "pair", [("The word of", " the day"), ("The word o", "f the day</s>"), ("", "x it's"), ("a\n", "\nb")]
 )
-def test_ids_and_masks_are_trls(kind: str, pair: tuple[str, str]) -> None:
+def test_ids_and_masks_equal_trl(kind: str, pair: tuple[str, str]) -> None:
     tokenizer = CUT[kind]()
     ids, learn = encode_pair(
         {"prompt": pair[0], "completion": pair[1]}, tokenizer, lambda text: tokenizer(text)["input_ids"]
@@ -67,7 +67,7 @@ def test_ids_and_masks_are_trls(kind: str, pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_messages_that_complete_messages(style: str) -> None:
+def test_message_completion_is_learned(style: str) -> None:
     tokenizer = style_tokenizer(style)
     encoder = ChatEncoder.make(tokenizer, None, "assistant")
     ids, learn, spelled = encoder.completion(ASKED, SAID)
@@ -88,15 +88,15 @@ def test_messages_that_complete_messages(style: str) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_lists_of_messages_in_prompt_and_completion_are_found(tmp_path: Path, streaming: bool) -> None:
+def test_message_pairs_are_found(tmp_path: Path, streaming: bool) -> None:
     file = write_lines(tmp_path / "pairs.jsonl", [{"prompt": ASKED, "completion": SAID, "tools": None}] * 3)
     row = open_feed(prepared(tmp_path, file, streaming=streaming), length=32, rows="packed", seed=0).row(0)
     assert learned(row) == "Two.<|end|>"
-    assert prepared(tmp_path, Source(path=str(file), kind="pair")).stores[0].about["kind"] == "chat pair"
+    assert prepared(tmp_path, SourceSettings(path=str(file), kind="pair")).stores[0].about["kind"] == "chat pair"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_alpaca_columns(tmp_path: Path, streaming: bool) -> None:
+def test_alpaca_columns_are_found(tmp_path: Path, streaming: bool) -> None:
     records = [
         {"instruction": "Add {input}.", "input": "1, 2", "output": "3"},
         {"instruction": "Say hi.", "input": "", "output": "Hi."},
@@ -128,7 +128,7 @@ def test_alpaca_columns(tmp_path: Path, streaming: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", CUT)
-def test_alpaca_is_tokenized_apart_as_axolotl_does(kind: str) -> None:
+def test_alpaca_tokens_equal_axolotl(kind: str) -> None:
     tokenizer = CUT[kind]()
     record = {"instruction": "The word", "input": "of the day", "output": "it's: don't"}
     ids, learn = encode_alpaca(record, tokenizer, lambda text: tokenizer(text)["input_ids"])
@@ -140,12 +140,12 @@ def test_alpaca_is_tokenized_apart_as_axolotl_does(kind: str) -> None:
     assert learn.tolist() == [False] * len(first) + [True] * len(second)
 
 
-def test_columns_that_were_read_before_are_read_as_before(tmp_path: Path) -> None:
+def test_usual_columns_come_before_pairs(tmp_path: Path) -> None:
     """A text column beside prompts and completions is still the documents; a kind in the run file decides otherwise."""
     record = {"text": "all of it", "prompt": "a", "completion": "b", "instruction": "c", "output": "d"}
     file = write_lines(tmp_path / "docs.jsonl", [record])
     kinds = {
-        kind: prepared(tmp_path, Source(path=str(file), kind=kind)).stores[0].about
+        kind: prepared(tmp_path, SourceSettings(path=str(file), kind=kind)).stores[0].about
         for kind in ("auto", "pair", "alpaca")
     }
     assert [(about["kind"], about["column"]) for about in kinds.values()] == [
@@ -170,7 +170,7 @@ def test_spellings_in_pairs_are_counted_and_can_be_text(tmp_path: Path) -> None:
         encode_pair({"prompt": "a" * (1 << 25), "completion": "b"}, TOKENIZER, lambda _: [])
 
 
-def test_conversations_by_from_and_value(tmp_path: Path) -> None:
+def test_conversations_by_from_and_value_are_read(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "Two."}]
     for value in (turns, json.dumps(turns)):
         file = write_lines(tmp_path / "sharegpt.jsonl", [{"conversations": value}])

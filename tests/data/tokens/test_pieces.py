@@ -1,4 +1,4 @@
-"""Long texts in pieces: the tokens of the whole, for tokenizers of many kinds, or a refusal."""
+"""Tests of long texts in pieces: the tokens of the whole, for tokenizers of many kinds, or a refusal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ithaca.data.tokens import pieces
-from ithaca.data.tokens.pieces import Pieces
+from ithaca.data.tokens.pieces import PieceTokenizer
 from ithaca.errors import RowError
 from ithaca.models.files.embedded import embedded_tokenizer
 from tests.data.kinds import CORPUS, CUT, UNCUT
@@ -52,9 +52,9 @@ def long_text(seed: int, words: int) -> str:
 @pytest.mark.few(8)
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize("kind", [*CUT, "embedded"])
-def test_pieces_have_the_tokens_of_the_whole(kind: str, as_text: bool) -> None:
+def test_pieces_have_the_tokens_of_the_whole_text(kind: str, as_text: bool) -> None:
     tokenizer = embedded_tokenizer() if kind == "embedded" else CUT[kind]()
-    cutter = Pieces.of(tokenizer, as_text)
+    cutter = PieceTokenizer.of(tokenizer, as_text)
     assert " " in cutter.after
     for seed in range(12):
         text = long_text(seed, 400)
@@ -71,11 +71,9 @@ def test_pieces_have_the_tokens_of_the_whole(kind: str, as_text: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [*UNCUT, "a style of chat"])
-def test_a_tokenizer_without_sure_boundaries_takes_a_text_whole_or_refuses_it(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_without_boundaries_takes_texts_whole_or_refuses(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = style_tokenizer("qwen") if kind == "a style of chat" else UNCUT[kind]()
-    cutter = Pieces.of(tokenizer, False)
+    cutter = PieceTokenizer.of(tokenizer, False)
     # Marks that no merge of it has would do; this text has none of them.
     assert " " not in cutter.after
     text = "the word of " * 150
@@ -87,9 +85,9 @@ def test_a_tokenizer_without_sure_boundaries_takes_a_text_whole_or_refuses_it(
         cutter.encode(text, piece=64)
 
 
-def test_a_text_without_boundaries_is_refused_above_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_without_boundaries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = CUT["gpt2"]()
-    cutter = Pieces.of(tokenizer, False)
+    cutter = PieceTokenizer.of(tokenizer, False)
     text = "acgt" * 1000
     assert cutter.encode(text, piece=64).tolist() == tokenizer(text)["input_ids"]
     monkeypatch.setattr(pieces, "LONGEST", 2000)
@@ -97,18 +95,18 @@ def test_a_text_without_boundaries_is_refused_above_a_size(monkeypatch: pytest.M
         cutter.encode(text, piece=64)
 
 
-def test_cuts_anywhere_give_other_tokens() -> None:
-    """What the boundaries are for: cut at any letter, hardly a text keeps its tokens."""
+def test_cuts_at_any_letter_change_tokens() -> None:
+    """Cuts that ignore the boundaries change the tokens of nearly every text."""
     tokenizer = CUT["llama3"]()
-    cutter = Pieces.of(tokenizer, False)
+    cutter = PieceTokenizer.of(tokenizer, False)
     text = long_text(1, 300)
     pieces_of = [text[start : start + 64] for start in range(0, len(text), 64)]
     joined = np.concatenate([np.array(cutter.ids(piece), int) for piece in pieces_of])
     assert joined.tolist() != tokenizer(text)["input_ids"]
 
 
-def test_progress_within_a_document_adds_up_to_it() -> None:
-    cutter = Pieces.of(CUT["gpt2"](), False)
+def test_progress_within_a_document_adds_up() -> None:
+    cutter = PieceTokenizer.of(CUT["gpt2"](), False)
     text = long_text(2, 300)
     steps: list[int] = []
     cutter.encode(text, piece=64, progress=steps.append)

@@ -1,4 +1,4 @@
-"""Chat templates of unknown origin: ended where they loop or grow, off the main thread too, and exact otherwise."""
+"""Tests of chat templates of unknown origin: ended if they loop or grow, off the main thread too, exact otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from ithaca.data.tokens import render_templates
 from ithaca.data.tokens.chat import ChatEncoder
-from ithaca.data.tokens.render_templates import Job, Limits, Template
+from ithaca.data.tokens.render_templates import RenderJob, RenderLimits, Template
 from ithaca.errors import DataError
 from ithaca.models.files.embedded import embedded_tokenizer
 from tests.data.corpus import prepared, write_lines
@@ -37,46 +37,46 @@ HOSTILE = {
     "calls without end": "{% macro f(x) %}{% for i in range(99999) %}{{ f(x + 1) if x < 9 }}{% endfor %}{% endmacro %}{{ f(1) }}",
     "powers": "{% for i in range(99999) %}{% set x = (7 + i) ** (10 ** 6) %}{% endfor %}",
 }
-SMALL = Limits(seconds=0.5, memory=300 << 20, letters=1 << 20)
+SMALL = RenderLimits(seconds=0.5, memory=300 << 20, letters=1 << 20)
 
 
 QUICK = ("endless loops", "a longer text")
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(HOSTILE), marks=pytest.mark.slow)], ids=["few", "all"])
-def test_templates_that_never_end_or_fill_the_memory_are_ended_off_the_main_thread(names: tuple[str, ...]) -> None:
-    told: dict[str, str] = {}
+def test_endless_template_is_ended_off_the_main_thread(names: tuple[str, ...]) -> None:
+    results: dict[str, str] = {}
 
     def ask() -> None:
         for name in names:
             template = Template(TOKENIZER, HOSTILE[name], "the chat template of models/x", SMALL)
             try:
-                told[name] = str(template.render([Job(CONVERSATION)]))
+                results[name] = str(template.render([RenderJob(CONVERSATION)]))
             except DataError as error:
-                told[name] = str(error)
+                results[name] = str(error)
         kind = Template(TOKENIZER, TOKENIZER.chat_template, "ours", SMALL)
-        told["after"] = kind.render([Job(CONVERSATION)])[0].text
+        results["after"] = kind.render([RenderJob(CONVERSATION)])[0].text
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join(500)
     assert not thread.is_alive()
-    assert told.pop("after") == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
+    assert results.pop("after") == TOKENIZER.apply_chat_template(CONVERSATION, tokenize=False)
     for name in names:
-        assert told[name].startswith("the chat template of models/x takes more than "), name
-        assert any(bound in told[name] for bound in ("seconds of computing", "GiB of memory", "letters of text")), name
+        assert results[name].startswith("the chat template of models/x takes more than "), name
+        assert any(bound in results[name] for bound in ("seconds of computing", "GiB of memory", "letters of text")), (
+            name
+        )
 
 
-def test_recursion_is_the_templates_own_refusal() -> None:
+def test_recursive_template_is_a_refusal() -> None:
     source = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"
-    (answer,) = Template(TOKENIZER, source, "x", SMALL).render([Job(CONVERSATION)])
+    (answer,) = Template(TOKENIZER, source, "x", SMALL).render([RenderJob(CONVERSATION)])
     assert "recursion" in answer.refused
 
 
 @pytest.mark.slow
-def test_a_hostile_template_of_a_run_is_one_sentence_with_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_template_of_a_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render_templates, "LIMITS", SMALL)
     file = write_lines(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
     endless = "{% generation %}" + HOSTILE["endless loops"] + "{% endgeneration %}"
@@ -91,25 +91,25 @@ def test_a_hostile_template_of_a_run_is_one_sentence_with_its_folder(
         ChatEncoder.make(own, None, "assistant")
 
 
-def test_a_renderer_that_died_is_told_of_and_another_one_started() -> None:
+def test_dead_renderer_is_reported_and_replaced() -> None:
     template = Template(TOKENIZER, TOKENIZER.chat_template, "x")
-    text = template.render([Job(CONVERSATION)])[0].text
+    text = template.render([RenderJob(CONVERSATION)])[0].text
     process = render_templates._renderer()._process
     assert process is not None
     os.kill(process.pid, signal.SIGSEGV)
     with pytest.raises(DataError, match="ended the process that rendered it"):
-        template.render([Job(CONVERSATION)])
-    assert template.render([Job(CONVERSATION)])[0].text == text
+        template.render([RenderJob(CONVERSATION)])
+    assert template.render([RenderJob(CONVERSATION)])[0].text == text
 
 
 @pytest.mark.parametrize("style", [*TEMPLATES, "embedded"])
-def test_texts_and_generations_are_those_of_transformers(style: str) -> None:
+def test_text_and_generations_equal_transformers(style: str) -> None:
     tokenizer = TOKENIZER if style == "embedded" else style_tokenizer(style)
     rng = random.Random(11)
     template = Template(tokenizer, tokenizer.chat_template, "x")
     for _ in range(15):
         messages = random_conversation(rng)
-        text, prompt = template.render([Job(messages), Job(messages, prompt=True)])
+        text, prompt = template.render([RenderJob(messages), RenderJob(messages, prompt=True)])
         assert text.text == tokenizer.apply_chat_template(messages, tokenize=False)
         assert prompt.text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if style == "embedded":
@@ -122,15 +122,17 @@ def test_texts_and_generations_are_those_of_transformers(style: str) -> None:
             assert np.array_equal(learn, np.array(theirs["assistant_masks"], bool))
 
 
-def test_values_that_no_pipe_takes_are_the_rows_fault() -> None:
+def test_unpicklable_values_make_a_bad_row() -> None:
     deep: Any = "x"
     for _ in range(5000):
         deep = [deep]
-    (answer,) = Template(TOKENIZER, TOKENIZER.chat_template, "x").render([Job([{**CONVERSATION[0], "more": deep}])])
+    (answer,) = Template(TOKENIZER, TOKENIZER.chat_template, "x").render(
+        [RenderJob([{**CONVERSATION[0], "more": deep}])]
+    )
     assert "nested too deeply" in answer.refused or "recursion" in answer.refused
 
 
-def test_answers_are_plain_data() -> None:
-    """What comes back from the process that runs a stranger's program is JSON, not pickles."""
+def test_renderer_answers_in_json() -> None:
+    """The process that runs a stranger's program answers in JSON, not in pickles."""
     sent = json.dumps([{"text": "\ud800", "spans": [[0, 1]]}])
     assert json.loads(sent)[0]["text"] == "\ud800"

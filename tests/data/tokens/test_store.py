@@ -1,4 +1,4 @@
-"""A store whose files were damaged after they were written: made again, or refused when the damage is read."""
+"""Tests of stores whose files were damaged after they were written: made again, or refused when the damage is read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["about.json", "offsets.npy", "origins.npy"])
-def test_small_file_flipped_anywhere_is_not_opened(tmp_path: Path, name: str) -> None:
+def test_store_with_changed_small_file_is_not_opened(tmp_path: Path, name: str) -> None:
     written(tmp_path / "store", masked=False)
     file = tmp_path / "store" / name
     good = file.read_bytes()
@@ -48,7 +48,7 @@ def test_small_file_flipped_anywhere_is_not_opened(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "learn.bin"])
-def test_block_flipped_is_refused_when_it_is_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_block_is_refused_when_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_BLOCK", 256)
     written(tmp_path / "store", masked=True)
     size = 2 if name == "tokens.bin" else 1
@@ -65,7 +65,7 @@ def test_block_flipped_is_refused_when_it_is_read(tmp_path: Path, name: str, mon
         store.piece(10, 0, 1)
 
 
-def test_blocks_are_summed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_is_summed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_BLOCK", 256)
     written(tmp_path / "store", masked=False)
     store = open_store(tmp_path / "store")
@@ -79,7 +79,7 @@ def test_blocks_are_summed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert store.piece(5, 100, 0)[0].tolist() == []
 
 
-def test_store_without_checksums_is_read_as_before(tmp_path: Path) -> None:
+def test_store_without_checksums_is_read(tmp_path: Path) -> None:
     written(tmp_path / "store", masked=True)
     file = tmp_path / "store" / "about.json"
     about = json.loads(file.read_text())

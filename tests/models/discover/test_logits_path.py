@@ -18,7 +18,8 @@ from ithaca.mesh import init_mesh
 from ithaca.models.layers.head import head_spec
 from ithaca.parallelize import parallelize
 from ithaca.verify.fp64 import promoted
-from ithaca.verify.parity import gradient_errors, reference
+from ithaca.verify.parity import gradient_errors
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch, small_config
 from ithaca.verify.small_models.types import survey_config
 from tests.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""A run's own values of a model's config: what is taken, and what is refused in a sentence."""
+"""Changes of a model's config by a run file: accepted and refused values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gpt2(**values: Any) -> GPT2Config:
     return GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=32, **values)
 
 
-def test_values_take_the_place_of_the_folders(tmp_path: Path) -> None:
+def test_model_config_values_replace_those_of_folder(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
     assert read_config(tmp_path).attn_pdrop == 0.1
     changed = read_config(tmp_path, {"attn_pdrop": 0, "resid_pdrop": 0.2})
@@ -26,7 +26,7 @@ def test_values_take_the_place_of_the_folders(tmp_path: Path) -> None:
     assert changed.hidden_size == 16
 
 
-def test_the_config_that_is_given_stays_as_it_is() -> None:
+def test_with_changes_leaves_given_config_unchanged() -> None:
     config = gpt2()
     assert change_config(config, {}) is config
     change_config(config, {"attn_pdrop": 0})
@@ -46,13 +46,13 @@ def test_the_config_that_is_given_stays_as_it_is() -> None:
         ({"model_type": "llama"}, "name another model by model.name"),
     ],
 )
-def test_what_cannot_be_laid_over_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_model_config_bad_value_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         change_config(gpt2(), changes)
     assert said in str(caught.value)
 
 
-def test_rope_is_the_stages() -> None:
+def test_model_config_rope_is_refused_naming_stages() -> None:
     config = LlamaConfig(
         hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, vocab_size=32
     )
@@ -60,7 +60,7 @@ def test_rope_is_the_stages() -> None:
         change_config(config, {"rope_theta": 1e6})
 
 
-def test_all_attention_dropouts_are_named_at_once_and_how_to_end_them() -> None:
+def test_attention_dropouts_are_refused_naming_all() -> None:
     given = {"attn_pdrop": 0.1, "attention_dropout": 0.2, "attn_dropout": 0.0, "resid_pdrop": 0.1}
     with pytest.raises(UnsupportedError) as caught:
         refuse_attention_dropout(given.get)

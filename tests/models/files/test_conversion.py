@@ -1,4 +1,4 @@
-"""transformers' private tables are as `conversion.py` takes them, and the way there and back ends where it began."""
+"""transformers' private conversion tables: the versions, signatures and round trips that `conversion.py` relies on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ithaca.models.files import conversion
 from ithaca.models.files.conversion import CHECKED, copy_conversions, describe_conversions, restore_conversions
+from ithaca.models.files.pretrained import transformers_words
 from ithaca.models.files.read_weights import WholeWeights, twin_of
 from ithaca.models.files.safetensors_files import read_headers
 from ithaca.models.files.weight_sources import plan_groups
@@ -92,3 +93,7 @@ def test_stack_of_experts_is_known_from_other_weights(tmp_path: Path) -> None:
     groups = plan_groups(twin, read_headers(tmp_path), tmp_path)
     stacked = {target for group in groups if group.stacked for target in group.targets}
     assert stacked == {key for key in twin.state_dict() if ".experts." in key}
+
+
+def test_transformers_words_hold_old_names_of_layer_types() -> None:
+    assert {"full_attention", "attention"} <= transformers_words().layers, "transformers renamed its private table"

@@ -18,7 +18,7 @@ def digest(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-def test_the_folder_is_a_whole_hugging_face_model(tmp_path: Path) -> None:
+def test_build_embedded_folder_loads_in_transformers(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     folder = build_embedded(tmp_path / "new" / "embedded")
     assert torch.equal(torch.get_rng_state(), state)
@@ -31,7 +31,7 @@ def test_the_folder_is_a_whole_hugging_face_model(tmp_path: Path) -> None:
     assert load_tokenizer(str(folder)).chat_template == embedded_tokenizer().chat_template
 
 
-def test_it_is_the_same_every_time_and_left_alone_when_there(tmp_path: Path) -> None:
+def test_build_embedded_again_gives_same_bits(tmp_path: Path) -> None:
     first = digest(build_embedded(tmp_path / "a"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -42,7 +42,7 @@ def test_it_is_the_same_every_time_and_left_alone_when_there(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_another_process_may_be_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_embedded_folder_made_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a"
 
     def beaten(made: Path, target: Path) -> None:
@@ -55,7 +55,7 @@ def test_another_process_may_be_first(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_bytes_are_tokens() -> None:
+def test_embedded_tokenizer_bytes_are_tokens() -> None:
     tokenizer = embedded_tokenizer()
     text = "héllo 😀\r\n\tx  \x00 y " + "".join(map(chr, range(256)))
     ids = tokenizer(text)["input_ids"]
@@ -64,7 +64,7 @@ def test_bytes_are_tokens() -> None:
     assert embedded_config().pad_token_id == tokenizer.pad_token_id
 
 
-def test_names_without_a_tokenizer(tmp_path: Path) -> None:
+def test_load_tokenizer_bad_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(DataError, match=r"no tokenizer came from 'nobody/nothing'.*model\.tokenizer"):

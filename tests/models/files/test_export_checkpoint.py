@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from ithaca.cli import app
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, IthacaError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
@@ -64,7 +64,7 @@ def start_from(folder: Path, kind: str) -> Path:
     return folder
 
 
-def train_and_save(start: str, run: str, lora: Lora | None) -> int:
+def train_and_save(start: str, run: str, lora: LoraSettings | None) -> int:
     """Two steps, a checkpoint, and beside it what the ranks themselves save; bytes of the checkpoint."""
     mesh = init_mesh(sp=2)
     model: Any = empty_model(start, dtype=torch.float32)
@@ -95,7 +95,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     "kind",
     [pytest.param(kind, marks=[] if "llama" in kind or kind == "mixtral" else pytest.mark.slow) for kind in KINDS],
 )
-def test_the_export_is_what_the_ranks_would_have_saved(kind: str, tmp_path: Path) -> None:
+def test_export_equals_save_of_ranks(kind: str, tmp_path: Path) -> None:
     start_from(tmp_path / "start", kind)
     run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
     export_checkpoint(find_checkpoint(tmp_path), tmp_path / "export", max_shard_size=CUT)
@@ -114,9 +114,9 @@ def test_the_export_is_what_the_ranks_would_have_saved(kind: str, tmp_path: Path
     assert loaded.generation_config.top_k == 7
 
 
-def test_adapters_are_kept_alone_and_merged_on_export(tmp_path: Path) -> None:
+def test_export_adapters_writes_adapter_and_merged_model(tmp_path: Path) -> None:
     start_from(tmp_path / "start", "llama")
-    kept = run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), Lora(rank=2, alpha=8))[0]
+    kept = run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), LoraSettings(rank=2, alpha=8))[0]
     assert kept < 0.5 * (tmp_path / "start" / "model.safetensors").stat().st_size
     export_checkpoint(find_checkpoint(tmp_path), tmp_path / "export")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
@@ -139,7 +139,7 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["export", *arguments])
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_export_command_writes_folder(tmp_path: Path) -> None:
     start_from(tmp_path / "start", "tied llama")
     run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
     done = invoke(str(tmp_path))
@@ -161,7 +161,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert match in str(raised)
 
 
-def test_what_the_run_keeps_is_never_written_to(tmp_path: Path) -> None:
+def test_export_to_folder_of_run_is_refused(tmp_path: Path) -> None:
     start_from(tmp_path / "start", "llama")
     run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
     last = tmp_path / "stages" / "1-64"
@@ -191,7 +191,7 @@ def test_what_the_run_keeps_is_never_written_to(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
 
 
-def test_a_broken_checkpoint_is_not_exported(tmp_path: Path) -> None:
+def test_export_broken_checkpoint_is_refused(tmp_path: Path) -> None:
     start_from(tmp_path / "start", "llama")
     run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
     newest = find_checkpoint(tmp_path)
@@ -202,7 +202,7 @@ def test_a_broken_checkpoint_is_not_exported(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, 2)
 
 
-def test_a_tokenizer_that_is_gone_is_reported_and_the_weights_are_there(tmp_path: Path) -> None:
+def test_export_without_tokenizer_warns_and_writes_weights(tmp_path: Path) -> None:
     start_from(tmp_path / "start", "llama")
     run_ranks(2, train_and_save, str(tmp_path / "start"), str(tmp_path), None)
     for file in (tmp_path / "start").iterdir():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ithaca.cli import app
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import IthacaError
 from ithaca.mesh import init_mesh
 from ithaca.models.files.export_checkpoint import describe_model, find_checkpoint
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def export(*words: object) -> str | None:
-    """What is said where the export is refused; None where it was done."""
+    """Return the message of a refused export; None if it was written."""
     result = CliRunner().invoke(app, ["export", *map(str, words)])
     assert result.exit_code == 0 or isinstance(result.exception, IthacaError), result.exception
     return None if result.exit_code == 0 else str(result.exception)
@@ -81,7 +81,7 @@ def another_model(folder: Path) -> Path:
     return folder
 
 
-def test_another_models_folder_is_left_alone_and_replaced_whole_where_forced(run: Path, tmp_path: Path) -> None:
+def test_export_over_another_model_needs_force(run: Path, tmp_path: Path) -> None:
     there = another_model(tmp_path / "there")
     before = contents(there)
     said = export(run, "--to", there)
@@ -96,7 +96,7 @@ def test_another_models_folder_is_left_alone_and_replaced_whole_where_forced(run
     assert AutoModelForCausalLM.from_pretrained(there).config.model_type == "llama"
 
 
-def test_a_folder_of_this_run_is_written_again_and_anothers_is_not(run: Path, tmp_path: Path) -> None:
+def test_export_over_same_run_replaces_its_files(run: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
     assert export(run, "--to", to, "--step", 1) is None
     first = contents(to)
@@ -117,7 +117,7 @@ def test_a_folder_of_this_run_is_written_again_and_anothers_is_not(run: Path, tm
     assert (mark.run, mark.step) == ("one", 2)
 
 
-def test_an_export_that_was_killed_is_finished_by_the_next(run: Path, tmp_path: Path) -> None:
+def test_export_after_killed_export_leaves_one_model(run: Path, tmp_path: Path) -> None:
     """Between any two files: the mark names what is there, and the next export leaves nothing of it."""
     to = tmp_path / "to"
     assert export(run, "--to", to, "--step", 1) is None
@@ -132,7 +132,7 @@ def test_an_export_that_was_killed_is_finished_by_the_next(run: Path, tmp_path: 
     assert contents(to) == contents(tmp_path / "fresh")
 
 
-def test_places_that_are_none_are_refused_in_a_sentence(run: Path, tmp_path: Path) -> None:
+def test_export_to_impossible_folder_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -162,7 +162,7 @@ def test_places_that_are_none_are_refused_in_a_sentence(run: Path, tmp_path: Pat
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_link_to_a_folder_is_held_to_the_same(run: Path, tmp_path: Path) -> None:
+def test_export_to_link_is_checked_like_its_target(run: Path, tmp_path: Path) -> None:
     there = another_model(tmp_path / "there")
     (tmp_path / "link").symlink_to(there)
     assert "did not write" in (export(run, "--to", tmp_path / "link") or "")
@@ -172,7 +172,7 @@ def test_a_link_to_a_folder_is_held_to_the_same(run: Path, tmp_path: Path) -> No
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
-def test_a_model_with_nan_is_not_exported(tmp_path: Path) -> None:
+def test_export_with_nan_is_refused(tmp_path: Path) -> None:
     run_ranks(1, make_run, str(tmp_path / "run"), "one", True)
     said = export(tmp_path / "run", "--to", tmp_path / "to")
     assert said is not None
@@ -181,7 +181,7 @@ def test_a_model_with_nan_is_not_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o077])
-def test_files_have_the_mode_of_the_umask(run: Path, tmp_path: Path, umask: int) -> None:
+def test_export_files_have_mode_of_umask(run: Path, tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         assert export(run, "--to", tmp_path / "to") is None
@@ -198,12 +198,12 @@ def save_both(folder: str) -> dict[str, int]:
     model = parallelize(small_model("llama", dtype=torch.float32), mesh, memory=None)
     save_pretrained(model, root / "whole", max_shard_size="10KB")
     save_pretrained(model, root / "whole")
-    adapted = add_adapters(small_model("llama", dtype=torch.float32), Lora(rank=2), seed=0)  # type: ignore[arg-type]
+    adapted = add_adapters(small_model("llama", dtype=torch.float32), LoraSettings(rank=2), seed=0)  # type: ignore[arg-type]
     save_pretrained(parallelize(adapted, mesh, memory=None), root / "adapter")
     return {path.name: path.stat().st_mode & 0o777 for path in root.glob("*/*")}
 
 
-def test_a_plain_loop_saves_over_its_own_shards_with_usual_modes(tmp_path: Path) -> None:
+def test_save_over_own_shards_has_usual_modes(tmp_path: Path) -> None:
     for modes in run_ranks(2, save_both, str(tmp_path)):
         assert set(modes.values()) == {0o644}, modes
         assert {name for name in modes if name.startswith("model")} == {"model.safetensors"}
@@ -214,7 +214,7 @@ def save_beside_an_adapter(folder: str) -> None:
     save_pretrained(model, folder)
 
 
-def test_a_model_is_not_saved_beside_an_adapter(tmp_path: Path) -> None:
+def test_save_beside_adapter_is_refused(tmp_path: Path) -> None:
     """from_pretrained would load the adapter on its own base, and not the model that was saved."""
     (tmp_path / "adapter_config.json").write_text("{}")
     expect_refusal(
@@ -227,7 +227,7 @@ def test_a_model_is_not_saved_beside_an_adapter(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["adapter_config.json"]
 
 
-def test_places_are_said_as_the_run_was_typed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_refusal_names_path_as_typed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parent)
     for words, said in (
         ([run.name], f"{run.name}/checkpoints/step-00000002 -> {run.name}/export-step-2\n"),
@@ -238,7 +238,7 @@ def test_places_are_said_as_the_run_was_typed(run: Path, tmp_path: Path, monkeyp
         assert CliRunner().invoke(app, ["export", *map(str, words)]).stdout.startswith(said)
 
 
-def test_an_export_that_is_stopped_leaves_no_folder(run: Path, tmp_path: Path) -> None:
+def test_export_stopped_leaves_no_folder(run: Path, tmp_path: Path) -> None:
     """Neither its own nor those above it that it had made; a folder that was there stays, with what was in it."""
     checkpoint = find_checkpoint(run)
     there = tmp_path / "there"

@@ -1,4 +1,4 @@
-"""What a run started from is known again: another config or other weights below adapters are refused."""
+"""The origin of a run: another config, or other weights below adapters, are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(folder: Path, *, seed: int = 0, shards: str = "50GB", **more: Any) -> P
     return folder
 
 
-def test_the_digest_is_that_of_the_weights_in_whatever_files(tmp_path: Path) -> None:
+def test_digest_is_independent_of_files(tmp_path: Path) -> None:
     one = save(tmp_path / "one")
     many = save(tmp_path / "many", shards="5KB")
     assert len(list(many.glob("*.safetensors"))) > 1
@@ -31,7 +31,7 @@ def test_the_digest_is_that_of_the_weights_in_whatever_files(tmp_path: Path) -> 
     assert digest_weights(save(tmp_path / "other", seed=1)) != digest_weights(one)
 
 
-def test_every_weight_counts(tmp_path: Path) -> None:
+def test_digest_changes_with_every_weight(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     before = digest_weights(folder)
     model = LlamaForCausalLM.from_pretrained(folder)
@@ -44,7 +44,7 @@ def test_every_weight_counts(tmp_path: Path) -> None:
             parameter.div_(1.01)
 
 
-def test_another_config_is_refused_by_its_settings(tmp_path: Path) -> None:
+def test_resume_with_another_config_is_refused_by_setting(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     saved = read_origin(folder, weights=False)
     check_origin(saved, read_origin(folder, weights=False), folder)
@@ -57,7 +57,7 @@ def test_another_config_is_refused_by_its_settings(tmp_path: Path) -> None:
         check_origin(saved, read_origin(folder, weights=False), folder)
 
 
-def test_other_weights_below_adapters_are_refused(tmp_path: Path) -> None:
+def test_resume_adapters_on_other_weights_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     saved = read_origin(folder, weights=True)
     check_base(saved, folder)
@@ -71,7 +71,7 @@ def test_other_weights_below_adapters_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x10" + b"\0" * 7 + b"not json", b"\x02" + b"\0" * 7 + b"[]"])
-def test_damaged_weights_are_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_digest_of_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     folder = save(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
@@ -74,7 +74,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in LISTED])
-def test_every_architecture_loads_as_transformers_loads_it(kind: str, tmp_path: Path) -> None:
+def test_load_every_architecture_equals_transformers(kind: str, tmp_path: Path) -> None:
     write(tmp_path, kind)
     assert run_ranks(2, load_and_compare, str(tmp_path), 2, {}) == [[], []]
 
@@ -90,7 +90,9 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("world", "settings"), SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_wherever_weights_live(kind: str, world: int, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_load_every_placement_equals_transformers(
+    kind: str, world: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """One process, copies, copies of shards: more experts' shards than experts among them."""
     write(tmp_path, kind, tie_word_embeddings=True)
     assert run_ranks(world, load_and_compare, str(tmp_path), world, settings) == [[]] * world
@@ -104,12 +106,12 @@ def load_with_a_fault(folder: str) -> list[str]:
         return load_and_compare(folder, 2, {})
 
 
-def test_a_wrong_slice_is_seen(tmp_path: Path) -> None:
+def test_load_planted_wrong_slice_is_seen(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     assert any("model.embed_tokens.weight" in wrong for wrong in run_ranks(2, load_with_a_fault, str(tmp_path)))
 
 
-def test_the_head_of_a_tied_model_may_be_the_one_that_is_kept(tmp_path: Path) -> None:
+def test_load_tied_model_from_its_head_alone(tmp_path: Path) -> None:
     """Files with both names load if they agree, and are refused if not; either name alone will do."""
     write(tmp_path, "llama", tie_word_embeddings=True)
     kept = AutoModelForCausalLM.from_pretrained(tmp_path).model.embed_tokens.weight
@@ -159,7 +161,7 @@ WRONG: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], str]] = {
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
-def test_weights_that_are_not_the_configs_are_named(kind: str, tmp_path: Path) -> None:
+def test_load_weights_of_another_config_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "llama")
     change, match = WRONG[kind]
     _rewrite(tmp_path, change)
@@ -169,7 +171,7 @@ def test_weights_that_are_not_the_configs_are_named(kind: str, tmp_path: Path) -
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_folders_that_are_no_models_are_refused(tmp_path: Path) -> None:
+def test_read_config_folder_without_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         find_folder(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"model.revision is for a name on the hub.*leave it out"):
@@ -216,7 +218,7 @@ def random_weights(folder: str, dp: int, sp: int) -> list[str]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("degrees", [(1, 2), (1, 1), (2, 2)])
-def test_random_weights_are_one_process_own(degrees: tuple[int, int], tmp_path: Path) -> None:
+def test_init_weights_equal_those_of_one_process(degrees: tuple[int, int], tmp_path: Path) -> None:
     write(tmp_path, "llama", tie_word_embeddings=True)
     dp, sp = degrees
     assert run_ranks(dp * sp, random_weights, str(tmp_path), dp, sp) == [[]] * (dp * sp)
@@ -225,7 +227,7 @@ def test_random_weights_are_one_process_own(degrees: tuple[int, int], tmp_path: 
 def adapters(folder: str) -> tuple[float, list[str]]:
     """The loss and the adapters' gradients of an empty model with adapters, loaded, against a whole one's."""
     mesh = init_mesh(sp=2)
-    lora = Lora(rank=3, alpha=6)
+    lora = LoraSettings(rank=3, alpha=6)
     ours: Any = add_adapters(empty_model(folder, dtype=torch.float32), lora, seed=5)
     ours = parallelize(ours, mesh)
     load_weights(ours, folder)
@@ -240,7 +242,7 @@ def adapters(folder: str) -> tuple[float, list[str]]:
     return float(losses[0] - losses[1]), wrong
 
 
-def test_adapters_on_an_empty_model(tmp_path: Path) -> None:
+def test_load_with_adapters_on_empty_model(tmp_path: Path) -> None:
     write(tmp_path, "llama")
     assert run_ranks(2, adapters, str(tmp_path)) == [(0.0, [])] * 2
 
@@ -275,7 +277,7 @@ def peak_without_closing(small: str, folder: str) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("files", "closes"), [("150MB", True), ("1GB", True), ("1GB", False)])
-def test_the_hosts_peak_is_the_weights_and_a_little(files: str, closes: bool, tmp_path: Path) -> None:
+def test_load_host_memory_peak_is_weights_and_a_little(files: str, closes: bool, tmp_path: Path) -> None:
     """Half a GB in several files, and in one: all ranks' memory added up, shards and mapped files, is within 1.2 times.
 
     Files that stay mapped until the end are seen.

@@ -47,7 +47,7 @@ def build(kind: str, dtype: torch.dtype) -> Any:
 
 
 def save_both(root: str, cases: list[tuple[str, torch.dtype, str]], weights: str = "shard") -> None:
-    """For every case the twin's folder (rank 0 writes it alone) and ours, side by side."""
+    """Write the twin's folder (rank 0 alone) and ours for every case, side by side."""
     mesh = init_mesh(sp=2)
     for kind, dtype, size in cases:
         folder = folder_of(root, kind, dtype, size)
@@ -83,7 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_folder_is_what_transformers_writes(world: int, tmp_path: Path) -> None:
+def test_save_writes_folder_of_transformers(world: int, tmp_path: Path) -> None:
     cases = CASES if world == 2 else [case for case in CASES if case[2] == "cut" and case[1] is torch.float32]
     run_ranks(world, save_both, str(tmp_path), cases)
     for case in cases:
@@ -92,14 +92,14 @@ def test_the_folder_is_what_transformers_writes(world: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("weights", ["replicate", "none"])
-def test_weights_that_are_not_sharded(weights: str, tmp_path: Path) -> None:
+def test_save_unsharded_weights_writes_folder_of_transformers(weights: str, tmp_path: Path) -> None:
     cases = [("tied llama", torch.float32, "cut"), ("mixtral", torch.bfloat16, "cut")]
     run_ranks(2, save_both, str(tmp_path), cases, weights)
     for case in cases:
         check_same_files(folder_of(tmp_path, *case))
 
 
-def test_a_changed_weight_is_seen(tmp_path: Path) -> None:
+def test_save_planted_changed_weight_is_seen(tmp_path: Path) -> None:
     """The comparison itself: one bit in one file."""
     case = ("llama", torch.float32, "cut")
     run_ranks(2, save_both, str(tmp_path), [case])
@@ -111,7 +111,7 @@ def test_a_changed_weight_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied llama", "mixtral", "gpt_oss"])
-def test_a_saved_folder_loads_and_computes_the_same(kind: str, tmp_path: Path) -> None:
+def test_saved_folder_loads_and_computes_the_same(kind: str, tmp_path: Path) -> None:
     run_ranks(2, save_both, str(tmp_path), [(kind, torch.float32, "cut")])
     loaded = AutoModelForCausalLM.from_pretrained(
         folder_of(tmp_path, kind, torch.float32, "cut") / "ours", attn_implementation="eager", dtype="auto"
@@ -136,7 +136,7 @@ def train_and_save(folder: str) -> dict[str, Tensor]:
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 
 
-def test_what_is_saved_is_what_was_trained(tmp_path: Path) -> None:
+def test_save_after_training_equals_one_process(tmp_path: Path) -> None:
     trained = run_ranks(2, train_and_save, str(tmp_path))[0]
     saved = load_file(tmp_path / "model.safetensors")
     assert sorted(saved) == sorted(trained)
@@ -160,7 +160,7 @@ def save_adapter(folder: str, weights: str) -> Tensor:
 
 
 @pytest.mark.parametrize("weights", ["shard", "none"])
-def test_an_adapter_loads_with_peft(weights: str, tmp_path: Path) -> None:
+def test_saved_adapter_loads_with_peft(weights: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
     expected = run_ranks(2, save_adapter, str(tmp_path), weights)[0]
@@ -192,7 +192,7 @@ def save_adapters(folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["whole", "tokens", "named", "several"])
-def test_adapters_are_saved_as_peft_does(kind: str, tmp_path: Path) -> None:
+def test_save_adapters_writes_files_of_peft(kind: str, tmp_path: Path) -> None:
     run_ranks(2, save_adapters, str(tmp_path / "ours"), kind)
     _adapters(kind).save_pretrained(tmp_path / "theirs")
     files = [
@@ -231,7 +231,7 @@ def full_disk_after(files: int | None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_path_that_is_a_file_is_refused_on_all_ranks(adapter: bool, tmp_path: Path) -> None:
+def test_save_to_file_is_refused_on_all_ranks(adapter: bool, tmp_path: Path) -> None:
     path = tmp_path / "taken"
     path.write_text("mine")
     expect_refusal(
@@ -240,14 +240,14 @@ def test_a_path_that_is_a_file_is_refused_on_all_ranks(adapter: bool, tmp_path: 
     assert path.read_text() == "mine"
 
 
-def test_a_full_disk_raises_on_all_ranks_and_what_was_saved_stays(tmp_path: Path) -> None:
+def test_save_full_disk_raises_on_all_ranks_and_keeps_older_save(tmp_path: Path) -> None:
     run_ranks(2, save_to, str(tmp_path))
     before = contents(tmp_path)
     expect_refusal(2, save_to, str(tmp_path), fail=2, error="IthacaError", match="could not write to .*No space left")
     assert contents(tmp_path) == before
 
 
-def test_an_older_save_of_other_cuts_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_save_over_other_file_sizes_removes_older_files(tmp_path: Path) -> None:
     foreign = tmp_path / "model_of_mine.safetensors"
     foreign.write_bytes(b"mine")
     run_ranks(2, save_to, str(tmp_path))
@@ -272,7 +272,7 @@ def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tupl
     model = parallelize(build(kind, torch.float32), mesh, allow_untested=True)
     held, files, layers = [0], [0], [0]
     kept: dict[str, Tensor] = {}
-    take, write = write_weights._Writer.take, write_weights.write_tensors
+    take, write = write_weights._FileWriter.take, write_weights.write_tensors
 
     def watched_take(writer: Any, base: Any, layer: dict[str, Tensor]) -> None:
         layers.append(storages(layer))
@@ -286,16 +286,16 @@ def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tupl
         files.append(storages(tensors))
         write(path, tensors)
 
-    class Writer(write_weights._Writer):  # type: ignore[misc]
+    class Writer(write_weights._FileWriter):  # type: ignore[misc]
         take = watched_take
 
-    with patch.multiple(write_weights, _Writer=Writer, write_tensors=watched_write):
+    with patch.multiple(write_weights, _FileWriter=Writer, write_tensors=watched_write):
         save_pretrained(model, folder, max_shard_size=size)
     return max(held), max(files) + max(layers)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("llama", "20KB"), ("mixtral", "60KB"), ("qwen3_moe", "60KB")])
-def test_rank_0_holds_a_file_and_a_layer_at_most(kind: str, size: str, tmp_path: Path) -> None:
+def test_save_rank_0_holds_one_file_and_one_layer(kind: str, size: str, tmp_path: Path) -> None:
     """Sizes that every tensor fits into; a larger one has a file of its own."""
     total = sum(p.numel() * 4 for p in build(kind, torch.float32).parameters())
     most, allowed = run_ranks(2, most_held, str(tmp_path / "a"), kind, size)[0]
@@ -304,7 +304,7 @@ def test_rank_0_holds_a_file_and_a_layer_at_most(kind: str, size: str, tmp_path:
     assert hoarded > allowed, "a writer that keeps everything goes unseen"
 
 
-def test_no_ranks_are_needed(tmp_path: Path) -> None:
+def test_save_without_process_group_writes_folder(tmp_path: Path) -> None:
     model = small_model("llama", dtype=torch.float32)
     copy.deepcopy(model).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     save_pretrained(model, tmp_path / "ours", max_shard_size="20KB")
@@ -321,13 +321,13 @@ def plain_save(folder: str, weights: str, unbound: bool) -> None:
 
 
 @pytest.mark.parametrize(("weights", "unbound"), [("shard", False), ("shard", True), ("replicate", False)])
-def test_the_model_s_own_save_of_spread_weights_names_ours(tmp_path: Path, weights: str, unbound: bool) -> None:
+def test_model_save_of_sharded_weights_is_refused_naming_ours(tmp_path: Path, weights: str, unbound: bool) -> None:
     match = r"call ithaca\.save_pretrained\(model, folder\) on every rank"
     expect_refusal(2, plain_save, str(tmp_path), weights, unbound, error="UnsupportedError", match=match)
 
 
 def plain_save_that_works(folder: str) -> None:
-    """Of weights that are whole, and of a state dict that was gathered."""
+    """Save whole weights, and a gathered state dict."""
     mesh = init_mesh(sp=2)
     whole = small_model("llama").state_dict()
     for weights in ("none", "shard"):
@@ -336,7 +336,7 @@ def plain_save_that_works(folder: str) -> None:
             model.save_pretrained(Path(folder) / weights, **({"state_dict": whole} if weights == "shard" else {}))
 
 
-def test_the_model_s_own_save_is_left_alone_where_it_works(tmp_path: Path) -> None:
+def test_model_save_of_whole_weights_stays(tmp_path: Path) -> None:
     run_ranks(2, plain_save_that_works, str(tmp_path))
     a, b = (load_file(tmp_path / weights / "model.safetensors") for weights in ("none", "shard"))
     assert a.keys() == b.keys()

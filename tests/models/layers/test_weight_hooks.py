@@ -18,7 +18,7 @@ from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.plan import MemoryPlan
 from ithaca.verify.fp64 import promoted, relative_error
-from ithaca.verify.parity import reference
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FAULT, FP64

@@ -1,4 +1,4 @@
-"""Code of the user's own is found whatever stands around it, and a library's is not taken for it."""
+"""Detection of the user's own code inside decorators and wrappers; libraries' code is not foreign."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "mixtral", "deepseek_v3"])
-def test_a_model_of_transformers_holds_nothing_foreign(kind: str) -> None:
+def test_foreign_within_model_of_transformers_is_none(kind: str) -> None:
     assert foreign_within(build(survey_config(kind))) is None
 
 
 @pytest.mark.parametrize("path", ["", "model.layers.1.mlp", "lm_head"])
 @pytest.mark.parametrize("around", [decorated, partial, lambda forward: forward], ids=["wraps", "partial", "bare"])
-def test_a_forward_put_on_a_module_is_found(path: str, around: Any) -> None:
+def test_foreign_within_replaced_forward_is_found(path: str, around: Any) -> None:
     model = small_model("llama")
     module = model.get_submodule(path)
     module.forward = around(MethodType(passed_on, module))
@@ -42,7 +42,7 @@ def test_a_forward_put_on_a_module_is_found(path: str, around: Any) -> None:
     assert (found or "").startswith(path or "the model")
 
 
-def test_a_librarys_function_in_a_decorator_of_ones_own_is_foreign() -> None:
+def test_is_foreign_own_decorator_of_library_function_is_true() -> None:
     forward = small_model("llama").forward
     assert not is_foreign(forward)
     assert is_foreign(decorated(forward))

@@ -1,4 +1,4 @@
-"""Kinds of PEFT adapters: each that is said to be exact is, and the others are refused before anything runs."""
+"""Kinds of PEFT adapters: every kind in the list is exact, and others are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _run(sp: int | None, *, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [k if k == "IA3" else pytest.param(k, marks=pytest.mark.slow) for k in EXACT])
-def test_an_adapter_of_each_kind_trains_as_on_one_process(kind: str) -> None:
+def test_adapter_of_each_exact_kind_trains_as_on_one_process(kind: str) -> None:
     single = {"within": LOSS} if kind in SINGLE else {}
     exact("PEFT", kind, partial(_run, kind=kind), **single).check()
 
@@ -93,5 +93,5 @@ def _refuse(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_adapters_that_would_not_be_exact_are_refused_at_the_start(kind: str) -> None:
+def test_adapter_of_inexact_kind_is_refused(kind: str) -> None:
     expect_refusal(2, _refuse, kind, error="UnsupportedError", match=REFUSED[kind][2])

@@ -1,4 +1,4 @@
-"""Random numbers that decide which layers run are refused before the first layer, in seconds, on every rank."""
+"""Stochastic depth and layer dropout are refused before the first layer, on every rank."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_layerdrop_is_refused_by_name() -> None:
     )
 
 
-def test_layerdrop_that_is_set_later_is_refused_in_training() -> None:
+def test_layerdrop_set_later_is_refused_in_training() -> None:
     expect_refusal(2, _step, 0.0, 0.5, error="UnsupportedError", match=r"biogpt\.layerdrop=0\.5 drops", timeout=60)
 
 
-def test_layerdrop_does_nothing_in_evaluation() -> None:
+def test_layerdrop_in_evaluation_runs() -> None:
     first, second = run_ranks(2, _step, 0.0, 0.5, training=False)
     assert first == second
     assert math.isfinite(first)
@@ -50,7 +50,7 @@ def test_layerdrop_does_nothing_in_evaluation() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("layerdrop", 0.1), ("layer_drop", 0.1), ("drop_path_rate", 0.2), ("stochastic_depth_prob", 1.0)]
 )
-def test_rates_are_found_on_any_module(key: str, value: float) -> None:
+def test_drop_rate_of_any_module_is_refused(key: str, value: float) -> None:
     model: Any = small_model("llama")
     refuse_dropped_layers(model, measured=True)
     setattr(model.model.layers[1].mlp, key, value)
@@ -64,7 +64,7 @@ class DropPath(nn.Module):
         self.drop_prob = drop_prob
 
 
-def test_a_module_for_stochastic_depth_is_known_by_its_name() -> None:
+def test_stochastic_depth_module_is_refused() -> None:
     model: Any = small_model("llama")
     model.model.layers[0].path = DropPath(0.0)
     refuse_dropped_layers(model, measured=True)
@@ -92,7 +92,7 @@ class Jitter(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [ByTorch, ByPython])
-def test_code_that_was_never_measured_may_not_draw(kind: type[nn.Module]) -> None:
+def test_unmeasured_code_that_draws_is_refused(kind: type[nn.Module]) -> None:
     model: Any = small_model("llama")
     model.model.layers[0].extra = kind()
     refuse_dropped_layers(model, measured=True)
@@ -100,7 +100,7 @@ def test_code_that_was_never_measured_may_not_draw(kind: type[nn.Module]) -> Non
         refuse_dropped_layers(model, measured=False)
 
 
-def test_noise_on_tokens_is_taken() -> None:
+def test_unmeasured_code_with_noise_on_tokens_is_taken() -> None:
     model: Any = small_model("llama")
     model.model.layers[0].extra = nn.Sequential(Jitter(), nn.Dropout(0.1))
     refuse_dropped_layers(model, measured=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ithaca.errors import ConfigError, UnsupportedError
-from ithaca.machine.calibrate import Sizes, measure, this_card
+from ithaca.machine.calibrate import TrialSizes, measure, this_card
 from ithaca.planning.machine.calibrated import Measured, read_measured, with_measured, write_measured
 from ithaca.planning.machine.hardware import DEVICES, AttentionSpeed, find_device
 
@@ -68,7 +68,7 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, change: dict[s
 
 
 def test_measuring_gives_every_figure() -> None:
-    small = Sizes(attention=((64, 64),), heads=(2, 1), product=(2, 8, 8), copied=2**16, window=0.0)
+    small = TrialSizes(attention=((64, 64),), heads=(2, 1), product=(2, 8, 8), copied=2**16, window=0.0)
     measured = measure(torch.device("cpu"), small)
     assert measured.torch == torch.__version__
     figures = [measured.matmul, measured.bandwidth, measured.host_copy, measured.attention[0].forward]

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.floor import SHAPES, sizes_of, step_flops
-from ithaca.config.schema import Lora
+from ithaca.config.schema import LoraSettings
 from ithaca.models.files.pretrained import add_adapters
 from ithaca.models.planner.loaded_sizes import sizes_of as sizes_at_hand
 from ithaca.planning.machine.hardware import find_device
@@ -57,7 +57,7 @@ def test_a_whole_model_is_counted_as_torch_does() -> None:
 
 
 def test_adapters_are_counted_as_what_runs() -> None:
-    model: Any = add_adapters(small_model("llama", dtype=torch.float32), Lora(rank=4), seed=0)
+    model: Any = add_adapters(small_model("llama", dtype=torch.float32), LoraSettings(rank=4), seed=0)
     sizes = sizes_at_hand(model, model.get_base_model())
     text = model.get_base_model().config
     plain = ModelSizes.from_config(text.to_dict()).with_lora(4)

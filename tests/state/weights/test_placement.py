@@ -31,7 +31,7 @@ from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.weights import placement as placement
 from ithaca.state.weights.placement import _sum_gradients
 from ithaca.verify.fp64 import promoted, relative_error
-from ithaca.verify.parity import reference
+from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.batches import micro_batches
 from tests.parity.cases import parity_on_rank

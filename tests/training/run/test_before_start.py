@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.config.schema import Run, read_run
+from ithaca.config.schema import RunSettings, read_run
 from ithaca.errors import ConfigError
 from ithaca.models.files.export_folder import mark_of, write_mark
 from ithaca.state.checkpoint.manifest import name_of, seal
@@ -19,12 +19,12 @@ from ithaca.training.run.progress import Place
 from ithaca.training.run.run_folder import RunFolder
 
 
-def staged(root: Path, **more: Any) -> Run:
+def staged(root: Path, **more: Any) -> RunSettings:
     stage = {"length": 64, "steps": 5} | more.pop("stage", {})
     return read_run({"output": str(root), "stages": [stage], **more})
 
 
-def held(run: Run, place: Place) -> RunFolder:
+def held(run: RunSettings, place: Place) -> RunFolder:
     """A folder with a run's settings and one checkpoint, at `place`."""
     folder = RunFolder(Path(run.output))
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def held(run: Run, place: Place) -> RunFolder:
     return folder
 
 
-def ended(run: Run) -> RunFolder:
+def ended(run: RunSettings) -> RunFolder:
     folder = held(run, Place(1, 0, 5))
     (target := folder.stage(0, 64)).mkdir(parents=True)
     write_mark(target, mark_of(folder.checkpoints / name_of(5)))

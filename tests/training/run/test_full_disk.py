@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.config.schema import Run
+from ithaca.config.schema import RunSettings
 from ithaca.state.checkpoint.manifest import PINNED
 from ithaca.training.run.disk_space import Room
 from ithaca.training.run.progress import Place
@@ -69,7 +69,7 @@ def _little_disk(text: str, free: int) -> None:
     real = checkpoints.shutil.disk_usage
     try:
         checkpoints.shutil.disk_usage = lambda _: SimpleNamespace(free=free)  # type: ignore[assignment]
-        train(Run.model_validate_json(text))
+        train(RunSettings.model_validate_json(text))
     finally:
         checkpoints.shutil.disk_usage = real
 
@@ -126,7 +126,7 @@ def _with_full_export(text: str) -> None:
 
     try:
         trainer.export_checkpoint = write  # type: ignore[assignment]
-        trainer.train(Run.model_validate_json(text))
+        trainer.train(RunSettings.model_validate_json(text))
     finally:
         trainer.export_checkpoint = real
 

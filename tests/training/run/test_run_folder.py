@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ithaca.config.schema import Run, Stage, load_run, read_run
+from ithaca.config.schema import RunSettings, StageSettings, load_run, read_run
 from ithaca.errors import ConfigError, MeshError
 from ithaca.training.degrees import choose_sp
 from ithaca.training.run.changed_settings import advise_changes, refused, settle_place
@@ -15,7 +15,7 @@ from ithaca.training.run.progress import Place
 from ithaca.training.run.run_folder import RunFolder
 
 
-def held(folder: Path, run: Run, *, steps: bool = True) -> RunFolder:
+def held(folder: Path, run: RunSettings, *, steps: bool = True) -> RunFolder:
     """A folder with a run's settings and, if `steps`, a checkpoint."""
     found = RunFolder(folder)
     (found.checkpoints / ("step-00000005" if steps else ".step-00000005.part")).mkdir(parents=True)
@@ -32,14 +32,14 @@ def test_a_mistake_before_the_first_checkpoint_may_be_put_right(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", ["", "seed: [", "sede: 3\n"])
 def test_settings_that_cannot_be_read_are_named(tmp_path: Path, content: str) -> None:
-    folder = held(tmp_path, Run(seed=4))
+    folder = held(tmp_path, RunSettings(seed=4))
     folder.settings.write_text(content)
     with pytest.raises(ConfigError, match="remove it to go on"):
-        folder.refuse_another(Run(seed=4))
+        folder.refuse_another(RunSettings(seed=4))
 
 
 def test_settings_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = held(tmp_path, Run(seed=4))
+    folder = held(tmp_path, RunSettings(seed=4))
 
     write = Path.write_bytes
 
@@ -49,11 +49,11 @@ def test_settings_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Path, "write_bytes", cut_short)
     with pytest.raises(OSError, match="killed"):
-        folder.leave_settings(Run(seed=4))
-    assert load_run(folder.settings) == Run(seed=4)
+        folder.leave_settings(RunSettings(seed=4))
+    assert load_run(folder.settings) == RunSettings(seed=4)
 
 
-def other(**more: Any) -> Run:
+def other(**more: Any) -> RunSettings:
     stage = {"length": 64, "steps": 5, "lr": 1e-3} | more.pop("stage", {})
     return read_run({"stages": [stage], **more})
 
@@ -100,7 +100,8 @@ def test_all_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> 
 def test_a_stage_that_has_not_begun_may_become_another() -> None:
     later = {"length": 128, "steps": 5}
     before, now = (
-        other().model_copy(update={"stages": [*other().stages, Stage(**later | more)]}) for more in ({}, {"batch": 4})
+        other().model_copy(update={"stages": [*other().stages, StageSettings(**later | more)]})
+        for more in ({}, {"batch": 4})
     )
     assert refused(before, now, begun=1) == []
     assert [str(change) for change in refused(before, now, begun=2)] == ["stages.1.batch was 1, is 4"]
@@ -126,7 +127,7 @@ def ended(place: Place) -> list[int] | None:
     return [5, 7][: place.stage]
 
 
-def staged(*counts: int) -> Run:
+def staged(*counts: int) -> RunSettings:
     return read_run({"stages": [{"length": 64, "steps": count} for count in counts]})
 
 

@@ -1,4 +1,4 @@
-"""`ithaca verify` before there is a rank: what would fail there, or be laid at sequence parallelism's door, is told."""
+"""Refusals of `ithaca verify` before ranks start: what would fail there, or be blamed on sequence parallelism."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-def test_a_whole_folder_goes_to_the_ranks(tmp_path: Path, launched: list[Material]) -> None:
+def test_model_folder_whole_is_launched_with_its_weights(tmp_path: Path, launched: list[Material]) -> None:
     typed("--model", str(tiny_model(tmp_path)), "--sp", "3")
     (material,) = launched
     assert "weights of the folder" in material.subject.notes
@@ -67,12 +67,12 @@ def test_a_whole_folder_goes_to_the_ranks(tmp_path: Path, launched: list[Materia
     assert not material.scratch.exists(), "gone when the ranks have ended"
 
 
-def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+def test_weights_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     cut_short(tiny_model(tmp_path) / "model.safetensors")
     refused(CheckpointError, r"model\.safetensors cannot be read .*: copy it anew", "--model", str(tmp_path))
 
 
-def test_a_file_that_the_index_names_is_needed(tmp_path: Path) -> None:
+def test_weights_file_of_index_missing_is_refused(tmp_path: Path) -> None:
     tiny_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {WEIGHT: "model-00001-of-00001.safetensors"}}
@@ -81,12 +81,12 @@ def test_a_file_that_the_index_names_is_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_weights_that_are_no_numbers_are_named(tmp_path: Path, number: float) -> None:
+def test_weight_not_finite_is_refused_by_name(tmp_path: Path, number: float) -> None:
     rewritten(tiny_model(tmp_path), lambda tensors: tensors[WEIGHT][3].fill_(number))
     refused(CheckpointError, rf"model\.safetensors: {WEIGHT} holds NaN or infinity", "--model", str(tmp_path))
 
 
-def test_weights_that_the_proof_leaves_out_are_not_read(tmp_path: Path, launched: list[Material]) -> None:
+def test_weight_of_cut_layer_not_finite_is_not_read(tmp_path: Path, launched: list[Material]) -> None:
     tiny_model(tmp_path, num_hidden_layers=3)
     key = WEIGHT.replace("layers.1", "layers.2")
     rewritten(tmp_path, lambda tensors: tensors[key][3].fill_(float("nan")))
@@ -103,14 +103,14 @@ def test_weights_that_the_proof_leaves_out_are_not_read(tmp_path: Path, launched
     ],
     ids=["missing", "shape", "unexpected"],
 )  # fmt: skip
-def test_weights_of_another_model_are_told_as_in_training(
+def test_weights_of_another_model_are_refused_as_in_training(
     tmp_path: Path, change: Callable[[Tensors], object], said: str
 ) -> None:
     rewritten(tiny_model(tmp_path), change)
     refused(CheckpointError, said, "--model", str(tmp_path))
 
 
-def test_two_copies_of_a_tied_weight_must_be_one(tmp_path: Path) -> None:
+def test_tied_weight_twice_in_files_must_be_equal(tmp_path: Path) -> None:
     tiny_model(tmp_path, tie_word_embeddings=True)
     rewritten(
         tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
@@ -122,7 +122,7 @@ def test_two_copies_of_a_tied_weight_must_be_one(tmp_path: Path) -> None:
     )
 
 
-def test_weights_of_8_bits_are_refused_by_type_and_nan_by_name(tmp_path: Path) -> None:
+def test_weight_of_8_bits_is_refused_by_type(tmp_path: Path) -> None:
     rewritten(tiny_model(tmp_path), lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].to(torch.float8_e4m3fn)}))
     refused(CheckpointError, f"{WEIGHT} as F8_E4M3, which cannot be trained", "--model", str(tmp_path))
     rewritten(tmp_path, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float().fill_(float("nan"))}))
@@ -130,21 +130,21 @@ def test_weights_of_8_bits_are_refused_by_type_and_nan_by_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ['{"temperature": 0.1, "do_sample": false}', "{"], ids=["refused", "no JSON"])
-def test_how_to_generate_is_read_before_it_cannot_be_saved(tmp_path: Path, text: str) -> None:
+def test_generation_config_that_cannot_be_saved_is_refused(tmp_path: Path, text: str) -> None:
     (tiny_model(tmp_path) / "generation_config.json").write_text(text)
     refused(
         CheckpointError, r"generation_config\.json: transformers could not save .* delete it", "--model", str(tmp_path)
     )
 
 
-def test_a_folder_may_name_an_attention_that_is_not_here(tmp_path: Path, launched: list[Material]) -> None:
+def test_config_with_missing_attention_package_is_launched(tmp_path: Path, launched: list[Material]) -> None:
     file = tiny_model(tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "_attn_implementation": "flash_attention_2"}))
     typed("--model", str(tmp_path))
     assert launched[0].subject.build() is not None
 
 
-def test_experts_that_transformers_stacks_are_looked_at_one_by_one(tmp_path: Path) -> None:
+def test_weight_of_one_expert_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     small_model("mixtral", dtype=torch.float32).save_pretrained(tmp_path)
     typed("--model", str(tmp_path))
     key = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
@@ -154,7 +154,7 @@ def test_experts_that_transformers_stacks_are_looked_at_one_by_one(tmp_path: Pat
     refused(CheckpointError, "experts", "--model", str(tmp_path))
 
 
-def test_a_config_alone_will_do_for_a_model_and_not_for_a_run(tmp_path: Path, launched: list[Material]) -> None:
+def test_folder_without_weights_serves_a_model_and_not_a_run(tmp_path: Path, launched: list[Material]) -> None:
     run = small_run(tmp_path, "unused")
     (tmp_path / "model/model.safetensors").unlink()
     typed("--model", str(tmp_path / "model"))
@@ -165,7 +165,7 @@ def test_a_config_alone_will_do_for_a_model_and_not_for_a_run(tmp_path: Path, la
     assert launched[1].subject.folder is None
 
 
-def test_a_run_from_random_weights_is_not_shown_the_folders(tmp_path: Path, launched: list[Material]) -> None:
+def test_run_from_random_weights_ignores_folder_weights(tmp_path: Path, launched: list[Material]) -> None:
     typed(written(tmp_path, small_run(tmp_path, "unused")), "model.weights=random")
     assert "random weights" in launched[0].subject.notes
 
@@ -190,16 +190,16 @@ def written(folder: Path, run: Any) -> str:
         (["lora.targets=[nosuch]"], ConfigError, "lora.targets"),
     ],
 )
-def test_what_ranks_would_refuse_is_refused_before(words: list[str], kind: type[IthacaError], said: str) -> None:
+def test_bad_input_is_refused_before_ranks_start(words: list[str], kind: type[IthacaError], said: str) -> None:
     refused(kind, said, *words)
 
 
-def test_a_model_of_one_head_is_not_sent_to_a_degree_that_is_refused_too(tmp_path: Path) -> None:
+def test_model_of_one_head_is_refused_without_another_degree(tmp_path: Path) -> None:
     tiny_model(tmp_path, num_attention_heads=1, num_key_value_heads=1)
     refused(UnsupportedError, "this model has one attention head", "--model", str(tmp_path))
 
 
-def test_rows_are_no_longer_than_learned_positions(tmp_path: Path, launched: list[Material]) -> None:
+def test_length_beyond_learned_positions_is_refused(tmp_path: Path, launched: list[Material]) -> None:
     small_config("gpt2", n_embd=32, n_head=4, attn_pdrop=0.0, max_position_embeddings=32).save_pretrained(tmp_path)
     refused(
         ConfigError, "gpt2 has learned positions up to 32; .* at most 32", "--model", str(tmp_path), "--length", "33"
@@ -223,7 +223,7 @@ def test_rows_are_no_longer_than_learned_positions(tmp_path: Path, launched: lis
         ),
     ],
 )
-def test_a_config_that_makes_no_model_is_told(
+def test_config_that_builds_no_model_is_refused_by_value(
     tmp_path: Path, more: dict[str, Any], kind: type[IthacaError], said: str
 ) -> None:
     file = tiny_model(tmp_path) / "config.json"
@@ -231,7 +231,7 @@ def test_a_config_that_makes_no_model_is_told(
     refused(kind, said, "--model", str(tmp_path))
 
 
-def test_a_report_of_another_day_does_not_stay_beside(tmp_path: Path, launched: list[Material]) -> None:
+def test_report_of_earlier_command_is_removed_at_launch(tmp_path: Path, launched: list[Material]) -> None:
     (tmp_path / "out.json").write_text('{"cpu": {"ok": true}}')
     refused(ConfigError, "lama", "--model", "lama", "--json", str(tmp_path / "out.json"))
     assert (tmp_path / "out.json").exists(), "a command that is refused touches nothing"
@@ -239,12 +239,12 @@ def test_a_report_of_another_day_does_not_stay_beside(tmp_path: Path, launched: 
     assert not (tmp_path / "out.json").exists()
 
 
-def test_dropout_in_attention_is_refused_before(tmp_path: Path) -> None:
+def test_attention_dropout_is_refused(tmp_path: Path) -> None:
     tiny_model(tmp_path, attention_dropout=0.1)
     refused(UnsupportedError, "attention dropout is not exact over ranks", "--model", str(tmp_path))
 
 
-def test_a_value_of_the_models_config_is_typed_beside_model(tmp_path: Path, launched: list[Material]) -> None:
+def test_model_config_value_beside_model_is_applied(tmp_path: Path, launched: list[Material]) -> None:
     tiny_model(tmp_path, attention_dropout=0.1)
     typed("--model", str(tmp_path), "model.config.attention_dropout=0")
     assert launched[0].subject.config.attention_dropout == 0.0
@@ -253,13 +253,13 @@ def test_a_value_of_the_models_config_is_typed_beside_model(tmp_path: Path, laun
     )
 
 
-def test_tokens_that_the_model_has_not_are_told(tmp_path: Path) -> None:
+def test_token_beyond_vocabulary_is_refused(tmp_path: Path) -> None:
     run = small_run(tmp_path, "unused")
     tiny_model(tmp_path / "model", vocab_size=100)
     refused(DataError, "this model's vocabulary is 0 to 99: set model.tokenizer", written(tmp_path, run))
 
 
-def test_adapters_go_to_the_ranks_with_the_run(tmp_path: Path, launched: list[Material]) -> None:
+def test_run_with_lora_is_launched_with_adapters(tmp_path: Path, launched: list[Material]) -> None:
     run = small_run(tmp_path, "unused", lora={"rank": 3, "dropout": 0.5, "targets": ["q_proj", "down_proj"]})
     typed(written(tmp_path, run))
     subject = launched[0].subject
@@ -267,7 +267,7 @@ def test_adapters_go_to_the_ranks_with_the_run(tmp_path: Path, launched: list[Ma
     assert "lora.dropout 0 for 0.5" in subject.notes
 
 
-def test_ctrl_c_before_there_are_ranks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_ranks_start_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -277,7 +277,7 @@ def test_ctrl_c_before_there_are_ranks_is_told(tmp_path: Path, monkeypatch: pyte
     assert done.output.startswith("ithaca: verify was stopped before its end")
 
 
-def test_ctrl_c_to_the_ranks_is_told_as_verifys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_to_ranks_ends_with_130_and_names_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ithaca.launch.launcher.launch", lambda *_, saves, **__: 0 if saves else 130)
     done = CliRunner().invoke(app, ["verify", "--device", "cpu", "--model", "llama"])
     assert done.exit_code == 130
