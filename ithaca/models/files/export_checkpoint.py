@@ -28,7 +28,7 @@ from ithaca.models.files.read_weights import WholeWeights, base_of, plain_name
 from ithaca.models.files.safetensors_files import modes_of_umask
 from ithaca.models.files.write_weights import write_model
 from ithaca.state.checkpoint import manifest
-from ithaca.state.checkpoint.dcp import SavedTensors
+from ithaca.state.checkpoint.dcp import CheckpointTensors
 from ithaca.state.weights.finite import check_finite
 
 logger = logging.getLogger("ithaca")
@@ -104,7 +104,7 @@ def export_checkpoint(
     Weights that are not finite are refused by name.
     """
     description = description_of(checkpoint, DESCRIPTION)
-    saved = SavedTensors(checkpoint)
+    saved = CheckpointTensors(checkpoint)
     if description["adapter"] is None:
         _write_whole(description, saved, to, dtype, max_shard_size)
     else:
@@ -145,7 +145,11 @@ def _twin(description: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _write_whole(
-    description: dict[str, Any], saved: SavedTensors, to: Path, dtype: torch.dtype | None, max_shard_size: str | int
+    description: dict[str, Any],
+    saved: CheckpointTensors,
+    to: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: str | int,
 ) -> None:
     kept = {key.removeprefix("model."): meta for key, meta in saved.tensors.items() if key.startswith("model.")}
     width = next(meta.properties.dtype for meta in kept.values() if meta.properties.dtype.is_floating_point)
@@ -172,7 +176,11 @@ def _kept_names(twin: Any, kept: set[str]) -> dict[str, str]:
 
 
 def _write_merged(
-    description: dict[str, Any], saved: SavedTensors, to: Path, dtype: torch.dtype | None, max_shard_size: str | int
+    description: dict[str, Any],
+    saved: CheckpointTensors,
+    to: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: str | int,
 ) -> None:
     folder = Path(description["folder"])
     if not folder.is_dir():
@@ -191,7 +199,7 @@ def _write_merged(
 
 
 def _adapted(
-    description: dict[str, Any], saved: SavedTensors, dtype: torch.dtype
+    description: dict[str, Any], saved: CheckpointTensors, dtype: torch.dtype
 ) -> tuple[Any, Callable[[str, Tensor], Tensor]]:
     """Return a meta model with the checkpoint's adapter, and a function that merges the adapter into a weight."""
     from peft import LoraConfig, get_peft_model

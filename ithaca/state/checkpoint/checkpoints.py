@@ -182,7 +182,7 @@ class Checkpoints:
         oldest = whole[-1] if len(whole) == self.keep else None
         self._on_rank_0(lambda: self._set_aside(damaged))
         if oldest is not None:
-            self._on_rank_0(lambda: [manifest.remove(path) for path in listed[listed.index(oldest) + 1 :]])
+            self._on_rank_0(lambda: _remove_all(listed[listed.index(oldest) + 1 :]))
 
     def _set_aside(self, damaged: dict[Path, str]) -> None:
         for path, problem in damaged.items():
@@ -265,6 +265,11 @@ class Checkpoints:
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         rank = f"(rank {self._mesh.rank})"
         return on_all_ranks(action, self._group, failed=lambda error: CheckpointError(f"{_reason(error)} {rank}"))
+
+
+def _remove_all(paths: list[Path]) -> None:
+    for path in paths:
+        manifest.remove(path)
 
 
 def _none_whole(folder: Path, damaged: dict[Path, str], aside: list[str]) -> str:

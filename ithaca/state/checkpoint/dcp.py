@@ -156,7 +156,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
     _run(lambda: dcp.load(found, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None))
 
 
-class SavedTensors:
+class CheckpointTensors:
     """Tensors of a checkpoint, assembled one at a time without a process group."""
 
     def __init__(self, folder: Path) -> None:
