@@ -31,7 +31,7 @@ class ModelSizes:
     `kv_stores`: layers whose keys and values later layers use.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
-    `widest`: the most intermediate values of a token in any layer's MLP.
+    `layers_trainable`: parameters of each layer that are trained. `widest`: the most intermediate values of a token in any layer's MLP.
     """
 
     name: str
@@ -52,6 +52,7 @@ class ModelSizes:
     kv_stores: int = 0
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
     layer_parameters: int = field(init=False, compare=False, repr=False)
+    layers_trainable: tuple[int, ...] = field(init=False, compare=False, repr=False)
     largest_layer: int = field(init=False, compare=False, repr=False)
     widest: int = field(init=False, compare=False, repr=False)
 
@@ -61,6 +62,8 @@ class ModelSizes:
         object.__setattr__(self, "kinds", kinds)
         counts = [layer.parameters for layer in self.layers]
         object.__setattr__(self, "layer_parameters", sum(counts))
+        trained = (self._layer_adapters,) * len(counts) if self.adapters else tuple(counts)
+        object.__setattr__(self, "layers_trainable", trained)
         object.__setattr__(self, "largest_layer", max(counts) + self._layer_adapters)
         object.__setattr__(self, "widest", max((3 if each.gated else 2) * each.width for each in numbers))
 
@@ -123,9 +126,6 @@ class ModelSizes:
     @property
     def trainable_share(self) -> float:
         return self.trainable / self.total
-
-    def layer_trainable(self, index: int) -> int:
-        return self._layer_adapters if self.adapters else self.layers[index].parameters
 
     @property
     def head_trainable(self) -> int:

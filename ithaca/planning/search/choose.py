@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from ithaca.planning.memory_plan import MODES, UNDECIDED, Decided, Job, LayerMode, MemoryPlan
@@ -133,7 +134,7 @@ class Search:
         """Return the better of `best` and the plans whose first layers are in chains of one length, the others saved."""
 
         def modes_of(number: int) -> Modes:
-            return chained(self.count, [i for i in range(self.count) if i % length == 0 or i >= number * length])
+            return (chain("save", length) * number + uniform("save", self.count))[: self.count]
 
         costs = [self.again(modes_of(number)) for number in range(self.count // length + 1)]
         return self.cheapest(best, costs, modes_of, few_copies=False)
@@ -142,11 +143,13 @@ class Search:
         """Return the better of `best` and the plans with chains from these roots, of which some recompute."""
         order = sorted(roots, key=self.attention.__getitem__)
         chains = chained(self.count, roots)
-        costs = [*accumulate((self.attention[root] for root in order), initial=self.again(chains))]
+        costs = [*accumulate(map(self.attention.__getitem__, order), initial=self.again(chains))]
 
         def recomputed(number: int) -> Modes:
-            again = set(order[:number])
-            return tuple("recompute" if i in again else mode for i, mode in enumerate(chains))
+            modes = list(chains)
+            for root in order[:number]:
+                modes[root] = "recompute"
+            return tuple(modes)
 
         return self.cheapest(best, costs, recomputed, few_copies=len(roots) == self.count)
 
@@ -157,7 +160,7 @@ class Search:
         before it: the first plan that fits or, with `few_copies`, a later one whose host copies cost less."""
         # Most rows end here: no plan of the row that could be the best so far fits.
         most = bisect_left(costs, best.total) - 1
-        if most < 0 or self.saved(modes_of(most)) > self.most_saved or not self.fits_offloaded(modes_of(most)):
+        if most < 0 or not self.fits_offloaded(modes_of(most)):
             return best
         first = bisect_left(range(most), True, key=lambda n: self.fits_offloaded(modes_of(n)))
         # Copies cost where attention is short. There a chain costs more than recomputing: few copies are looked for without.
@@ -191,8 +194,13 @@ class Search:
 
     def furthest(self, memory: ModesMemory) -> tuple[bool, ...] | None:
         """Return as many of the first layers as the host takes, or those decided; None if the plan does not fit then."""
-        offload = self.decided.flags(memory.modes) if self.decided.offload is not None else self.most_offloaded(memory)
-        if offload is None or memory.host_bytes(offload) > self.host - self.memory.host_beside_saved:
+        host = self.host - self.memory.host_beside_saved
+        # Most plans that do not fit end here.
+        if host < 0 or sum(memory.saved) > self.most_saved:
+            return None
+        if self.decided.offload is None:
+            offload = self.most_offloaded(memory)
+        elif (offload := self.decided.flags(memory.modes)) is None or memory.host_bytes(offload) > host:
             return None
         return offload if self.fits(memory, offload) else None
 
@@ -219,9 +227,6 @@ class Search:
         kinds = dict(zip(sizes.kinds, sizes.layers, strict=True))
         return {(k, mode): run_again(sizes, self.job, kinds[k], mode, tiled=tiled) for k in kinds for mode in MODES}
 
-    def saved(self, modes: Modes) -> int:
-        return sum(layer.saved for layer in self.memory.layers(modes))
-
     @cached_property
     def most_saved(self) -> float:
         """Bytes that all layers together can save: at the loss, saved tensors lie on the device or on the host."""
@@ -243,11 +248,16 @@ def rebuilds(sizes: ModelSizes) -> bool:
     """True if a layer's input may be rebuilt from an earlier layer's."""
     # Not through experts: a rebuilt input differs in its last bits, and could choose others. Nor where a layer's input is
     # more than the output of the one before it.
-    return sizes.linked and not any(layer.experts for layer in sizes.layers)
+    return sizes.linked and not any(map(attrgetter("experts"), sizes.layers))
 
 
 def uniform(mode: LayerMode, count: int) -> Modes:
     return (mode,) * count
+
+
+def chain(root: LayerMode, length: int) -> Modes:
+    """Return the modes of one chain."""
+    return (root, *uniform("rebuild", length - 1))
 
 
 def chained(count: int, roots: Sequence[int]) -> Modes:
@@ -346,4 +356,4 @@ def _smallest(search: Search) -> Iterator[Modes]:
         return
     yield from (uniform("recompute", count), uniform("save", count), uniform("keep", count))
     for length in CHAINS[1:] if rebuilds(search.sizes) else ():
-        yield tuple("rebuild" if i % length else "recompute" for i in range(count))
+        yield (chain("recompute", length) * count)[:count]
