@@ -40,9 +40,14 @@ def has_experts(config: PreTrainedConfig) -> bool:
 
 
 def auxiliary_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], real_BL: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's term of coefficient * loss; the terms of all ranks add up to that of the whole batch."""
+    """Return this rank's term of coefficient * loss; the terms of all ranks add up to the loss of the whole batch."""
     coefficient = _coefficient(model)
     assert coefficient is not None
+    return coefficient * load_balancing_loss(model, router_logits, real_BL, mesh)
+
+
+def load_balancing_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], real_BL: Tensor, mesh: Mesh) -> Tensor:
+    """Return this rank's term of the loss without its coefficient."""
     top_k = int(getattr(model, "num_experts_per_tok", None) or model.config.get_text_config().num_experts_per_tok)
     logits = [x for x in router_logits if x is not None]
     if not logits:
@@ -60,7 +65,7 @@ def auxiliary_loss(model: PreTrainedModel, router_logits: Sequence[Tensor], real
     dist.all_reduce(chosen, group=mesh.world_group)
     rows = chosen[experts].clamp(min=1)
     share = (chosen[:experts] / rows).to(probability.dtype)
-    return coefficient * experts * (share * probability).sum() / rows.to(probability.dtype)
+    return experts * (share * probability).sum() / rows.to(probability.dtype)
 
 
 def _has_loss(model: nn.Module) -> bool:
@@ -69,6 +74,6 @@ def _has_loss(model: nn.Module) -> bool:
 
 
 def _coefficient(model: nn.Module) -> float | None:
-    """The weight of the auxiliary loss, where the model keeps one."""
+    """Return the weight of the auxiliary loss; None if the model has none."""
     values = (getattr(model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
     return next((float(value) for value in values if isinstance(value, int | float)), None)
