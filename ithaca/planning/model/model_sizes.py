@@ -31,7 +31,7 @@ class ModelSizes:
     `kv_stores`: layers whose keys and values later layers use.
 
     `kinds` numbers layers of equal sizes alike: a search asks about thousands of plans, and about each kind once.
-    `layers_trainable`: parameters of each layer that are trained. `widest`: the most intermediate values of a token in any layer's MLP.
+    `layers_trainable`: trained parameters of each layer. `widest`: the most intermediate values of a token in any MLP.
     """
 
     name: str
