@@ -144,7 +144,7 @@ def _apply_memory_plan(
     plan: MemoryPlan | Decided,
 ) -> None:
     """Put the layers under a memory plan: the given one, or one that is made when the first batch comes."""
-    model, base, layers, mesh = parts.model, parts.base, parts.layers, placing.mesh
+    model, layers, mesh = parts.model, parts.layers, placing.mesh
     if not placing.offloaded:
         move(model, mesh.device)
     job = job_of(
@@ -157,7 +157,7 @@ def _apply_memory_plan(
         replicas=placing.replicas,
         on_host=placing.offloaded,
     )
-    planner = AutoMemory.of(model, base, mesh, job, planning.budget, plan, planning.host_budget)
+    planner = AutoMemory.of(parts, mesh, job, planning.budget, plan, planning.host_budget)
     device = torch.device("cpu") if placing.offloaded else mesh.device
     install_memory(binding, layers, planner, fuse=planning.fuse, sharded=placing.sharded, device=device)
 
