@@ -23,7 +23,7 @@ from ithaca.models.binding import bind
 from ithaca.models.bound import Binding
 from ithaca.models.discover.findings import surveyed
 from ithaca.models.discover.mixing import check_mixing
-from ithaca.models.discover.passing import passing_of
+from ithaca.models.discover.passing import find_passing
 from ithaca.models.discover.random_weights import randomized
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.install import install_memory
@@ -166,7 +166,7 @@ def _refuse_copied_arguments(binding: Binding, parts: ModelParts) -> None:
     """Refuse an unmeasured model whose layers change their arguments: FSDP2 hands them copies."""
     if surveyed(parts.base, parts.layers) is None:
         with randomized(parts.base, parts.layers, torch.device("cpu")):
-            passing_of(binding, parts.layers).refuse_copies()
+            find_passing(binding, parts.layers).refuse_copies()
 
 
 def check_flags(*, fuse: object, allow_untested: object) -> None:
