@@ -1,16 +1,19 @@
-"""Keys of what a model is made of, under which the survey's findings hold for it.
+"""Structure keys: hashes of a model's code and module tree, under which the survey stores its findings.
 
     structure = Structure.of(model, layers)
     structure.layers   ["3f0c...", "3f0c...", ...]   a key for each layer
     structure.model    "91ab..."                     a key for everything around the layers
 
-A key covers the text of every source file that the model's classes come from, the tree of modules with their classes,
-names and numbers of dimensions of weights, and every switch that the code reads by name. Sizes are left out: of a number
-the key has only its sign, of a float also whether it is 0 or 1. Two models with equal keys run the same code.
+    hashed                                              not hashed
+    the text of the source files of the model's classes sizes: of a number only the sign, of a float also 0 and 1
+    the module tree: classes, names, weight dimensions  devices, dtypes, values of weights and buffers
+    every attribute and config switch that code reads   windows, token ids, a layer's index
 
-Anything that could make the code another one gives no key at all: a class from outside transformers and torch, a
+Two models with equal keys run the same code.
+
+`Structure.of` returns None for anything that could change the code: a class from outside transformers and torch, a
 function that is not the one its file defines, a forward on an instance, a hook, a weight of another kind. Without a key
-the model is run and watched (`findings.py`): a missing key costs a second, a wrong one would be a silent error.
+the model is run instead (`findings.py`). A missing key costs a second; a wrong key would be a silent error.
 """
 
 from __future__ import annotations
@@ -37,18 +40,19 @@ from ithaca.models.layers.hooks import hooked
 
 _ROOTS = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (torch, transformers))
 _STANDARD = str(Path(inspect.__file__).parent) + "/"
-# Of these transformers classes only the ways into a forward are looked at: the rest is loading, generating and saving.
+# Classes of these transformers modules are checked for the functions that lead into a forward, and for no others: the
+# rest of their code loads, generates and saves.
 _GENERAL = ("transformers.modeling_utils", "transformers.generation", "transformers.utils", "transformers.integrations")
 _INTO_FORWARD = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__")
 _NOT_RUN = ("__init__", "_init_weights", "__init_subclass__", "__repr__", "extra_repr")
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
-# Special tokens, the place in the stack, plans of other libraries and marks of loading, which steer no child of a layer.
+# Special tokens, the layer's index, sharding plans and flags of loading: none changes what a layer's children compute.
 _NOT_KEYED = frozenset((
     "padding_idx", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "layer_idx", "layer_id", "dtype",
     "generation_config", "_is_hf_initialized", "_tp_plan", "_pp_plan", "_ep_plan", "_fsdp_plan",
 ))  # fmt: skip
 _PLAIN = (bool, int, float, str)
-# The only private switch of a config that steers more than attention.
+# The only private switch of a config that selects code outside attention.
 _EXPERTS = "_experts_implementation_internal"
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
@@ -56,19 +60,19 @@ _GLOBAL_HOOKS = (
 
 
 class _Unknown(Exception):
-    """The model has code or objects that no key covers."""
+    """Raised for code or objects that no key covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The keys of one model."""
+    """Structure keys of one model: one for the model around its layers, one for each layer."""
 
     model: str
     layers: tuple[str, ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: list[nn.Module]) -> Structure | None:
-        """Return the keys, None if the model has anything that a key cannot cover."""
+        """Return the keys; None if the model has anything that a key cannot cover."""
         try:
             if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
                 raise _Unknown("hooks on every module")
@@ -78,8 +82,8 @@ class Structure:
             within = {inner for layer in layers for inner in layer.modules()}
             weights = [id(p) for inner in within for p in inner._parameters.values() if p is not None]
             if len(weights) != len(set(weights)):
-                raise _Unknown("a weight at two places")
-            files = [*sorted(map(_digest, code.files)), *sorted(code.given)]
+                raise _Unknown("a weight that two modules share")
+            files = [*sorted(map(_digest, code.files)), *sorted(code.library_functions)]
             each = tuple(_key([*files, *_lines(layer, code.names, frozenset())]) for layer in layers)
             around = [*_lines(model, code.names, within - set(layers)), *_config_lines(model, code.names)]
             return cls(_key([*files, *around]), each)
@@ -93,22 +97,25 @@ def _key(lines: list[str]) -> str:
 
 @cache
 def _digest(file: str) -> str:
-    # Line ends may differ between installations of one version.
+    # Line ends differ between Windows and Unix installations of one version.
     return hashlib.sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
 
 
 @dataclass(eq=False)
 class _Code:
-    """The source files that a model's classes come from, the names that their functions read, and the functions that
-    decorators have given to the classes."""
+    """Source code of a model's classes.
+
+    `files`: their source files. `names`: every name that their functions read. `library_functions`: functions of other
+    transformers modules that the classes call. `seen`: classes and globals that are already added.
+    """
 
     files: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
-    given: set[str] = field(default_factory=set)
+    library_functions: set[str] = field(default_factory=set)
     seen: set[Any] = field(default_factory=set)
 
     def add_class(self, kind: type) -> None:
-        """Take in a class and what it inherits; _Unknown if any of it is not what its file defines."""
+        """Add a class and its base classes; raise _Unknown if one of them is not the class that its file defines."""
         for base in kind.__mro__:
             if base in self.seen:
                 continue
@@ -121,17 +128,19 @@ class _Code:
             if getattr(home, base.__qualname__, None) is not base and not name.startswith("torch."):
                 raise _Unknown(f"another {base.__qualname__}")
             if name.startswith("torch.") or name.startswith(_GENERAL):
-                self._check_ways_in(base)
+                self._check_forward_path(base)
             else:
                 self._add_functions(base, home)
 
-    def _check_ways_in(self, base: type) -> None:
+    def _check_forward_path(self, base: type) -> None:
+        """Raise _Unknown if a function between `__call__` and `forward` is not a library's own."""
         for name in _INTO_FORWARD:
             function = vars(base).get(name)
             if isinstance(function, FunctionType) and not all(map(_is_library, _wrapped(function))):
                 raise _Unknown(f"{base.__qualname__}.{name}")
 
     def _add_functions(self, base: type, home: ModuleType) -> None:
+        """Add the source file and the functions of one class of a modeling file."""
         self.files.add(str(home.__file__))
         for name, value in vars(base).items():
             functions = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
@@ -146,7 +155,7 @@ class _Code:
     def _add_function(self, function: FunctionType, home: ModuleType, qualified: str, *, reads: bool) -> None:
         *wrappers, innermost = _wrapped(function)
         if innermost.__code__.co_filename != home.__file__ or innermost.__qualname__ != qualified:
-            # A decorator of transformers gives experts functions of its own module, which the key names.
+            # transformers' decorator for experts replaces methods by functions of its own module: the key names them.
             defined = getattr(sys.modules.get(innermost.__module__), innermost.__qualname__, None)
             if defined is not innermost:
                 raise _Unknown(f"{qualified} is {innermost.__module__}.{innermost.__qualname__}")
@@ -164,7 +173,7 @@ class _Code:
                     self._add_global(name, innermost.__globals__[name], home)
 
     def _add_global(self, name: str, value: Any, home: ModuleType) -> None:
-        """Take in a function of the same file; check that any other is what its own file defines."""
+        """Add a global that a function reads: a function with its code, a class only if a known library defines it."""
         if not isinstance(value, FunctionType | type) or (home, name, value) in self.seen:
             return
         self.seen.add((home, name, value))
@@ -180,17 +189,17 @@ class _Code:
                 self._add_library(f"{home.__name__}.{name}", each)
 
     def _add_library(self, name: str, function: FunctionType) -> None:
-        """Take in the file of a function of transformers, and that the code knows the function by this name."""
+        """Add the file of a function of transformers, and the name under which the code calls the function."""
         file = function.__code__.co_filename
         if not _is_library(function):
             raise _Unknown(f"{name} is from {file}")
-        self.given.add(f"{name}={function.__module__}.{function.__qualname__}")
+        self.library_functions.add(f"{name}={function.__module__}.{function.__qualname__}")
         if file.startswith(_ROOTS[1]):
             self.files.add(file)
 
 
 def _wrapped(function: FunctionType) -> list[FunctionType]:
-    """Return the function and what it wraps: functools.wraps copies names, so every link is looked at."""
+    """Return the function and the functions it wraps: functools.wraps copies names, so every link must be checked."""
     links: list[FunctionType] = [function]
     while (inner := getattr(links[-1], "__wrapped__", None)) is not None:
         if not isinstance(inner, FunctionType):
@@ -217,7 +226,7 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 
 
 def _lines(root: nn.Module, names: set[str], left_out: frozenset[nn.Module] | set[nn.Module]) -> list[str]:
-    """Return a line for every module below `root`; numbered children of one form have one line."""
+    """Return a line for every module below `root`; list entries with equal content share one line."""
     found: dict[str, None] = {}
     for path, module in root.named_modules():
         if module in left_out:
@@ -244,11 +253,11 @@ def _weight(name: str, weight: Tensor | None) -> str:
 
 
 def _attributes(module: nn.Module, names: set[str]) -> Iterator[str]:
-    """Yield the switches of a module that the code may read, and what it can call by an attribute."""
+    """Yield the module's attributes that the code may read: switches by value, functions by name."""
     of_torch = type(module).__module__.startswith("torch.")
     for key, value in sorted(vars(module).items()):
         home = type(value).__module__
-        # What hangs on the model from a handle is put around it, and taken off by `unbind`.
+        # Attributes of `parallelize` wrap the forward and come off with `unbind`.
         if key in _OF_ANY_MODULE or key in _NOT_KEYED or home.startswith("ithaca."):
             continue
         if callable(value) and not isinstance(value, nn.Module | type) and hasattr(type(module), key):
@@ -276,7 +285,7 @@ def _function(key: str, value: Any) -> str:
 
 
 def _config_lines(model: PreTrainedModel, names: set[str]) -> list[str]:
-    """Return the switches of the config that the code may read; lists are per layer, and each layer has its own key."""
+    """Return the config's switches that the code may read; lists are per layer, and each layer has its own key."""
     configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
     found = {f"{name}={'1' if value == 1 else _shown(name, value)}" for name, value in numbers_read(model)}
     for config in [*configs.values(), model.config.get_text_config()]:
@@ -290,9 +299,9 @@ def _config_lines(model: PreTrainedModel, names: set[str]) -> list[str]:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Return what a key has of a value: words and switches whole, of numbers the sign, of all else the type."""
+    """Return the part of a value that a key covers: strings and bools in full, the sign of a number, else the type."""
     if isinstance(value, bool | str) or value is None:
-        # Windows are the attention function's business.
+        # Only the attention function, which `parallelize` replaces, reads a window.
         return "" if "window" in key else repr(value)
     if isinstance(value, int | float):
         if "window" in key:
