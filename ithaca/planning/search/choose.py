@@ -199,7 +199,7 @@ class Search:
         if host < 0 or sum(memory.saved) > self.most_saved:
             return None
         if self.decided.offload is None:
-            offload = self.most_offloaded(memory)
+            offload: tuple[bool, ...] | None = self.most_offloaded(memory)
         elif (offload := self.decided.flags(memory.modes)) is None or memory.host_bytes(offload) > host:
             return None
         return offload if self.fits(memory, offload) else None
