@@ -198,9 +198,8 @@ class Search:
         # Most plans that do not fit end here.
         if host < 0 or sum(memory.saved) > self.most_saved:
             return None
-        if self.decided.offload is None:
-            offload = self.most_offloaded(memory)
-        elif (offload := self.decided.flags(memory.modes)) is None or memory.host_bytes(offload) > host:
+        offload = self.most_offloaded(memory) if self.decided.offload is None else self.decided.flags(memory.modes)
+        if offload is None or memory.host_bytes(offload) > host:
             return None
         return offload if self.fits(memory, offload) else None
 
