@@ -26,7 +26,8 @@ from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import RUN_FILE, Phrases
-from ithaca.planning.terms.memory_terms import StepMemory, Term, memory_of
+from ithaca.planning.terms.memory_terms import memory_of
+from ithaca.planning.terms.step_memory import StepMemory, Term
 from ithaca.planning.terms.step_time import step_time
 from ithaca.planning.terms.traffic import Machine
 from ithaca.rehearse.cut_model import RankJob

@@ -26,33 +26,18 @@ from functools import cached_property
 from itertools import accumulate, combinations
 from math import inf
 from operator import attrgetter
-from typing import NamedTuple
 
 from ithaca.planning.memory_plan import MODES, UNDECIDED, Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.terms.activations import TensorBytes, group_bytes
+from ithaca.planning.search.tilings import Tiling, mlp_tiles, smallest_tiling, usual_tiling
 from ithaca.planning.terms.cost import copy_cost, run_again, tile_cost
-from ithaca.planning.terms.memory_terms import SLACK, MemoryModel, ModesMemory, StepMemory
+from ithaca.planning.terms.memory_terms import SLACK, MemoryModel, ModesMemory
+from ithaca.planning.terms.step_memory import StepMemory
 
 Modes = tuple[LayerMode, ...]
 # Layers from one root to the next. A longer chain saves less and holds more while it is rebuilt. Gradients take most in
 # the backward of the first layers, which have the shorter chains where two lengths are used.
 CHAINS = (1, 2, 4)
-# A head group's buffers and workspace take at most this share of the device.
-GROUP_SHARE = 0.05
-# No kernel tensor reaches this many elements.
-INDEX_LIMIT = 2**31
-MLP_TILE_BYTES = 512 * 2**20
-LOSS_TILE_BYTES = 2**31
-SMALLEST_MLP_TILE, SMALLEST_LOSS_TILE = 2048, 256
-
-
-class Tiling(NamedTuple):
-    """Sizes of what is computed at once, in the order in which a `MemoryModel` takes them."""
-
-    mlp_tile: int
-    loss_tile: int
-    head_groups: int
 
 
 def choose_plan(
@@ -62,8 +47,8 @@ def choose_plan(
     decided = decided.spread(len(sizes.layers))
     if not feasible(sizes, decided, job, device, host):
         return None
-    for tiling in (_usual_tiling(sizes, job, device, decided), _smallest_tiling(sizes, job, decided)):
-        tiles = (tiling.mlp_tile,) if decided.mlp_tile else _mlp_tiles(tiling.mlp_tile, job.tokens)
+    for tiling in (usual_tiling(sizes, job, device, decided), smallest_tiling(sizes, job, decided)):
+        tiles = (tiling.mlp_tile,) if decided.mlp_tile else mlp_tiles(tiling.mlp_tile, job.tokens)
         searches = [Search(sizes, job, tiling._replace(mlp_tile=tile), device, host, decided) for tile in tiles]
         best = NONE
         searches = [search for search in searches if search.possible()]
@@ -274,70 +259,15 @@ def _first(modes: Sequence[LayerMode], number: int) -> tuple[bool, ...]:
     return (True,) * number + (False,) * (len(modes) - number)
 
 
-def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:
-    """Return the tokens of an MLP tile: about 512 MiB of activations, both ways; a power of two from 2048 on."""
-    return _power_of_two(MLP_TILE_BYTES // (2 * sizes.widest * job.compute_bytes), SMALLEST_MLP_TILE, job.tokens)
-
-
-def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
-    """Return the tokens of a loss tile: at most about 2 GiB of logits and their gradient."""
-    if job.whole_logits:
-        return job.tokens
-    # Uncompiled, four fp32 values and a mark of each logit live at once.
-    each = 2 * job.compute_bytes + (0 if job.fused else 17)
-    return _power_of_two(LOSS_TILE_BYTES // (each * sizes.vocabulary), SMALLEST_LOSS_TILE, job.tokens)
-
-
-def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
-    """Return the fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
-    # Numbers of groups whose largest is as large differ in nothing but calls: the smallest of them will do.
-    split = sizes.split(job.sp)
-    numbers = {-(-split.most[1] // groups): groups for groups in range(split.most_groups, 0, -1)}
-    every = [TensorBytes.of(sizes, job, groups) for groups in sorted(numbers.values())]
-    small = [tensors for tensors in every if tensors.largest_g < INDEX_LIMIT] or every[-1:]
-    modest = (tensors for tensors in small if group_bytes(tensors) <= GROUP_SHARE * device)
-    return next(modest, min(small, key=group_bytes)).groups
-
-
-def _power_of_two(tokens: int, least: int, whole: int) -> int:
-    power = 1 << max(tokens, 1).bit_length() - 1
-    return min(max(power, least), whole)
-
-
-def _usual_tiling(sizes: ModelSizes, job: Job, device: int, decided: Decided) -> Tiling:
-    return Tiling(
-        decided.mlp_tile or mlp_tile_for(sizes, job),
-        decided.loss_tile or loss_tile_for(sizes, job),
-        decided.head_groups or head_groups_for(sizes, job, device),
-    )
-
-
-def _smallest_tiling(sizes: ModelSizes, job: Job, decided: Decided) -> Tiling:
-    return Tiling(
-        decided.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),
-        decided.loss_tile or (job.tokens if job.whole_logits else min(SMALLEST_LOSS_TILE, job.tokens)),
-        decided.head_groups or head_groups_for(sizes, job, 0),
-    )
-
-
-def _mlp_tiles(usual: int, whole: int) -> tuple[int, ...]:
-    """Return the usual tile, four times that and so on, and the whole shard."""
-    tiles = []
-    while usual < whole:
-        tiles.append(usual)
-        usual *= 4
-    return (*tiles, whole)
-
-
 def feasible(sizes: ModelSizes, decided: Decided, job: Job, device: int, host: int) -> bool:
     """True if any plan fits; the best one is not looked for."""
-    search = Search(sizes, job, _smallest_tiling(sizes, job, decided), device, host, decided)
+    search = Search(sizes, job, smallest_tiling(sizes, job, decided), device, host, decided)
     return search.possible()
 
 
 def nearest_miss(sizes: ModelSizes, job: Job, host: int, decided: Decided) -> StepMemory:
     """Return the least memory that any plan takes, with as many layers offloaded as the host takes."""
-    search = Search(sizes, job, _smallest_tiling(sizes, job, decided), 0, host, decided)
+    search = Search(sizes, job, smallest_tiling(sizes, job, decided), 0, host, decided)
     misses = []
     for modes in _smallest(search):
         memory = ModesMemory(search.memory, modes)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress
 from operator import add, mul, sub
@@ -40,9 +39,10 @@ from ithaca.planning.terms.activations import (
 )
 from ithaca.planning.terms.cost import optimizer_bytes
 from ithaca.planning.terms.loss_work import loss_work
+from ithaca.planning.terms.step_memory import GAPS, StepMemory, Term
 
-# Share of all activations that the caching allocator holds in gaps, and the name of that term.
-SLACK, GAPS = 0.04, "allocator slack"
+# Share of all activations that the caching allocator holds in gaps.
+SLACK = 0.04
 # Decoder layers whose weights are gathered at once: the current one and the next; one more while inputs are rebuilt.
 GATHERED, GATHERED_REBUILDING = 2, 3
 # Layers whose saved tensors may still be on their way to the host when the next layer starts.
@@ -50,40 +50,6 @@ STAGED = 2
 # Pinned memory is pooled and comes in pages of this size.
 PAGE = 2 * 2**20
 POSITIONS = "B*L*(2*D*c + 3*8)"
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One share of a rank's memory at the worst moment."""
-
-    name: str
-    device_bytes: int
-    host_bytes: int
-    formula: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """All terms at the worst moment of a step, in the order in which they are allocated."""
-
-    moment: str
-    terms: tuple[Term, ...]
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(term.device_bytes for term in self.terms)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(term.host_bytes for term in self.terms)
-
-    @property
-    def allocated(self) -> tuple[Term, ...]:
-        return tuple(term for term in self.terms if term.name != GAPS)
-
-    def largest(self, *, host: bool = False) -> Term:
-        """Return the largest term on the device, or on the host."""
-        return max(self.terms, key=lambda term: term.host_bytes if host else term.device_bytes)
 
 
 def memory_of(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> StepMemory:

@@ -22,7 +22,8 @@ from ithaca.planning.terms.activations import (
     saved,
 )
 from ithaca.planning.terms.loss_work import loss_work
-from ithaca.planning.terms.memory_terms import SLACK, StepMemory, memory_of
+from ithaca.planning.terms.memory_terms import SLACK, memory_of
+from ithaca.planning.terms.step_memory import StepMemory
 from ithaca.planning.terms.terms_table import explain
 from tests.planning.models import B1, B8, K
 
