@@ -111,7 +111,7 @@ def attention_errors(
     split = split_heads(shape.heads, shape.kv_heads, 1)
     group = init_mesh(sp=1, device=device.type).sp_group
     plan = UlyssesPlan(
-        SequenceLayout.whole_rows(1, length, 1), spec, split, min(groups, split.most_groups), "auto", 0, group
+        SequenceLayout.whole_rows(1, length, 1), spec, split, min(groups, split.max_head_groups), "auto", 0, group
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = planned_attention(leaves[0], leaves[1], leaves[2], None, plan, None)

@@ -123,17 +123,17 @@ class Parts:
         return event
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clocked(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             began = self.now()
             got = call(*args, **kwargs)
             self.spans.append((began, self.now()))
             return got
 
-        return clocked
+        return timed
 
     @contextmanager
     def clocking(self) -> Iterator[None]:
-        """Inside, the loop's calls are clocked."""
+        """Inside, the loop's calls are timed."""
         from ithaca.training import loop
 
         forward, step = self.around(loop.causal_loss), self.around(loop.clipped_step)

@@ -70,12 +70,14 @@ def pack() -> list[dict[str, Any]]:
 
 def _pack_shares(length: int, batch: int, heads: int, kv: int, size: int, sp: int) -> dict[str, Any]:
     split = split_heads(heads, kv, sp)
-    lanes = [exchange.Lane(split.q, heads, size), *[exchange.Lane(split.kv, kv, size)] * 2]
-    tensors = [torch.randn(batch, length, lane.heads, size, device=DEVICE, dtype=torch.bfloat16) for lane in lanes]
+    all_columns = [exchange.TensorColumns(split.q, heads, size), *[exchange.TensorColumns(split.kv, kv, size)] * 2]
+    tensors = [
+        torch.randn(batch, length, columns.heads, size, device=DEVICE, dtype=torch.bfloat16) for columns in all_columns
+    ]
     row = {"tokens": length, "batch": batch, "heads": [heads, kv], "head_size": size, "sp": sp}
-    ways = {"pack_share": lanes, "unpack_share": lanes[:1], "unpack_gradients_share": lanes}
+    ways = {"pack_share": all_columns, "unpack_share": all_columns[:1], "unpack_gradients_share": all_columns}
     for name, travelling in ways.items():
-        widths = [sum(lane.width(rank) for lane in travelling) for rank in range(sp)]
+        widths = [sum(columns.width(rank) for columns in travelling) for rank in range(sp)]
         wire = tensors[0].new_empty(length * batch * sum(widths)).normal_()
         copy_s = gpu_seconds(wire.clone)
         if name == "pack_share":
@@ -83,7 +85,7 @@ def _pack_shares(length: int, batch: int, heads: int, kv: int, size: int, sp: in
             row["copy_TB_s"] = 2 * wire.nbytes / copy_s / 1e12
         else:
             # Gradients of kv heads that several ranks send are added.
-            shared = [sum(end - start for start, end in lane.ranges) > lane.heads for lane in travelling]
+            shared = [sum(end - start for start, end in columns.ranges) > columns.heads for columns in travelling]
             into = [x.float() if add else x for x, add in zip(tensors, shared, strict=False)]
             spent = gpu_seconds(partial(exchange._unpack, wire, travelling, widths, into, shared))
         row[name] = copy_s / spent
@@ -124,9 +126,9 @@ def nccl() -> dict[str, Any]:
 
     mesh = init_mesh(sp=1)
     x = torch.randn(2, 512, 8, 64, device=DEVICE, dtype=torch.bfloat16)
-    lane = exchange.Lane(split_heads(8, 8, 1).q, 8, 64)
-    there = exchange.start_to_heads([x], [lane], mesh.sp_group).wait()
-    back = exchange.start_to_tokens(there, [lane], mesh.sp_group, [torch.empty_like(x)], [False]).wait()[0]
+    columns = exchange.TensorColumns(split_heads(8, 8, 1).q, 8, 64)
+    there = exchange.start_to_heads([x], [columns], mesh.sp_group).wait()
+    back = exchange.start_to_tokens(there, [columns], mesh.sp_group, [torch.empty_like(x)], [False]).wait()[0]
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,

@@ -23,7 +23,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRun:
+class HeadRange:
     """Neighbouring heads of one rank for one kernel call, with equally many query heads for each kv head."""
 
     q: Range
@@ -46,12 +46,12 @@ class HeadSplit:
         return sum(end - start for start, end in self.kv)
 
     @cached_property
-    def most_groups(self) -> int:
+    def max_head_groups(self) -> int:
         """Largest number of head groups: each needs a whole kv head of every rank."""
         return min(end - start for start, end in self.kv)
 
     @cached_property
-    def most(self) -> tuple[int, int]:
+    def max_local_heads(self) -> tuple[int, int]:
         """Largest numbers of query heads and of key-value heads on a rank."""
         return max(end - start for start, end in self.q), max(end - start for start, end in self.kv)
 
@@ -64,19 +64,19 @@ class HeadSplit:
         )
         return HeadSplit(self.heads, self.kv_heads, q, kv)
 
-    def runs(self, rank: int) -> tuple[HeadRun, ...]:
+    def runs(self, rank: int) -> tuple[HeadRange, ...]:
         """Return the heads of rank `rank`, counted from its first, as kernel calls with equal groups."""
         group = self.heads // self.kv_heads
         q_start, q_end = self.q[rank]
         first, last = self.kv[rank]
         sizes = [min((kv + 1) * group, q_end) - max(kv * group, q_start) for kv in range(first, last)]
-        runs: list[HeadRun] = []
+        runs: list[HeadRange] = []
         q = 0
         for kv, size in enumerate(sizes):
             if runs and kv and sizes[kv - 1] == size:
-                runs[-1] = HeadRun((runs[-1].q[0], q + size), (runs[-1].kv[0], kv + 1))
+                runs[-1] = HeadRange((runs[-1].q[0], q + size), (runs[-1].kv[0], kv + 1))
             else:
-                runs.append(HeadRun((q, q + size), (kv, kv + 1)))
+                runs.append(HeadRange((q, q + size), (kv, kv + 1)))
             q += size
         return tuple(runs)
 

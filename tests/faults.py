@@ -194,7 +194,7 @@ def gradients_times_world() -> Iterator[None]:
 @contextmanager
 def dropped_head() -> Iterator[None]:
     """One query head never arrives."""
-    original = ulysses.UlyssesPlan.gather
+    original = ulysses.UlyssesPlan.to_heads
 
     def lossy(plan: ulysses.UlyssesPlan, tensors: list[Tensor], ranges: list[Any]) -> list[Tensor]:
         coming = original(plan, tensors, ranges)
@@ -202,7 +202,7 @@ def dropped_head() -> Iterator[None]:
         arrived[0][:, :, -1].zero_()
         return arrived
 
-    with patch.object(ulysses.UlyssesPlan, "gather", lossy):
+    with patch.object(ulysses.UlyssesPlan, "to_heads", lossy):
         yield
 
 

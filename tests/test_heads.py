@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from ithaca.errors import MeshError
-from ithaca.heads import HeadRun, HeadSplit, split_heads
+from ithaca.heads import HeadRange, HeadSplit, split_heads
 
 NAMED = [(8, 8), (8, 2), (4, 1), (7, 7), (9, 3), (14, 2), (28, 4)]
 SMALL = [(h, k) for h in range(1, 17) for k in range(1, h + 1) if h % k == 0]
@@ -65,7 +65,7 @@ def test_runs_have_equal_groups_and_right_kv_head(heads: int, kv_heads: int) -> 
             assert all(a != b for a, b in pairwise(per_kv))
 
 
-def assert_runs(runs: tuple[HeadRun, ...], split: HeadSplit, rank: int, group: int) -> None:
+def assert_runs(runs: tuple[HeadRange, ...], split: HeadSplit, rank: int, group: int) -> None:
     """Heads are counted from the rank's first; a kernel gives query i of a run the kv head i // (q / kv)."""
     q_start, q_end = split.q[rank]
     assert [q for run in runs for q in range(*run.q)] == list(range(q_end - q_start))
@@ -81,7 +81,7 @@ def assert_runs(runs: tuple[HeadRun, ...], split: HeadSplit, rank: int, group: i
 def test_runs_wrong_kv_head_is_detected() -> None:
     split = split_heads(9, 3, 2)
     rank = next(r for r in range(2) if len(split.runs(r)) > 1)
-    merged = HeadRun((0, sizes(split)[rank]), (0, split.kv[rank][1] - split.kv[rank][0]))
+    merged = HeadRange((0, sizes(split)[rank]), (0, split.kv[rank][1] - split.kv[rank][0]))
     with pytest.raises(AssertionError):
         assert_runs((merged,), split, rank, 3)
 

@@ -1,6 +1,6 @@
 """Timers around the exchange and the attention kernels: CUDA events on a GPU, the host's clock elsewhere.
 
-    with CLOCK.running(device) as spans:
+    with CLOCK.recording(device) as spans:
         step()
     spans.seconds()     # {"exchange": ..., "attention": ...}
 
@@ -35,14 +35,14 @@ class Spans(list[tuple[str, Any, Any]]):
 
 
 class Clock:
-    """Collects the times of decorated functions while a `running` block lasts."""
+    """Collects the times of decorated functions while a `recording` block lasts."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._spans = Spans()
 
     @contextmanager
-    def running(self, device: torch.device) -> Iterator[Spans]:
+    def recording(self, device: torch.device) -> Iterator[Spans]:
         """Time all decorated functions inside the block."""
         self._spans, self._device = Spans(), device
         try:
@@ -50,12 +50,12 @@ class Clock:
         finally:
             self._device = None
 
-    def clocked(self, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def timed(self, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Return a decorator that times a function under `name`."""
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
             @wraps(function)
-            def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            def timed_function(*args: P.args, **kwargs: P.kwargs) -> R:
                 device = self._device
                 if device is None:
                     return function(*args, **kwargs)
@@ -64,7 +64,7 @@ class Clock:
                 self._spans.append((name, start, moment(device)))
                 return result
 
-            return timed
+            return timed_function
 
         return decorate
 

@@ -29,7 +29,7 @@ from ithaca.heads import Range
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class TensorColumns:
     """One tensor of an exchange: each rank's range of its heads, the number of heads, and the head size."""
 
     ranges: tuple[Range, ...]
@@ -53,30 +53,34 @@ class Pending:
     def __init__(self, work: dist.Work, unpack: Callable[[], list[Tensor]]) -> None:
         self._work, self._unpack = work, unpack
 
-    @CLOCK.clocked(EXCHANGE)
+    @CLOCK.timed(EXCHANGE)
     def wait(self) -> list[Tensor]:
         self._work.wait()
         return self._unpack()
 
 
-@CLOCK.clocked(EXCHANGE)
-def start_to_heads(tensors_BLHD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup) -> Pending:
+@CLOCK.timed(EXCHANGE)
+def start_to_heads(tensors_BLHD: list[Tensor], all_columns: list[TensorColumns], group: dist.ProcessGroup) -> Pending:
     """Send all heads of this rank's tokens; receive this rank's heads of all tokens, strided `[B, S, h, D]` views."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, length = tensors_BLHD[0].shape[:2]
-    rows = [sum(lane.width(rank) for lane in lanes) for rank in range(ranks)]
+    rows = [sum(columns.width(rank) for columns in all_columns) for rank in range(ranks)]
     send = tensors_BLHD[0].new_empty(length * batch * sum(rows))
-    _pack(send, tensors_BLHD, lanes, rows)
+    _pack(send, tensors_BLHD, all_columns, rows)
     received = send.new_empty(ranks * length * batch * rows[me])
     work = _all_to_all(
         received, send, [length * batch * rows[me]] * ranks, [length * batch * row for row in rows], group
     )
-    return Pending(work, lambda: _columns(received.view(ranks * length, batch, rows[me]), lanes, me))
+    return Pending(work, lambda: _views_by_tensor(received.view(ranks * length, batch, rows[me]), all_columns, me))
 
 
-@CLOCK.clocked(EXCHANGE)
+@CLOCK.timed(EXCHANGE)
 def start_to_tokens(
-    tensors_BShD: list[Tensor], lanes: list[Lane], group: dist.ProcessGroup, into: list[Tensor], shared: list[bool]
+    tensors_BShD: list[Tensor],
+    all_columns: list[TensorColumns],
+    group: dist.ProcessGroup,
+    into: list[Tensor],
+    shared: list[bool],
 ) -> Pending:
     """Send this rank's heads of all tokens; receive all heads of its tokens into `into`, each `[B, L, H, D]`.
 
@@ -85,11 +89,11 @@ def start_to_tokens(
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     batch, total = tensors_BShD[0].shape[:2]
     tokens = total // ranks * batch
-    rows = [sum(lane.width(rank) for lane in lanes) for rank in range(ranks)]
-    send_SBR = _side_by_side(tensors_BShD, lanes, me)
+    rows = [sum(columns.width(rank) for columns in all_columns) for rank in range(ranks)]
+    send_SBR = _side_by_side(tensors_BShD, all_columns, me)
     received = send_SBR.new_empty(tokens * sum(rows))
     work = _all_to_all(received, send_SBR.view(-1), [tokens * row for row in rows], [tokens * rows[me]] * ranks, group)
-    return Pending(work, lambda: _unpack(received, lanes, rows, into, shared))
+    return Pending(work, lambda: _unpack(received, all_columns, rows, into, shared))
 
 
 def _all_to_all(
@@ -100,36 +104,36 @@ def _all_to_all(
     return work
 
 
-def _pack(send: Tensor, tensors_BLHD: list[Tensor], lanes: list[Lane], rows: list[int]) -> None:
+def _pack(send: Tensor, tensors_BLHD: list[Tensor], all_columns: list[TensorColumns], rows: list[int]) -> None:
     """Fill the send buffer: each destination's block is `[L, B, row]`, its heads of every tensor side by side."""
     batch, length = tensors_BLHD[0].shape[:2]
-    for wire_PLBR, first, count in _block_groups(send, lanes, rows, batch, length):
-        column = 0
-        for tensor, lane in zip(tensors_BLHD, lanes, strict=True):
-            _copy(_part(wire_PLBR, lane, first, column), _windows(tensor, lane, first, count))
-            column += lane.width(first)
+    for wire_PLBR, first, count in _block_groups(send, all_columns, rows, batch, length):
+        offset = 0
+        for tensor, columns in zip(tensors_BLHD, all_columns, strict=True):
+            _copy(_part(wire_PLBR, columns, first, offset), _windows(tensor, columns, first, count))
+            offset += columns.width(first)
 
 
 def _unpack(
-    received: Tensor, lanes: list[Lane], rows: list[int], into: list[Tensor], shared: list[bool]
+    received: Tensor, all_columns: list[TensorColumns], rows: list[int], into: list[Tensor], shared: list[bool]
 ) -> list[Tensor]:
     batch, length = into[0].shape[:2]
-    column = [0] * len(rows)
-    for target_BLHD, lane, add in zip(into, lanes, shared, strict=True):
+    offset = [0] * len(rows)
+    for target_BLHD, columns, add in zip(into, all_columns, shared, strict=True):
         if add:
-            _add(target_BLHD, _blocks(received, rows, batch, length), lane, column)
+            _add(target_BLHD, _views_by_rank(received, rows, batch, length), columns, offset)
         else:
-            for wire_PLBR, first, count in _block_groups(received, lanes, rows, batch, length):
-                _copy(_windows(target_BLHD, lane, first, count), _part(wire_PLBR, lane, first, column[first]))
-        column = [at + lane.width(rank) for rank, at in enumerate(column)]
+            for wire_PLBR, first, count in _block_groups(received, all_columns, rows, batch, length):
+                _copy(_windows(target_BLHD, columns, first, count), _part(wire_PLBR, columns, first, offset[first]))
+        offset = [at + columns.width(rank) for rank, at in enumerate(offset)]
     return into
 
 
-def _add(target_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list[int]) -> None:
+def _add(target_BLHD: Tensor, blocks: list[Tensor], columns: TensorColumns, offset: list[int]) -> None:
     """Add each rank's heads to a tensor whose heads several ranks had."""
     for rank, block_LBR in enumerate(blocks):
-        start, end = lane.ranges[rank]
-        target_BLHD[:, :, start:end] += _part(block_LBR, lane, rank, column[rank]).transpose(0, 1)
+        start, end = columns.ranges[rank]
+        target_BLHD[:, :, start:end] += _part(block_LBR, columns, rank, offset[rank]).transpose(0, 1)
 
 
 # One strided copy serves several ranks whose ranges are equally spaced. Example: 28/4 heads over 8 ranks.
@@ -140,28 +144,28 @@ def _add(target_BLHD: Tensor, blocks: list[Tensor], lane: Lane, column: list[int
 #     first = 1           x           x           x           x    one copy of [4 ranks, L, B, 3 heads]
 
 
-def _period(lanes: list[Lane], ranks: int) -> int:
-    """Number of ranks after which all lanes' ranges repeat, moved by the same number of heads; `ranks` if never."""
+def _period(all_columns: list[TensorColumns], ranks: int) -> int:
+    """Return the number of ranks after which all ranges repeat, moved by equally many heads; or `ranks`."""
     for period in (p for p in range(1, ranks) if ranks % p == 0):
-        if all(lane.repeats(period) for lane in lanes):
+        if all(columns.repeats(period) for columns in all_columns):
             return period
     return ranks
 
 
 def _block_groups(
-    buffer: Tensor, lanes: list[Lane], rows: list[int], batch: int, length: int
+    buffer: Tensor, all_columns: list[TensorColumns], rows: list[int], batch: int, length: int
 ) -> Iterator[tuple[Tensor, int, int]]:
     """Yield `(blocks [P, L, B, row], first, P)`: the blocks of P equally spaced ranks, from rank `first` on."""
-    period = _period(lanes, len(rows))
+    period = _period(all_columns, len(rows))
     sizes = [length * batch * row for row in rows[:period]]
     for first, part in enumerate(buffer.view(len(rows) // period, -1).split(sizes, dim=1)):
         yield part.view(-1, length, batch, rows[first]), first, len(part)
 
 
-def _windows(x_BLHD: Tensor, lane: Lane, first: int, count: int) -> Tensor:
+def _windows(x_BLHD: Tensor, columns: TensorColumns, first: int, count: int) -> Tensor:
     """Return the heads of `count` equally spaced ranks from `first` on, `[P, L, B, h, D]`, as a view."""
-    start, end = lane.ranges[first]
-    step = lane.ranges[first + len(lane.ranges) // count][0] - start if count > 1 else 0
+    start, end = columns.ranges[first]
+    step = columns.ranges[first + len(columns.ranges) // count][0] - start if count > 1 else 0
     if step == 0:
         # All of these ranks have the same heads: a kv head that is used everywhere.
         return x_BLHD[:, :, start:end].transpose(0, 1).expand(count, -1, -1, -1, -1)
@@ -170,9 +174,9 @@ def _windows(x_BLHD: Tensor, lane: Lane, first: int, count: int) -> Tensor:
     return span_BLHD.unfold(2, end - start, step).permute(2, 1, 0, 4, 3)
 
 
-def _part(wire_LBR: Tensor, lane: Lane, rank: int, column: int) -> Tensor:
-    """Return a lane's columns of rank `rank`'s rows, as `[..., h, D]`."""
-    return wire_LBR[..., column : column + lane.width(rank)].unflatten(-1, (-1, lane.size))
+def _part(wire_LBR: Tensor, columns: TensorColumns, rank: int, offset: int) -> Tensor:
+    """Return a tensor's columns of rank `rank`'s rows, as `[..., h, D]`."""
+    return wire_LBR[..., offset : offset + columns.width(rank)].unflatten(-1, (-1, columns.size))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -194,22 +198,22 @@ def _as_16_bytes(x: Tensor) -> Tensor | None:
     return x.view(torch.complex128)
 
 
-def _blocks(buffer: Tensor, rows: list[int], batch: int, length: int) -> list[Tensor]:
+def _views_by_rank(buffer: Tensor, rows: list[int], batch: int, length: int) -> list[Tensor]:
     pieces = buffer.split([length * batch * row for row in rows])
     return [piece.view(length, batch, row) for piece, row in zip(pieces, rows, strict=True)]
 
 
-def _columns(wire_SBR: Tensor, lanes: list[Lane], me: int) -> list[Tensor]:
-    parts = wire_SBR.split([lane.width(me) for lane in lanes], dim=-1)
-    return [p.unflatten(-1, (-1, lane.size)).transpose(0, 1) for p, lane in zip(parts, lanes, strict=True)]
+def _views_by_tensor(wire_SBR: Tensor, all_columns: list[TensorColumns], me: int) -> list[Tensor]:
+    parts = wire_SBR.split([columns.width(me) for columns in all_columns], dim=-1)
+    return [p.unflatten(-1, (-1, columns.size)).transpose(0, 1) for p, columns in zip(parts, all_columns, strict=True)]
 
 
-def _side_by_side(tensors_BShD: list[Tensor], lanes: list[Lane], me: int) -> Tensor:
+def _side_by_side(tensors_BShD: list[Tensor], all_columns: list[TensorColumns], me: int) -> Tensor:
     """Return the send buffer `[S, B, row]`; a single tensor of that memory layout is sent without a copy."""
     batch, total = tensors_BShD[0].shape[:2]
     if len(tensors_BShD) == 1 and tensors_BShD[0].transpose(0, 1).is_contiguous():
         return tensors_BShD[0].transpose(0, 1).view(total, batch, -1)
-    wire_SBR = tensors_BShD[0].new_empty(total, batch, sum(lane.width(me) for lane in lanes))
-    for view_BShD, tensor in zip(_columns(wire_SBR, lanes, me), tensors_BShD, strict=True):
+    wire_SBR = tensors_BShD[0].new_empty(total, batch, sum(columns.width(me) for columns in all_columns))
+    for view_BShD, tensor in zip(_views_by_tensor(wire_SBR, all_columns, me), tensors_BShD, strict=True):
         view_BShD.copy_(tensor)
     return wire_SBR

@@ -26,7 +26,7 @@ from ithaca.attention.clock import ATTENTION, CLOCK
 from ithaca.attention.kernels import choose
 from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets, Gradients, Kernel
 from ithaca.attention.padding_queries import PaddingAttention
-from ithaca.heads import HeadRun
+from ithaca.heads import HeadRange
 from ithaca.sequence.layout import SequenceLayout, Span
 
 # cuDNN takes about 95 ms to plan a length it has not seen; from 32K tokens on its lead over varlen repays that in one step.
@@ -79,14 +79,14 @@ class LocalAttention:
 
     layout: SequenceLayout
     spec: AttentionSpec
-    runs: tuple[HeadRun, ...]
+    runs: tuple[HeadRange, ...]
     kernel: str = "auto"
 
-    @CLOCK.clocked(ATTENTION)
+    @CLOCK.timed(ATTENTION)
     def attend(self, qkv: QKV, sinks_h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(qkv)
         parts = list(self._parts(qkv))
-        if len(parts) == 1 and self._covers(parts[0][1], qkv.q):
+        if len(parts) == 1 and self._is_whole_call(parts[0][1], qkv.q):
             out_BShE, lse_BhS = parts[0][0].forward(qkv, self.spec)
         else:
             # Laid out as the wire wants it, so that the way back needs no copy.
@@ -103,12 +103,12 @@ class LocalAttention:
                 padding.attend(qkv, out_BShE, lse_BhS)
         return (out_BShE, lse_BhS) if sinks_h is None else self._rescale(out_BShE, lse_BhS, sinks_h)
 
-    @CLOCK.clocked(ATTENTION)
+    @CLOCK.timed(ATTENTION)
     def attend_backward(
         self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, *, with_sinks: bool = False
     ) -> Gradients:
         parts = list(self._parts(qkv))
-        if len(parts) == 1 and self._covers(parts[0][1], qkv.q):
+        if len(parts) == 1 and self._is_whole_call(parts[0][1], qkv.q):
             return parts[0][0].backward(dout_BShE, qkv, out_BShE, lse_BhS, self.spec)
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in qkv.tensors)
         for kernel, call, run in parts:
@@ -129,7 +129,7 @@ class LocalAttention:
         # Padding that attends to nothing has zero output, so its delta is zero whatever its weight.
         return -(weight_BhS * delta_BhS).sum((0, 2))
 
-    def _parts(self, qkv: QKV) -> Iterator[tuple[Kernel, KernelCall, HeadRun]]:
+    def _parts(self, qkv: QKV) -> Iterator[tuple[Kernel, KernelCall, HeadRange]]:
         dense = choose(self.kernel, qkv.q, qkv.v, self.spec)
         several = any(len(row) > 1 for row in self.layout.documents)
         packed = choose(self.kernel, qkv.q, qkv.v, self.spec, varlen=True) if several else None
@@ -137,7 +137,7 @@ class LocalAttention:
             for run in self.runs:
                 yield (packed if call.lengths and packed else dense), call, run
 
-    def _covers(self, call: KernelCall, q_BShD: Tensor) -> bool:
+    def _is_whole_call(self, call: KernelCall, q_BShD: Tensor) -> bool:
         whole = call.rows == slice(None) or q_BShD.shape[0] == 1
         return whole and not call.lengths and call.span == (0, q_BShD.shape[1])
 
@@ -156,7 +156,7 @@ def _cut(x_BShD: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tensor:
     return x_BShD[call.rows, call.span[0] : call.span[1], heads[0] : heads[1]]
 
 
-def _cut_qkv(qkv: QKV, call: KernelCall, run: HeadRun) -> QKV:
+def _cut_qkv(qkv: QKV, call: KernelCall, run: HeadRange) -> QKV:
     return QKV(_cut(qkv.q, call, run.q), _cut(qkv.k, call, run.kv), _cut(qkv.v, call, run.kv))
 
 

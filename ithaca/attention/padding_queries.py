@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ithaca.attention.kernels.interface import QKV, AttentionSpec, Gradients
-from ithaca.heads import HeadRun
+from ithaca.heads import HeadRange
 from ithaca.sequence.layout import SequenceLayout, Span
 
 # Number of queries whose scores are in memory at once.
@@ -51,7 +51,7 @@ class PaddingAttention:
 
     layout: SequenceLayout
     spec: AttentionSpec
-    runs: tuple[HeadRun, ...]
+    runs: tuple[HeadRange, ...]
     with_sinks: bool
 
     def attend(self, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor) -> None:
@@ -87,7 +87,7 @@ class PaddingAttention:
             dk_BSkD[block.row, keys, kv] += torch.einsum("pkgn,pkgd->nkd", dscores_PkgN, q_PkgD).to(dk_BSkD.dtype)
             dv_BSkE[block.row, keys, kv] += torch.einsum("pkgn,pkge->nke", weights_PkgN, dout_PkgE).to(dv_BSkE.dtype)
 
-    def _blocks(self) -> Iterator[tuple[Block, HeadRun]]:
+    def _blocks(self) -> Iterator[tuple[Block, HeadRange]]:
         for row, documents in enumerate(self.layout.documents):
             if len(documents) > 1:
                 continue
@@ -121,7 +121,7 @@ class PaddingAttention:
         outside_PN = (queries[:, None] - keys).abs() >= self.spec.window
         return scores_PkgN.masked_fill(outside_PN[:, None, None], -torch.inf)
 
-    def _read(self, block: Block, run: HeadRun, qkv: QKV, exact: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, block: Block, run: HeadRange, qkv: QKV, exact: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block's queries, grouped by kv head, and its keys and values, in lse's precision."""
         q_PhD = qkv.q[block.row, slice(*block.queries), slice(*run.q)].to(exact)
         k_NkD, v_NkE = (x[block.row, slice(*block.keys), slice(*run.kv)].to(exact) for x in (qkv.k, qkv.v))
@@ -137,6 +137,6 @@ class PaddingAttention:
         return cap * bent_PkgN, 1 - bent_PkgN.square()
 
 
-def _group(run: HeadRun) -> int:
+def _group(run: HeadRange) -> int:
     """Return the number of query heads of a kv head."""
     return (run.q[1] - run.q[0]) // (run.kv[1] - run.kv[0])

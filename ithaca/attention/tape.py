@@ -49,7 +49,7 @@ class Tape:
         self.position += 1
         return self.anchors[self.position - 1]
 
-    def replay(self) -> Tape:
+    def for_replay(self) -> Tape:
         return Tape(self.anchors, replaying=True)
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ithaca.arguments import named_arguments
-from ithaca.attention.exchange import Lane, Pending, start_to_heads, start_to_tokens
+from ithaca.attention.exchange import Pending, TensorColumns, start_to_heads, start_to_tokens
 from ithaca.attention.input_checks import check_heads, check_options, check_shards, check_spec, check_tensors
 from ithaca.attention.kernels import check_name
 from ithaca.attention.kernels.interface import QKV, AttentionSpec
@@ -93,7 +93,7 @@ def attend_sharded(
     check_shards(q_BLHD, k_BLKD, v_BLKE, layout)
     check_spec(heads, spec, sinks_H)
     split = split_heads(heads, kv_heads, mesh.sp)
-    plan = UlyssesPlan(layout, spec, split, min(groups, split.most_groups), kernel, mesh.sp_rank, mesh.sp_group)
+    plan = UlyssesPlan(layout, spec, split, min(groups, split.max_head_groups), kernel, mesh.sp_rank, mesh.sp_group)
     return planned_attention(q_BLHD, k_BLKD, v_BLKE, sinks_H, plan, tape)
 
 
@@ -110,7 +110,7 @@ class UlyssesPlan:
     group: dist.ProcessGroup
 
     @property
-    def alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """True if one rank has the whole sequence, so that no collective is each."""
         return len(self.split.q) == 1
 
@@ -128,27 +128,27 @@ class UlyssesPlan:
     def own_sinks(self, sinks_H: Tensor | None, part: HeadSplit) -> Tensor | None:
         return None if sinks_H is None else sinks_H[slice(*part.q[self.rank])]
 
-    def gather(self, tensors_BLHD: list[Tensor], ranges: list[tuple[Range, ...]]) -> Pending | list[Tensor]:
+    def to_heads(self, tensors_BLHD: list[Tensor], ranges: list[tuple[Range, ...]]) -> Pending | list[Tensor]:
         """Start exchanging shards for whole sequences of the heads in `ranges`; on one rank return slices."""
-        if self.alone:
+        if self.is_single_rank:
             return [x[:, :, r[0][0] : r[0][1]] for x, r in zip(tensors_BLHD, ranges, strict=True)]
-        lanes = [Lane(r, x.shape[2], x.shape[3]) for x, r in zip(tensors_BLHD, ranges, strict=True)]
-        return start_to_heads(tensors_BLHD, lanes, self.group)
+        all_columns = [TensorColumns(r, x.shape[2], x.shape[3]) for x, r in zip(tensors_BLHD, ranges, strict=True)]
+        return start_to_heads(tensors_BLHD, all_columns, self.group)
 
-    def scatter(
+    def to_tokens(
         self, tensors_BShD: list[Tensor], ranges: list[tuple[Range, ...]], into: list[Tensor]
     ) -> Pending | None:
         """Start returning heads to the tokens' owners, into whole `[B, L, H, D]` tensors, q's first.
 
         Return None on one rank, which copies.
         """
-        if self.alone:
+        if self.is_single_rank:
             for x, r, target in zip(tensors_BShD, ranges, into, strict=True):
                 target[:, :, r[0][0] : r[0][1]].copy_(x)
             return None
-        lanes = [Lane(r, x.shape[2], x.shape[3]) for x, r in zip(into, ranges, strict=True)]
+        all_columns = [TensorColumns(r, x.shape[2], x.shape[3]) for x, r in zip(into, ranges, strict=True)]
         shared = [False] + [self.shares_kv] * (len(into) - 1)
-        return start_to_tokens(tensors_BShD, lanes, self.group, into, shared)
+        return start_to_tokens(tensors_BShD, all_columns, self.group, into, shared)
 
 
 def planned_attention(
@@ -202,11 +202,11 @@ def _overlapped(
     plan: UlyssesPlan, tensors: list[Tensor], ranges: list[list[tuple[Range, ...]]]
 ) -> Iterator[list[Tensor]]:
     """Yield each group's gathered tensors, after starting the next group's exchange."""
-    coming = plan.gather(tensors, ranges[0])
+    coming = plan.to_heads(tensors, ranges[0])
     for index in range(len(ranges)):
         arrived = coming.wait() if isinstance(coming, Pending) else coming
         if index + 1 < len(ranges):
-            coming = plan.gather(tensors, ranges[index + 1])
+            coming = plan.to_heads(tensors, ranges[index + 1])
         yield arrived
 
 
@@ -225,11 +225,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, plan: Ulyss
         arrived = [*arrived, out_BShE]
         if returning is not None:
             returning.wait()
-        if plan.alone and plan.groups == 1:
+        if plan.is_single_rank and plan.groups == 1:
             return Anchor(out_BShE, (lse_BhS,)), arrived
         if out_BLHE is None:
             out_BLHE = q.new_empty(*q.shape[:3], v.shape[-1])
-        returning = plan.scatter([out_BShE], [part.q], [out_BLHE])
+        returning = plan.to_tokens([out_BShE], [part.q], [out_BLHE])
     if returning is not None:
         returning.wait()
     assert out_BLHE is not None
@@ -282,13 +282,13 @@ def _attend_backward(
         pieces = list(
             local.attend_backward(each.dout_BShE, each.qkv, each.out_BShE, each.lse_BhS, with_sinks=sinks_h is not None)
         )
-        if plan.alone and plan.groups == 1:
+        if plan.is_single_rank and plan.groups == 1:
             return (*pieces, dsinks)
         if not grads:
             grads, dtype = _blank_gradients(pieces, length, plan), pieces[1].dtype
         if returning is not None:
             returning.wait()
-        returning = plan.scatter(pieces, [part.q, part.kv, part.kv], grads)
+        returning = plan.to_tokens(pieces, [part.q, part.kv, part.kv], grads)
     if returning is not None:
         returning.wait()
     return (grads[0], grads[1].to(dtype), grads[2].to(dtype), dsinks)

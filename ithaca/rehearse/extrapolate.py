@@ -9,7 +9,7 @@ A block is a layer together with the layers whose inputs are rebuilt from it:
     third run      blocks of kind 1 more        -> bytes that a block of kind 1 adds
 
 Blocks of equal sizes, modes and offloading cost the same. So a figure of the whole model is the first run's, plus for
-each kind the missing blocks times what one block adds. Added seconds are clocked block by block in the first run. Added
+each kind the missing blocks times what one block adds. Added seconds are timed block by block in the first run. Added
 bytes are the slope between two runs. Attention takes most of a long step's time and saves no bytes, so runs for bytes may
 leave attention out; then the first run is repeated without attention, and slopes are between runs of one sort.
 
@@ -134,18 +134,18 @@ def derive(runs: PartialRuns, values: Sequence[float], first: float | None = Non
     return total
 
 
-def derive_clocked(runs: PartialRuns, first: float, layers: Sequence[float | None]) -> float:
+def derive_timed(runs: PartialRuns, first: float, layers: Sequence[float | None]) -> float:
     """Return the whole model's seconds from the first run's and from those of its layers, None where unknown."""
     run = runs.runs[0]
-    clocked: list[list[float]] = [[] for _ in run.counts]
+    timed: list[list[float]] = [[] for _ in run.counts]
     at = 0
     for kind, length in run.blocks:
         seconds = [s for s in layers[at : at + length] if s is not None]
         if len(seconds) == length:
-            clocked[kind].append(sum(seconds))
+            timed[kind].append(sum(seconds))
         at += length
     missing = [every - some for every, some in zip(runs.whole, run.counts, strict=True)]
-    return first + sum(count * mean(own) for count, own in zip(missing, clocked, strict=True) if count)
+    return first + sum(count * mean(own) for count, own in zip(missing, timed, strict=True) if count)
 
 
 def cut_plan(plan: MemoryPlan, layers: Sequence[int]) -> MemoryPlan:

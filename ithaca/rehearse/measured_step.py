@@ -173,7 +173,7 @@ class _Run:
         torch.cuda.reset_peak_host_memory_stats()
         sent.clear()
         phase = DevicePhases(device, sent, decoder_layers(base_model(self.model)))
-        with CLOCK.running(device) as clock:
+        with CLOCK.recording(device) as clock:
             loss = self._step(self.job.length, phase)
             spent = clock.seconds()
         saved = 0 if self._store is None else self._store.pinned

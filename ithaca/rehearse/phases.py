@@ -5,7 +5,7 @@
         loss.backward();      phase.mark("backward", held)
         optimizer.step();     phase.mark("optimizer", held)
 
-A phase ends at its `mark`, and the next phase's peak starts from what is alive then. A layer is clocked from its own
+A phase ends at its `mark`, and the next phase's peak starts from what is alive then. A layer is timed from its own
 beginning to the beginning of the next, so the seconds of a phase's last layer are unknown.
 """
 

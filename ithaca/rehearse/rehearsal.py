@@ -28,7 +28,7 @@ from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.traffic import Machine, exchange_s, exchanged
 from ithaca.rehearse.cut_model import RankJob
-from ithaca.rehearse.extrapolate import MORE, PartialRun, PartialRuns, choose_runs, cut_plan, derive, derive_clocked
+from ithaca.rehearse.extrapolate import MORE, PartialRun, PartialRuns, choose_runs, cut_plan, derive, derive_timed
 from ithaca.rehearse.lone_group import alone
 from ithaca.rehearse.measured_step import Figures, measure
 from ithaca.rehearse.memory_trace import Kinds
@@ -190,7 +190,7 @@ def _whole(
     seconds: dict[str, float] = {}
     if first.seconds:
         seconds = {
-            phase: job.rows * derive_clocked(runs, first.seconds[phase], first.layer_s[phase])
+            phase: job.rows * derive_timed(runs, first.seconds[phase], first.layer_s[phase])
             for phase in (FORWARD, BACKWARD)
         }
         seconds[OPTIMIZER] = total(lambda f: f.seconds[OPTIMIZER])

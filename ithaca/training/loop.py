@@ -95,8 +95,8 @@ class StageLoop:
     def advance(self) -> None:
         """Launch one step; then settle the step before, and this step too if steps are long."""
         self.watch.at(f"step {self.progress.total + 1}")
-        clocked = (self.progress.total + 1) % self.run.metrics.apart_every == 0
-        with CLOCK.running(self.session.mesh.device) if clocked else nullcontext() as spans:
+        timed = (self.progress.total + 1) % self.run.metrics.apart_every == 0
+        with CLOCK.recording(self.session.mesh.device) if timed else nullcontext() as spans:
             launched = self.launch(self.progress, spans)
         before, self._pending = self._pending, launched
         self.progress = launched.after
@@ -137,7 +137,7 @@ class StageLoop:
         self.log.add(launched, result, self.progress)
 
     def launch(self, progress: RunProgress, spans: Spans | None) -> LaunchedStep:
-        """Hand a whole step to the device, without waiting for the device. `spans`: None unless the step is clocked."""
+        """Hand a whole step to the device, without waiting for the device. `spans`: None unless the step is timed."""
         session, stage, device = self.session, self.session.stage, self.session.mesh.device
         began = mark(device)
         set_seed(step_seed(self.run.seed, progress.total, session.mesh.rank), device)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaca.attention.exchange import Lane, start_to_heads, start_to_tokens
+from ithaca.attention.exchange import TensorColumns, start_to_heads, start_to_tokens
 from ithaca.attention.ulysses import ulysses_attention
 from ithaca.heads import HeadSplit, split_heads
 from ithaca.mesh import init_mesh
@@ -57,19 +57,19 @@ def watched() -> Iterator[Wire]:
         yield wire
 
 
-def lanes_of(split: HeadSplit, key: int, value: int) -> list[Lane]:
+def columns_of(split: HeadSplit, key: int, value: int) -> list[TensorColumns]:
     """q, k, v: three head sizes and counts in one collective."""
     return [
-        Lane(split.q, split.heads, key),
-        Lane(split.kv, split.kv_heads, key),
-        Lane(split.kv, split.kv_heads, value),
+        TensorColumns(split.q, split.heads, key),
+        TensorColumns(split.kv, split.kv_heads, key),
+        TensorColumns(split.kv, split.kv_heads, value),
     ]
 
 
-def whole(lane: Lane, tokens: int, batch: int, dtype: torch.dtype, seed: int) -> Tensor:
+def whole(columns: TensorColumns, tokens: int, batch: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Return equal numbers on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, tokens, lane.heads, lane.size, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(batch, tokens, columns.heads, columns.size, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def shard(x_BSHD: Tensor, rank: int, *, strided: bool) -> Tensor:
@@ -78,40 +78,40 @@ def shard(x_BSHD: Tensor, rank: int, *, strided: bool) -> Tensor:
     return piece.transpose(1, 2).contiguous().transpose(1, 2) if strided else piece.contiguous()
 
 
-def to_heads(tensors: list[Tensor], lanes: list[Lane]) -> list[Tensor]:
-    return start_to_heads(tensors, lanes, dist.group.WORLD).wait()
+def to_heads(tensors: list[Tensor], all_columns: list[TensorColumns]) -> list[Tensor]:
+    return start_to_heads(tensors, all_columns, dist.group.WORLD).wait()
 
 
-def to_tokens(tensors: list[Tensor], lanes: list[Lane], wide: torch.dtype | None = None) -> list[Tensor]:
+def to_tokens(tensors: list[Tensor], all_columns: list[TensorColumns], wide: torch.dtype | None = None) -> list[Tensor]:
     """Into new tensors: heads that several ranks bring are added up in fp32, or in `wide`."""
     (batch, total), dtype = tensors[0].shape[:2], tensors[0].dtype
     wide = wide or torch.promote_types(dtype, torch.float32)
-    shared = [sum(end - start for start, end in lane.ranges) > lane.heads for lane in lanes]
+    shared = [sum(end - start for start, end in columns.ranges) > columns.heads for columns in all_columns]
     into = [
-        torch.zeros(batch, total // dist.get_world_size(), lane.heads, lane.size, dtype=wide if add else dtype)
-        for lane, add in zip(lanes, shared, strict=True)
+        torch.zeros(batch, total // dist.get_world_size(), columns.heads, columns.size, dtype=wide if add else dtype)
+        for columns, add in zip(all_columns, shared, strict=True)
     ]
-    return [x.to(dtype) for x in start_to_tokens(tensors, lanes, dist.group.WORLD, into, shared).wait()]
+    return [x.to(dtype) for x in start_to_tokens(tensors, all_columns, dist.group.WORLD, into, shared).wait()]
 
 
 def check_to_heads(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, strided: bool) -> None:
     ranks, me = dist.get_world_size(), dist.get_rank()
-    lanes = lanes_of(split_heads(heads, kv_heads, ranks), 4, 6)
-    wholes = [whole(lane, ranks * LENGTH, batch, dtype, seed) for seed, lane in enumerate(lanes)]
+    all_columns = columns_of(split_heads(heads, kv_heads, ranks), 4, 6)
+    wholes = [whole(columns, ranks * LENGTH, batch, dtype, seed) for seed, columns in enumerate(all_columns)]
     shards = [shard(x, me, strided=strided) for x in wholes]
     with watched() as wire:
-        received = to_heads(shards, lanes)
+        received = to_heads(shards, all_columns)
     assert wire.collectives == 1
-    for x_BSHD, lane, got in zip(wholes, lanes, received, strict=True):
-        start, end = lane.ranges[me]
+    for x_BSHD, columns, got in zip(wholes, all_columns, received, strict=True):
+        start, end = columns.ranges[me]
         assert torch.equal(got, x_BSHD[:, :, start:end])
     # And back: what covers every head once is the shard again; copies of kv heads count as often as they were sent.
     with watched() as wire:
-        back = to_tokens(received, lanes)
+        back = to_tokens(received, all_columns)
     assert wire.collectives == 1
-    for x, lane, got in zip(shards, lanes, back, strict=True):
-        times = torch.zeros(lane.heads)
-        for start, end in lane.ranges:
+    for x, columns, got in zip(shards, all_columns, back, strict=True):
+        times = torch.zeros(columns.heads)
+        for start, end in columns.ranges:
             times[start:end] += 1
         exact = torch.promote_types(dtype, torch.float32)
         assert got.dtype == dtype
@@ -121,22 +121,22 @@ def check_to_heads(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, st
 def check_to_tokens(heads: int, kv_heads: int, batch: int, dtype: torch.dtype, strided: bool) -> None:
     """Compare sums over copies: every rank sends other numbers."""
     ranks, me = dist.get_world_size(), dist.get_rank()
-    lanes = lanes_of(split_heads(heads, kv_heads, ranks), 4, 6)
+    all_columns = columns_of(split_heads(heads, kv_heads, ranks), 4, 6)
     exact = torch.promote_types(dtype, torch.float32)
     mine, expected = [], []
-    for number, lane in enumerate(lanes):
-        total = torch.zeros(batch, ranks * LENGTH, lane.heads, lane.size, dtype=exact)
-        for rank, (start, end) in enumerate(lane.ranges):
-            x = whole(lane, ranks * LENGTH, batch, dtype, 100 * number + rank)[:, :, start:end]
+    for number, columns in enumerate(all_columns):
+        total = torch.zeros(batch, ranks * LENGTH, columns.heads, columns.size, dtype=exact)
+        for rank, (start, end) in enumerate(columns.ranges):
+            x = whole(columns, ranks * LENGTH, batch, dtype, 100 * number + rank)[:, :, start:end]
             total[:, :, start:end] += x.to(exact)
             if rank == me:
                 mine.append(x.transpose(1, 2).contiguous().transpose(1, 2) if strided else x.contiguous())
         expected.append(shard(total, me, strided=False).to(dtype))
-    for got, wanted in zip(to_tokens(mine, lanes), expected, strict=True):
+    for got, wanted in zip(to_tokens(mine, all_columns), expected, strict=True):
         assert torch.equal(got, wanted)
     # The output's way back: one tensor, also as the kernel lays it out, token by token.
     lone = mine[0].transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(to_tokens([lone], lanes[:1])[0], expected[0])
+    assert torch.equal(to_tokens([lone], all_columns[:1])[0], expected[0])
 
 
 def check_all(cases: list[tuple[int, int]]) -> int:
@@ -160,12 +160,12 @@ def test_exchange_on_several_ranks_equals_gather_and_slice(world: int) -> None:
 
 def sum_in_bf16() -> None:
     """The fault: copies meet in the tensor's own dtype."""
-    lane = Lane(((0, 1),) * dist.get_world_size(), 1, 64)
-    parts = [whole(lane, dist.get_world_size() * LENGTH, 1, torch.bfloat16, r) for r in range(dist.get_world_size())]
+    columns = TensorColumns(((0, 1),) * dist.get_world_size(), 1, 64)
+    parts = [whole(columns, dist.get_world_size() * LENGTH, 1, torch.bfloat16, r) for r in range(dist.get_world_size())]
     mine = parts[dist.get_rank()]
-    (got,) = to_tokens([mine], [lane], wide=torch.bfloat16)
+    (got,) = to_tokens([mine], [columns], wide=torch.bfloat16)
     total = shard(sum(part.float() for part in parts), dist.get_rank(), strided=False)  # type: ignore[arg-type]
-    (right,) = to_tokens([mine], [lane])
+    (right,) = to_tokens([mine], [columns])
     assert torch.equal(right, total.to(torch.bfloat16)), "summed in fp32"
     assert not torch.equal(got, total.to(torch.bfloat16)), "the fault went unseen"
 
@@ -177,11 +177,11 @@ def test_kv_gradients_of_several_ranks_are_summed_in_fp32() -> None:
 
 def swapped_ranges() -> None:
     """The fault: two ranks' heads the wrong way round on the way out."""
-    lane = Lane(((0, 2), (2, 4)), 4, 4)
-    wrong = Lane(((2, 4), (0, 2)), 4, 4)
-    x = whole(lane, 2 * LENGTH, 1, torch.float64, 0)
+    columns = TensorColumns(((0, 2), (2, 4)), 4, 4)
+    wrong = TensorColumns(((2, 4), (0, 2)), 4, 4)
+    x = whole(columns, 2 * LENGTH, 1, torch.float64, 0)
     (got,) = to_heads([shard(x, dist.get_rank(), strided=False)], [wrong])
-    start, end = lane.ranges[dist.get_rank()]
+    start, end = columns.ranges[dist.get_rank()]
     assert torch.equal(got, x[:, :, start:end])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ithaca.attention import padding_queries
 from ithaca.attention.kernels.interface import QKV, AttentionSpec
 from ithaca.attention.local import LocalAttention
-from ithaca.heads import HeadRun
+from ithaca.heads import HeadRange
 from ithaca.sequence.layout import Padding, SequenceLayout
 from tests.tolerances import FAULT, FP64
 
@@ -60,7 +60,7 @@ def _local(kind: Padding, spec: AttentionSpec) -> list[Tensor]:
     q, k, v, dout = _inputs()
     # What stands after the batch's own length is nobody's, and no gradient comes from there.
     dout[:, S:] = 0
-    local = LocalAttention(_layout(kind), spec, (HeadRun((0, 4), (0, 2)),), "cpu")
+    local = LocalAttention(_layout(kind), spec, (HeadRange((0, 4), (0, 2)),), "cpu")
     out, lse = local.attend(QKV(q, k, v))
     return [x[:, :S] for x in (out, *local.attend_backward(dout, QKV(q, k, v), out, lse))]
 
@@ -87,6 +87,6 @@ def test_padding_queries_left_zero_are_detected() -> None:
 def test_padding_queries_of_packed_rows_stay_zero() -> None:
     q, k, v, _ = _inputs()
     layout = SequenceLayout(S, PADDED, 2, (((0, 4), (4, 9)),) * len(ROWS), S - 1, "masked")
-    out, _ = LocalAttention(layout, SPECS["causal"], (HeadRun((0, 4), (0, 2)),), "cpu").attend(QKV(q, k, v))
+    out, _ = LocalAttention(layout, SPECS["causal"], (HeadRange((0, 4), (0, 2)),), "cpu").attend(QKV(q, k, v))
     assert not out[:, 9:].any()
     assert out[:, :9].any()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.attention import ulysses
-from ithaca.attention.exchange import Lane, Pending
+from ithaca.attention.exchange import Pending, TensorColumns
 from ithaca.attention.kernels.interface import AttentionSpec
 from ithaca.attention.tape import Tape
 from ithaca.attention.ulysses import UlyssesPlan, attend_sharded, ulysses_attention
@@ -144,7 +144,7 @@ def attend(
         assert tape is not None
         with torch.no_grad():
             attend_sharded(q, k, v, mesh, layout, spec, sinks, "auto", groups=groups, tape=tape)
-        tape = tape.replay()
+        tape = tape.for_replay()
         with watched() as wire:
             out = attend_sharded(q, k, v, mesh, layout, spec, sinks, "auto", groups=groups, tape=tape)
         assert not wire.collectives, "a replay attends again"
@@ -249,31 +249,31 @@ def planted(fault: str | None) -> Iterator[None]:
 
 
 def _head_dropped() -> AbstractContextManager[Any]:
-    scatter = UlyssesPlan.scatter
+    to_tokens = UlyssesPlan.to_tokens
 
     def without_the_last(
         plan: UlyssesPlan, tensors: list[Tensor], ranges: list[Any], into: list[Tensor]
     ) -> Pending | None:
-        pending = scatter(plan, tensors, ranges, into)
+        pending = to_tokens(plan, tensors, ranges, into)
         if pending is not None:
             pending.wait()
         into[0][:, :, -1] = 0.0
         return None
 
-    return patch.object(UlyssesPlan, "scatter", without_the_last)
+    return patch.object(UlyssesPlan, "to_tokens", without_the_last)
 
 
 def _kv_not_summed() -> AbstractContextManager[Any]:
     start = ulysses.start_to_tokens
 
-    def first_copy_only(tensors: list[Tensor], lanes: list[Lane], group: Any, *rest: Any) -> Pending:
+    def first_copy_only(tensors: list[Tensor], all_columns: list[TensorColumns], group: Any, *rest: Any) -> Pending:
         me = dist.get_rank(group)
-        for x_BShD, lane in zip(tensors, lanes, strict=True):
-            first, last = lane.ranges[me]
+        for x_BShD, columns in zip(tensors, all_columns, strict=True):
+            first, last = columns.ranges[me]
             for head in range(first, last):
-                if any(begin <= head < end for begin, end in lane.ranges[:me]):
+                if any(begin <= head < end for begin, end in columns.ranges[:me]):
                     x_BShD[:, :, head - first] = 0.0
-        return start(tensors, lanes, group, *rest)
+        return start(tensors, all_columns, group, *rest)
 
     return patch.object(ulysses, "start_to_tokens", first_copy_only)
 

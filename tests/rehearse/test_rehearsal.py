@@ -32,7 +32,7 @@ from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.planning.terms.traffic import Machine, exchanged
 from ithaca.rehearse import cut_model, measured_step, phases
 from ithaca.rehearse.cut_model import RankJob, build, keep_layers, running_only
-from ithaca.rehearse.extrapolate import PartialRun, blocks_of, choose_runs, cut_plan, derive, derive_clocked
+from ithaca.rehearse.extrapolate import PartialRun, blocks_of, choose_runs, cut_plan, derive, derive_timed
 from ithaca.rehearse.lone_group import LoneGroup, Sent, alone
 from ithaca.rehearse.measured_step import Figures, measure
 from ithaca.rehearse.phases import DevicePhases
@@ -333,8 +333,8 @@ def test_derive_clocked_adds_mean_block_of_each_kind() -> None:
     assert runs.runs[0].blocks == ((0, 3), (0, 3), (1, 1), (1, 1))
     # Of eight blocks of three and eight of one; the first layer's end is not known.
     layers = [None, 2.0, 3.0, 1.0, 2.0, 4.0, 10.0, 12.0]
-    assert derive_clocked(runs, 100.0, layers) == pytest.approx(100 + 8 * 7 + 8 * 11)
-    assert derive_clocked(choose_runs(plan, (0,) * 40, more=None), 100.0, [None] * 40) == 100.0
+    assert derive_timed(runs, 100.0, layers) == pytest.approx(100 + 8 * 7 + 8 * 11)
+    assert derive_timed(choose_runs(plan, (0,) * 40, more=None), 100.0, [None] * 40) == 100.0
 
 
 def test_choose_runs_first_run_has_three_layers_of_each_size() -> None:

@@ -43,4 +43,4 @@ class CpuKernel(Kernel):
 def _fits_torch(qkv: QKV, spec: AttentionSpec) -> bool:
     """True if torch's own kernel computes this call."""
     same_size = qkv.q.shape[-1] == qkv.v.shape[-1]
-    return same_size and spec.softcap is None and not spec.hides(qkv.q.shape[1])
+    return same_size and spec.softcap is None and not spec.masks_anything(qkv.q.shape[1])

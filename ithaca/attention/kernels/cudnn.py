@@ -40,7 +40,7 @@ class CudnnKernel(Kernel):
     def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         length = qkv.q.shape[1]
         assert spec.softcap is None, spec
-        assert not spec.hides(length), spec
+        assert not spec.masks_anything(length), spec
         self.check(qkv)
         if length == 1:
             return self._single.forward(qkv, spec)
@@ -77,7 +77,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _spec_refusal(spec: AttentionSpec, length: int) -> str | None:
-    if spec.hides(length):
+    if spec.masks_anything(length):
         return f"it has no sliding window, got window={spec.window} over {length} tokens"
     if spec.softcap is not None:
         return f"it has no softcap, got softcap={spec.softcap}"

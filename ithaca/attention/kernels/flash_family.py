@@ -35,22 +35,22 @@ class FlashFamily(Kernel):
 
     def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         self.check(qkv)
-        out, lse = self.run_forward(self._widened(qkv), spec)
+        out, lse = self.run_forward(self._pad_head_sizes(qkv), spec)
         return out[..., : qkv.v.shape[-1]], lse
 
     def backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
-        wide = self._widened(qkv)
-        wide_dout, wide_out = (widen(x, wide.v.shape[-1]) for x in (dout, out))
+        wide = self._pad_head_sizes(qkv)
+        wide_dout, wide_out = (pad_head_size(x, wide.v.shape[-1]) for x in (dout, out))
         dq, dk, dv = self.run_backward(wide_dout, wide, wide_out, lse.contiguous(), spec)
         size = qkv.q.shape[-1]
         return dq[..., :size], dk[..., :size], dv[..., : qkv.v.shape[-1]]
 
-    def _widened(self, qkv: QKV) -> QKV:
+    def _pad_head_sizes(self, qkv: QKV) -> QKV:
         size, value_size = self.padded_sizes(qkv.q.shape[-1], qkv.v.shape[-1])
-        return QKV(widen(qkv.q, size), widen(qkv.k, size), widen(qkv.v, value_size), qkv.bounds)
+        return QKV(pad_head_size(qkv.q, size), pad_head_size(qkv.k, size), pad_head_size(qkv.v, value_size), qkv.bounds)
 
 
-def widen(x: Tensor, size: int) -> Tensor:
+def pad_head_size(x: Tensor, size: int) -> Tensor:
     """Pad the last dim with zeros up to `size`; return the tensor itself if it has that size."""
     return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
 

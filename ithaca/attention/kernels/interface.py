@@ -56,7 +56,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
 
-    def hides(self, length: int) -> bool:
+    def masks_anything(self, length: int) -> bool:
         """True if the window hides a key in a row of `length` tokens."""
         return self.window is not None and self.window < length
 

@@ -33,7 +33,7 @@ def token_flops(layer: LayerSizes, job: Job) -> int:
 
 def attention_flops(sizes: ModelSizes, layer: LayerSizes, job: Job) -> int:
     """Return the FLOPs of a layer's attention in one forward on the rank with most heads; every row is one document."""
-    heads, _ = sizes.split(job.sp).most
+    heads, _ = sizes.split(job.sp).max_local_heads
     # Twice the mean number of visible keys: the whole length without a window.
     keys = job.length if layer.window is None else 2 * visible_pairs(job.length, layer.window) / job.length
     return int(job.whole * keys * heads * (sizes.key_size + sizes.value_size))

@@ -101,7 +101,7 @@ def _needs(mesh: SubMesh, work: dict[int, int]) -> tuple[float, ...]:
 
 
 def _attention_bytes(sizes: ModelSizes, sp: int) -> int:
-    tensors = TensorBytes.of(sizes, Job(_ROW, sp=sp), sizes.split(sp).most_groups)
+    tensors = TensorBytes.of(sizes, Job(_ROW, sp=sp), sizes.split(sp).max_head_groups)
     return sum(each.bytes for each in attention_work(tensors, sizes.layers[0], "save"))
 
 

@@ -43,7 +43,7 @@ def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
     """Return the fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
     # Numbers of groups whose largest is as large differ in nothing but calls: the smallest of them will do.
     split = sizes.split(job.sp)
-    numbers = {-(-split.most[1] // groups): groups for groups in range(split.most_groups, 0, -1)}
+    numbers = {-(-split.max_local_heads[1] // groups): groups for groups in range(split.max_head_groups, 0, -1)}
     every = [TensorBytes.of(sizes, job, groups) for groups in sorted(numbers.values())]
     small = [tensors for tensors in every if tensors.largest_g < INDEX_LIMIT] or every[-1:]
     modest = (tensors for tensors in small if group_bytes(tensors) <= GROUP_SHARE * device)

@@ -57,9 +57,9 @@ class TensorBytes:
     @classmethod
     def of(cls, sizes: ModelSizes, job: Job, groups: int) -> TensorBytes:
         split = sizes.split(job.sp)
-        heads, kv_heads = split.most
+        heads, kv_heads = split.max_local_heads
         key, value, c = sizes.key_size, sizes.value_size, job.compute_bytes
-        groups = min(groups, split.most_groups)
+        groups = min(groups, split.max_head_groups)
         kv_g = -(-kv_heads // groups)
         h_g = min(heads, kv_g * (sizes.heads // sizes.kv_heads))
         # cuDNN's backward sums dq in fp32 and, where query heads share kv heads, holds dk and dv of every query head.

@@ -97,7 +97,7 @@ def ring_s(sizes: ModelSizes, job: Job, machine: Machine) -> tuple[float, float]
     """Return the seconds on the wire of one layer's ring: k, v forward, and with fp32 gradients backward."""
     if job.ring == 1:
         return 0.0, 0.0
-    _, kv_heads = sizes.split(job.sp).most
+    _, kv_heads = sizes.split(job.sp).max_local_heads
     block = job.whole * kv_heads * (sizes.key_size + sizes.value_size)
     inside = job.sp * job.ring <= machine.gpus
     speed = _speed(machine.link if inside else machine.network)
