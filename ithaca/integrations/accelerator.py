@@ -38,7 +38,7 @@ from ithaca.integrations.settings import Settings
 from ithaca.integrations.targets import LearnedOnly
 from ithaca.integrations.trainers import naming_sharded_weights
 from ithaca.mesh import Mesh
-from ithaca.state.weights.same_start import differing_of, digest
+from ithaca.state.weights.equal_weights import differing_of, digest
 
 
 def adopt(accelerator: Any, mesh: Mesh, settings: Settings) -> None:

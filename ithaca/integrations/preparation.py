@@ -23,7 +23,7 @@ from ithaca.models.refusals.calls import checkpointing_off, is_checkpointing
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize
 from ithaca.planning.search.phrases import TRAINER
-from ithaca.state.optimizer.whole_step import reads_whole, step_whole
+from ithaca.state.optimizer.whole_step import needs_whole_weights, step_whole
 
 logger = logging.getLogger("ithaca")
 
@@ -85,5 +85,5 @@ class Preparation:
             )
         for group in optimizer.param_groups:
             group["params"] = [self.moved.get(p, p) for p in group["params"]]
-        if reads_whole(optimizer):
+        if needs_whole_weights(optimizer):
             step_whole(optimizer)

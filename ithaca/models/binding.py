@@ -116,7 +116,7 @@ def unbind(model: nn.Module) -> None:
     """
     binding = binding_of(model)
     if binding.placement is not None:
-        binding.placement.choose(summed=False)
+        binding.placement.set_gradient_reduction(summed=False)
     binding.handle.undo()
 
 
@@ -148,7 +148,7 @@ class _BackwardCheck:
         if weights is not None:
             weights.refuse_changed(self.versions)
         if binding.placement is not None:
-            binding.placement.choose(summed=self.sharded)
+            binding.placement.set_gradient_reduction(summed=self.sharded)
 
 
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

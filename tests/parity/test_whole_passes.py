@@ -151,7 +151,7 @@ def test_unsharded_router_logits_without_gradient_are_refused(mode: str, sharded
 
 
 def _always_summed(way: Callable[[nn.Module, Batch, Mesh], None]) -> float:
-    with patch.object(placement.Placement, "choose", lambda self, *, summed: None):
+    with patch.object(placement.Placement, "set_gradient_reduction", lambda self, *, summed: None):
         return _error(way)
 
 

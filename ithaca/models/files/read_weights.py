@@ -30,7 +30,7 @@ from ithaca.models.files.safetensors_files import TensorReader, read_headers
 from ithaca.models.files.weight_sources import plan_groups
 from ithaca.ranks import on_all_ranks
 from ithaca.state.weights.finite import check_finite
-from ithaca.state.weights.placement import home_of
+from ithaca.state.weights.placement import device_of_weights
 from ithaca.state.weights.shards import bounds
 
 _PIECE = 8 * 2**20
@@ -135,7 +135,7 @@ def _homes(base: Any) -> dict[str, Tensor]:
 
 def materialize(model: nn.Module) -> None:
     """Allocate parameters and buffers that are on the meta device, uninitialized, on the device they belong to."""
-    home = home_of(model) or torch.device("cpu")
+    home = device_of_weights(model) or torch.device("cpu")
     sharded = any(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     if sharded:
         # `_apply` swaps DTensors in place, so tied weights stay tied, and FSDP2 sees the change.

@@ -178,14 +178,14 @@ def _check_in_backward(
             "in_backward=True with weights of your own wrapper, which reduces gradients after they are stepped: use "
             "weights='shard' or 'replicate', or in_backward=False"
         )
-    if any(_is_away(p) for p in trained.values()) and torch.__version__ < "2.13":
+    if any(_is_on_host(p) for p in trained.values()) and torch.__version__ < "2.13":
         raise UnsupportedError(
             f"in_backward=True with gradients on the host: torch {torch.__version__} steps before they have arrived "
             "there: use torch 2.13 or newer, on_host='nothing', or in_backward=False"
         )
 
 
-def _is_away(parameter: nn.Parameter) -> bool:
+def _is_on_host(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and parameter.device.type != parameter.device_mesh.device_type
 
 

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from ithaca.errors import UnsupportedError
 from ithaca.handle import Handle
 from ithaca.mesh import Mesh
+from ithaca.state.weights.equal_weights import differing_of, digest, fingerprint
 from ithaca.state.weights.partial_values import is_spread
-from ithaca.state.weights.same_start import differing_of, digest, fingerprint
 from ithaca.state.weights.shards import bounds
 
 Named = list[tuple[str, weakref.ref[nn.Parameter]]]

@@ -42,7 +42,7 @@ _FUSED_ALONE = ("SGD", "Adagrad")
 CODES_SHARDS = "_ithaca_codes_shards"
 
 
-def reads_whole(optimizer: Optimizer) -> bool:
+def needs_whole_weights(optimizer: Optimizer) -> bool:
     """True if a step of this optimizer is not elementwise."""
     return _is_one_of(optimizer, _READ_WHOLE)
 

@@ -26,7 +26,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def check_finite(tensor: Tensor, key: str, where: object) -> Tensor:
-    """Return `tensor`; raise CheckpointError if it has NaN or infinity."""
+    """Raise CheckpointError if `tensor` has NaN or infinity; return the tensor unchanged."""
     if not is_finite(tensor):
         raise CheckpointError(
             f"{where} has NaN or infinite numbers in {key}: copy the model anew, or take an earlier checkpoint of it"

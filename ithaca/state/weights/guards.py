@@ -9,7 +9,7 @@ from torch import nn
 
 from ithaca.handle import Handle
 from ithaca.state.optimizer.whole_step import watch_steps
-from ithaca.state.weights.assigned import refuse_assigned
+from ithaca.state.weights.assigned_data import refuse_assigned
 from ithaca.state.weights.dtensor_errors import name_unknown_operations
 from ithaca.state.weights.partial_values import refuse_own_numbers
 from ithaca.state.weights.whole_weight_methods import refuse_whole_weights

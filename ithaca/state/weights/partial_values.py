@@ -37,8 +37,8 @@ def refuse_own_numbers(model: nn.Module) -> None:
     meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
     _MESHES.update(meshes)
     if meshes:
-        handle([_READ], _read)
-        handle(overloads(_DRAW), _draw)
+        register_handler([_READ], _read)
+        register_handler(overloads(_DRAW), _draw)
         if DTensor.__format__ is not _format:
             DTensor.__format__ = _format  # type: ignore[assignment]
 
@@ -49,14 +49,14 @@ def overloads(names: Iterable[str]) -> list[Any]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-def handle(operations: Iterable[Any], handler: Callable[..., Any]) -> None:
+def register_handler(operations: Iterable[Any], handler: Callable[..., Any]) -> None:
     """Register `handler(operation, args, kwargs)` for these operations on DTensors, in this process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in operations:
         handlers.setdefault(operation, handler)
 
 
-def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_without_handler(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation without its handler, as torch does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     # None while another thread is in this function.
@@ -106,7 +106,7 @@ def _draw(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "not those of one process: draw them for the whole weight with one seed on every rank, and cut them with "
             "torch.distributed.tensor.distribute_tensor(numbers, weight.device_mesh, weight.placements)"
         )
-    return unhandled(operation, args, kwargs)
+    return call_without_handler(operation, args, kwargs)
 
 
 def _is_whole(value: DTensor) -> bool:

@@ -8,7 +8,8 @@ Four ranks hold a layer's weights w0 w1 w2 w3, with their gradients and optimize
     replicate         w0 w1 w2 w3  w0 w1 w2 w3  w0 w1 w2 w3  w0 w1 w2 w3   the same on a mesh of world x 1
     none              the caller's own wrapper, which averages gradients over all ranks
 
-Each decoder layer is one FSDP2 group and the rest of the model another. Gradients are summed over all ranks and copies
+Each decoder layer is one FSDP2 group and the rest of the model another: an all-gather collects a group's weights before
+the group runs, a reduce-scatter sums its gradients after backward. Gradients are summed over all ranks and copies
 (divide factor 1: the loss is already divided by the global token count), in fp32 if the weights are of lower precision.
 Ranks with different weights get rank 0's first.
 
@@ -31,7 +32,7 @@ from ithaca.arguments import check_kind, named_arguments
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.handle import Handle, handle_of
 from ithaca.mesh import Mesh
-from ithaca.state.weights.same_start import make_equal
+from ithaca.state.weights.equal_weights import make_equal
 from ithaca.state.weights.shardable import ParameterCount
 from ithaca.state.weights.whole_weight_methods import refuse_copy, refuse_pickle
 
@@ -154,7 +155,7 @@ def _named_as(own: type[nn.Module], sharded: type[nn.Module]) -> type[nn.Module]
 
 @dataclass(eq=False, slots=True)
 class _Gathering:
-    """Forward hook that gathers all groups once before a first forward in inference mode.
+    """Forward hook that all-gathers all groups once before a first forward in inference mode.
 
     FSDP2 keeps the buffers of its first gather, and buffers made in inference mode cannot be trained with.
     """
@@ -180,10 +181,10 @@ def move(model: nn.Module, device: torch.device) -> None:
         model.to(device)
 
 
-def home_of(model: nn.Module) -> torch.device | None:
+def device_of_weights(model: nn.Module) -> torch.device | None:
     """Return the device on which weights are kept; None before they are placed."""
     placement = placement_of(model)
-    return None if placement is None else placement.home
+    return None if placement is None else placement.device
 
 
 def _to_host() -> OffloadPolicy:
@@ -199,6 +200,7 @@ def _fsdp_mesh(mesh: Mesh, replicas: int) -> DeviceMesh:
 
 
 def _precision(model: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return FSDP2's mixed precision: all-gather and compute in `compute_dtype`, reduce-scatter in fp32 or wider."""
     dtype = compute_dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     # Set even for fp32 weights: a model may be cast to a lower precision later.
     return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
@@ -221,13 +223,13 @@ class Placement:
     FSDP2's own rule, for passes of whole sequences.
     """
 
-    home: torch.device
+    device: torch.device
     groups: tuple[FSDPModule, ...] = ()
     summed: bool = True
     backward: int = -1
 
-    def choose(self, *, summed: bool) -> None:
-        """Choose sum or mean for the backward that has just begun, or outside of a backward for the next ones."""
+    def set_gradient_reduction(self, *, summed: bool) -> None:
+        """Choose sum or mean for the backward in progress or, outside of a backward, for the next ones."""
         if not self.groups:
             return
         # Private: the number of the running backward, -1 outside of one. Checked with torch 2.11 to 2.13.

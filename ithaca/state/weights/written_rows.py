@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ithaca.errors import UnsupportedError
-from ithaca.state.weights.partial_values import draws, handle, is_spread, overloads, unhandled
+from ithaca.state.weights.partial_values import call_without_handler, draws, is_spread, overloads, register_handler
 from ithaca.state.weights.shards import bounds
 
 # Operations that indexing, narrow, chunk, split, view and flatten are made of.
@@ -84,9 +84,9 @@ class CopiedRows(DTensor):
 
 def write_rows_back() -> None:
     """Make in-place writes to views of split weights, gradients and optimizer state reach the tensor that was viewed."""
-    handle(overloads(_VIEWS), _viewed)
+    register_handler(overloads(_VIEWS), _viewed)
     if Version(torch.__version__) < _ASKS_SUBCLASSES:
-        handle(_writing(), _wrote)
+        register_handler(_writing(), _wrote)
 
 
 @cache
@@ -100,11 +100,11 @@ def _writing() -> list[Any]:
 def _wrote(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(each, CopiedRows) for each in tree_leaves((args, kwargs))):
         return CopiedRows.__torch_dispatch__(operation, (), args, kwargs)
-    return unhandled(operation, args, kwargs)
+    return call_without_handler(operation, args, kwargs)
 
 
 def _viewed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = unhandled(operation, args, kwargs)
+    result = call_without_handler(operation, args, kwargs)
     source = args[0]
     if isinstance(source, CopiedRows):
         return _remember(result, source, operation, args, kwargs)

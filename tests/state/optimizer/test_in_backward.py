@@ -114,7 +114,7 @@ def _on_an_older_torch() -> None:
     model = nn.Sequential(matrix("adamw"))
     place_weights(model, list(model), WeightOptions(init_mesh(sp=2)))
     with (
-        patch("ithaca.state.optimizer.build._is_away", lambda parameter: True),
+        patch("ithaca.state.optimizer.build._is_on_host", lambda parameter: True),
         patch.object(torch, "__version__", type(torch.__version__)("2.11.0")),
     ):
         build_optimizer(model, lr=1e-3, in_backward=True)

@@ -15,8 +15,8 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.state.optimizer.build import build_optimizer
+from ithaca.state.weights.equal_weights import make_equal
 from ithaca.state.weights.placement import WeightOptions, place_weights
-from ithaca.state.weights.same_start import make_equal
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 
