@@ -103,13 +103,13 @@ def one_mode(asked: Settings, layers: int) -> Any:
 
 def ithaca_figures(model: nn.Module) -> dict[str, Any]:
     """Return the plan in force and the bytes that it pinned outside torch's allocator."""
-    from ithaca.models.bound import binding_of
+    from ithaca.models.binding_state import binding_of
 
     installed: Any = binding_of(model).memory
     if installed is None:
         return {}
     pinned = 0 if installed.store is None else installed.store.pinned
-    return {"plan": installed.auto.plan.summary(), "pinned_gib": pinned / GIB}
+    return {"plan": installed.planner.plan.summary(), "pinned_gib": pinned / GIB}
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -26,7 +26,7 @@ from benchmarks.floor import SHAPES, build_model
 from benchmarks.peers import GIB, about, checkpointed_step, memory, outcome_of
 from benchmarks.stamps import save
 from benchmarks.step import ALLOCATOR, Cell, load, record
-from ithaca.models.planner.plan_in_force import SHARE
+from ithaca.models.planner.memory_planner import SHARE
 
 TIMES = 4
 FIRST, UNIT = 2048, 1024

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ithaca.mesh import Mesh as Mesh
     from ithaca.mesh import init_mesh as init_mesh
     from ithaca.models.binding import unbind as unbind
-    from ithaca.models.bound import unsharded as unsharded
+    from ithaca.models.binding_state import unsharded as unsharded
     from ithaca.models.files.write_weights import save_pretrained as save_pretrained
     from ithaca.parallelize import parallelize as parallelize
     from ithaca.planning.memory_plan import MemoryPlan as MemoryPlan
@@ -50,7 +50,7 @@ _HOMES = {
     "Mesh": "ithaca.mesh",
     "init_mesh": "ithaca.mesh",
     "unbind": "ithaca.models.binding",
-    "unsharded": "ithaca.models.bound",
+    "unsharded": "ithaca.models.binding_state",
     "MemoryPlan": "ithaca.planning.memory_plan",
     "Shard": "ithaca.sequence.batch",
     "shard_batch": "ithaca.sequence.batch",

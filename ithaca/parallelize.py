@@ -20,22 +20,22 @@ from ithaca.errors import UnsupportedError
 from ithaca.handle import Handle
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.binding import bind
-from ithaca.models.bound import Binding
+from ithaca.models.binding_state import Binding
 from ithaca.models.discover.findings import surveyed
 from ithaca.models.discover.mixing import check_mixing
 from ithaca.models.discover.passing import find_passing
 from ithaca.models.discover.random_weights import randomized
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.install import install_memory
-from ithaca.models.planner.plan_in_force import AutoMemory, job_of
+from ithaca.models.planner.memory_planner import MemoryPlanner, job_of
 from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import ModelParts, check_model
 from ithaca.models.weight_versions import WeightVersions
-from ithaca.planning.memory_plan import Decided, MemoryPlan, Optimizer
+from ithaca.planning.memory_plan import Decided, MemoryPlan, Optimizer, Weights
 from ithaca.quantities import parse_bytes, refuse_bool, require_unit
 from ithaca.state.optimizer.existing_optimizers import ExistingOptimizers
 from ithaca.state.weights.guards import guard_weights
-from ithaca.state.weights.placement import OnHost, WeightOptions, Weights, move, place_weights
+from ithaca.state.weights.placement import OnHost, WeightOptions, move, place_weights
 from ithaca.state.weights.shardable import check_shardable
 
 M = TypeVar("M", bound=nn.Module)
@@ -157,7 +157,7 @@ def _apply_memory_plan(
         replicas=placing.replicas,
         on_host=placing.offloaded,
     )
-    planner = AutoMemory.of(parts, mesh, job, planning.budget, plan, planning.host_budget)
+    planner = MemoryPlanner.of(parts, mesh, job, planning.budget, plan, planning.host_budget)
     device = torch.device("cpu") if placing.offloaded else mesh.device
     install_memory(binding, layers, planner, fuse=planning.fuse, sharded=placing.sharded, device=device)
 

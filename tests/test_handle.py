@@ -24,9 +24,9 @@ from ithaca.integrations.settings import Settings
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
-from ithaca.models.bound import Binding, binding_of
+from ithaca.models.binding_state import Binding, binding_of
 from ithaca.models.layers import fuse
-from ithaca.models.planner.plan_in_force import AutoMemory
+from ithaca.models.planner.memory_planner import MemoryPlanner
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.state.optimizer.build import build_optimizer
@@ -227,7 +227,7 @@ def copied() -> tuple[bool, list[str]]:
     mine, theirs = handle_of(model), handle_of(other)
     assert mine is not None
     assert theirs is not None
-    apart = mine is not theirs and all(mine.part(kind) is not theirs.part(kind) for kind in (Binding, AutoMemory))
+    apart = mine is not theirs and all(mine.part(kind) is not theirs.part(kind) for kind in (Binding, MemoryPlanner))
     assert mine.living_optimizers() == [optimizer]
     assert theirs.living_optimizers() == []
     assert theirs.root is other

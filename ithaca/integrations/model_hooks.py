@@ -35,7 +35,7 @@ from ithaca.integrations.late_logits import LazyLogits, RandomState, Reading
 from ithaca.integrations.targets import named_once
 from ithaca.integrations.whole_tokens import whole_tokens
 from ithaca.mesh import Mesh
-from ithaca.models.bound import LAYOUT, Binding, binding_of
+from ithaca.models.binding_state import LAYOUT, Binding, binding_of
 from ithaca.models.experts import load_balancing_loss
 from ithaca.models.refusals.own_loss import refuse_own_loss
 from ithaca.models.shard_loss import loss_inputs, loss_of, shown_sum

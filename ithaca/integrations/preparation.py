@@ -18,7 +18,7 @@ from ithaca.integrations.kernel_names import kernel_for
 from ithaca.integrations.model_hooks import take_whole_batches
 from ithaca.integrations.settings import Settings
 from ithaca.mesh import Mesh
-from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.planner.memory_planner import planner_of
 from ithaca.models.refusals.calls import checkpointing_off, is_checkpointing
 from ithaca.models.support import base_model
 from ithaca.parallelize import parallelize

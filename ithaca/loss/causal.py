@@ -31,7 +31,7 @@ from ithaca.errors import BatchError, PeerError
 from ithaca.loss.by_position import LossByPosition
 from ithaca.loss.loss_tensor import as_loss
 from ithaca.mesh import Mesh, check_mesh
-from ithaca.models.bound import Binding, binding_of, check_same_mesh
+from ithaca.models.binding_state import Binding, binding_of, check_same_mesh
 from ithaca.models.refusals.compiled import refuse_compiled
 from ithaca.models.shard_loss import CROSS_ENTROPY, TokenLoss, loss_inputs, loss_of, shown_sum
 from ithaca.quantities import finite_or_nan

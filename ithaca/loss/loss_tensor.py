@@ -1,4 +1,4 @@
-"""`LossTensor`: the loss that users hold, with a `backward` that refuses silently wrong calls."""
+"""`LossTensor`: the loss that users hold, with a `backward` that refuses calls whose gradients would be silently wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ithaca.errors import UnsupportedError
 from ithaca.memory.replay import WHOLE_BACKWARD
-from ithaca.models.bound import Binding
+from ithaca.models.binding_state import Binding
 
 
 class LossTensor(Tensor):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ithaca.arguments import named_arguments, shown
 from ithaca.errors import BatchError, PeerError
 from ithaca.mesh import Mesh
-from ithaca.models.bound import binding_of, check_same_mesh
+from ithaca.models.binding_state import binding_of, check_same_mesh
 from ithaca.models.reduction_marks import with_local_gradient
 from ithaca.quantities import finite_or_nan
 

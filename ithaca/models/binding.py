@@ -44,12 +44,12 @@ from ithaca.attention.ulysses import attend_sharded
 from ithaca.errors import UnsupportedError
 from ithaca.handle import KEY, Handle
 from ithaca.mesh import Mesh
-from ithaca.models.bound import CALL, LAYOUT, NAME, Binding, binding_of
-from ithaca.models.called_alone import refuse_parts_alone
+from ithaca.models.binding_state import CALL, LAYOUT, NAME, Binding, binding_of
 from ithaca.models.experts import adds_auxiliary_loss
 from ithaca.models.generate import WholeGenerate
 from ithaca.models.layers.hooks import CopyingHooks
 from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
+from ithaca.models.partial_calls import refuse_partial_calls
 from ithaca.models.reduction_marks import mark_output, with_gradient_times
 from ithaca.models.refusals.calls import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
 from ithaca.models.refusals.random_depth import watch_rates
@@ -89,7 +89,7 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
         model.register_forward_hook(_leave, always_call=True),
         *watch_rates(model),
         *pin_length(model, partial(_layout_of, binding)),
-        *refuse_parts_alone(model, binding),
+        *refuse_partial_calls(model, binding),
         binding.copying_hooks,
     ):
         handle.add(step)

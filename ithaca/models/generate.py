@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ithaca.models.bound import Binding, unsharded
+from ithaca.models.binding_state import Binding, unsharded
 
 # Positional arguments before `synced_gpus` in transformers' generate (checked on 5.23).
 _BEFORE_SYNCED = 5

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaca.memory.head_loss import Each, token_loss
-from ithaca.models.bound import Binding
+from ithaca.models.binding_state import Binding
 from ithaca.models.experts import adds_auxiliary_loss, auxiliary_loss
 from ithaca.models.layers.head import EACH, SMOOTHING, TARGETS, Z
 from ithaca.models.reduction_marks import with_local_gradient

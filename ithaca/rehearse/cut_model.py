@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ithaca.config.schema import LoraSettings, OptimizerSettings
 from ithaca.mesh import Mesh
-from ithaca.models.bound import binding_of
+from ithaca.models.binding_state import binding_of
 from ithaca.models.files.pretrained import add_adapters, empty_model
 from ithaca.models.files.read_weights import local
 from ithaca.models.support import base_model, decoder_layers

@@ -25,7 +25,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.loss.causal import MicroBatch, causal_loss, micro_loss
 from ithaca.memory.release import release
 from ithaca.mesh import Mesh
-from ithaca.models.bound import binding_of
+from ithaca.models.binding_state import binding_of
 from ithaca.models.experts import has_experts
 from ithaca.models.files.read_weights import materialize
 from ithaca.models.support import base_model, decoder_layers

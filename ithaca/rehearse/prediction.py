@@ -20,7 +20,7 @@ from ithaca.constants import GIB
 from ithaca.mesh import Mesh
 from ithaca.models.files.pretrained import add_adapters, empty_model
 from ithaca.models.planner.loaded_sizes import loaded_sizes
-from ithaca.models.planner.plan_in_force import MOST, SHARE, host_share, job_of, more_device
+from ithaca.models.planner.memory_planner import MOST, SHARE, host_share, job_of, more_device
 from ithaca.models.support import ModelParts
 from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from ithaca.errors import CheckpointError, UntrainedError, UnwrittenError
 from ithaca.models.files.export_checkpoint import DESCRIPTION, describe_model, export_checkpoint
 from ithaca.models.files.export_folder import RUN, mark_of
-from ithaca.models.files.origin import ORIGIN
+from ithaca.models.files.model_origin import ORIGIN
 from ithaca.state.checkpoint.state_tensors import fingerprint
 from ithaca.training.run.progress import RunProgress
 from ithaca.training.session import Session

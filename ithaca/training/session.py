@@ -22,7 +22,7 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.files.pretrained import add_adapters, empty_model, read_config
 from ithaca.models.files.read_weights import init_weights, load_weights
 from ithaca.models.planner.loaded_sizes import loaded_sizes
-from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.planner.memory_planner import planner_of
 from ithaca.models.support import ModelParts
 from ithaca.parallelize import parallelize
 from ithaca.planning.model.model_sizes import ModelSizes

@@ -20,7 +20,7 @@ from ithaca.errors import CheckpointError, UnwrittenError
 from ithaca.mesh import Mesh
 from ithaca.models.files.embedded import EMBEDDED, build_embedded, embedded_tokenizer
 from ithaca.models.files.export_folder import RUN
-from ithaca.models.files.origin import ORIGIN, check_origin, read_origin
+from ithaca.models.files.model_origin import ORIGIN, check_origin, read_origin
 from ithaca.models.files.pretrained import check_adapters, find_folder, read_config
 from ithaca.models.files.tokenizer import load_tokenizer
 from ithaca.ranks import on_rank_0, only_refusals

@@ -29,7 +29,7 @@ from ithaca.data.prepared import check_id, prepare
 from ithaca.data.rows.feed import open_feed
 from ithaca.errors import CheckpointError, ConfigError, DataError, UnsupportedError
 from ithaca.heads import split_heads
-from ithaca.models.files.conversion import Group
+from ithaca.models.files.conversion import WeightConversion
 from ithaca.models.files.embedded import build_embedded
 from ithaca.models.files.pretrained import change_config, check_adapters, find_folder, known_model, read_config
 from ithaca.models.files.read_weights import different_copies, read_generation
@@ -214,7 +214,7 @@ def check_weights(config: PreTrainedConfig, folder: Path, subject: Subject) -> N
         _check_numbers([group for group in groups if kept & group.targets.keys()], headers, twin.all_tied_weights_keys)
 
 
-def _check_numbers(groups: Iterable[Group], headers: Headers, tied: dict[str, str]) -> None:
+def _check_numbers(groups: Iterable[WeightConversion], headers: Headers, tied: dict[str, str]) -> None:
     """Refuse a number that is not finite, and a tied weight that the files hold twice with different values."""
     first_keys: dict[str, str] = {}
     with TensorReader(headers) as reader:

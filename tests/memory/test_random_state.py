@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ithaca.loss.causal import causal_loss
 from ithaca.memory.random_state import ShardRng
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import Binding
+from ithaca.models.binding_state import Binding
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.small_models.features import small_batch, small_model

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import unsharded
+from ithaca.models.binding_state import unsharded
 from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan

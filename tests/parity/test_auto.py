@@ -8,7 +8,7 @@ from torch import nn
 
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.planner.memory_planner import planner_of
 from ithaca.parallelize import parallelize
 from ithaca.verify.parity import compare
 from ithaca.verify.small_models.features import small_batch, small_model

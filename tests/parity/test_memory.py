@@ -24,7 +24,7 @@ from ithaca.attention.local import LocalAttention
 from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.memory.replay import SavedCall
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import binding_of
+from ithaca.models.binding_state import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.state.weights.placement import recover
@@ -207,7 +207,7 @@ def test_units_by_architecture_have_the_norms_that_serve_them(kind: str, size: i
 
 def _roles(kind: str) -> list[tuple[tuple[str, ...], bool, bool]]:
     from ithaca.models.binding import bind
-    from ithaca.models.bound import unsharded
+    from ithaca.models.binding_state import unsharded
     from ithaca.models.discover.trials import roles_of
     from ithaca.models.layers.install import on_trial
     from ithaca.models.support import decoder_layers
@@ -311,7 +311,7 @@ def _ragged() -> tuple[list[str], float]:
         for _ in range(2):
             parallel.zero_grad()
             causal_loss(parallel, batches[mesh.dp_rank], mesh).backward()
-            plans.append(installed.auto.plan.summary())
+            plans.append(installed.planner.plan.summary())
     return plans, max(gradient_errors(parallel, expected.gradients).values())
 
 

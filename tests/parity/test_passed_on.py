@@ -12,8 +12,8 @@ import pytest
 from ithaca.errors import UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import binding_of
-from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.binding_state import binding_of
+from ithaca.models.planner.memory_planner import planner_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Decided, LayerMode, MemoryPlan
 from ithaca.planning.search.advice import plan_or_refuse

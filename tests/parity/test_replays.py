@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import binding_of, unsharded
+from ithaca.models.binding_state import binding_of, unsharded
 from ithaca.parallelize import parallelize
-from ithaca.planning.memory_plan import MODES, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import MODES, LayerMode, MemoryPlan, Weights
 from ithaca.sequence.batch import shard_batch
-from ithaca.state.weights.placement import Weights
 from ithaca.verify.fp64 import promoted
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.small_models.features import small_batch, small_model
@@ -115,7 +114,7 @@ def _planned_again(mode: LayerMode, tiles: tuple[int, int]) -> float:
     model = parallelize(small_model("starcoder2", **DRAWING["starcoder2"]).train(), init_mesh(sp=1), memory="auto")
     memory: Any = binding_of(model).memory
     plans = iter([plan(mode, then), plan("keep" if mode != "keep" else "save", now)])
-    with promoted(), patch.object(memory.auto, "plan_for", lambda layout: next(plans)):
+    with promoted(), patch.object(memory.planner, "plan_for", lambda layout: next(plans)):
         loss = seeded_loss(model)
         with torch.no_grad():
             causal_loss(model, small_batch(2, 24), init_mesh(sp=1))

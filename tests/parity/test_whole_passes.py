@@ -19,7 +19,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import unbind
-from ithaca.models.bound import binding_of, unsharded
+from ithaca.models.binding_state import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch

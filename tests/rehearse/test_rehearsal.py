@@ -25,7 +25,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.files.pretrained import empty_model
 from ithaca.models.files.read_weights import local, materialize
 from ithaca.models.planner.loaded_sizes import loaded_sizes
-from ithaca.models.planner.plan_in_force import job_of
+from ithaca.models.planner.memory_planner import job_of
 from ithaca.models.support import ModelParts, decoder_layers
 from ithaca.planning.machine.hardware import find_device, find_link
 from ithaca.planning.memory_plan import MemoryPlan

@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ithaca.mesh import Mesh, init_mesh
-from ithaca.models.bound import NAME
+from ithaca.models.binding_state import NAME
 from ithaca.verify.small_models.features import LISTED
 from ithaca.verify.small_models.types import survey_config
 from ithaca.verify.small_models.variants import features_on

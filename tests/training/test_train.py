@@ -168,7 +168,7 @@ def test_memory_settings_reach_the_plan(folder: Path) -> None:
 
 
 def _memory_of(text: str) -> tuple[int, int | None, set[str], int]:
-    from ithaca.models.planner.plan_in_force import planner_of
+    from ithaca.models.planner.memory_planner import planner_of
     from ithaca.training import trainer
 
     stage, planners = trainer.StageLoop.run_from, []

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding import bind
-from ithaca.models.bound import NAME
+from ithaca.models.binding_state import NAME
 from ithaca.models.layers.install import install_memory
 from ithaca.models.support import decoder_layers
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan

@@ -1,4 +1,4 @@
-"""Dependence of outputs on inputs, found with NaN as the marker: no tolerance, and no lucky inputs that hide a reader.
+"""Dependence of outputs on inputs, found by putting NaN into one token: no tolerance, no inputs that hide a reader.
 
     input           MLP (token-wise)     convolution over tokens
     x x N x x  ->   y y N y y            y y N N N                  N: a token of NaN

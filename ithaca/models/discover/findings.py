@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ithaca.memory.head_loss import LossSpec
-from ithaca.models.bound import Binding, unsharded
+from ithaca.models.binding_state import Binding, unsharded
 from ithaca.models.discover.logits_path import numbers_read
 from ithaca.models.discover.passing import Passing, passing_from, watching
 from ithaca.models.discover.random_weights import randomized

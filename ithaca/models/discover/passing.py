@@ -3,8 +3,8 @@ r"""Tensors that decoder layers pass to each other, found by recording one run o
     layer 0 --hidden--> layer 1 --hidden--> norm --> layer 2        layer 2 is unlinked: its input is the norm's output
          \-- shared["kv"] = (k, v) ------------------^             a dict of tensors: replays follow it
 
-Backward can run a layer again if the layer's arguments are still what they were, and if everything the layer hands on is
-part of its output. Every call of every layer is checked for both:
+A layer can be replayed in backward if its inputs have not been modified since forward and every value that other layers
+read is one of its outputs. Every call of every layer is checked for both:
 
     links     the layer's input must be the very output of the layer before, or the mode "rebuild" would start from another
               tensor. A second stack of layers, or a norm or a sum between two layers, breaks the link
@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 from ithaca.errors import UnsupportedError
 from ithaca.memory.layer_arguments import INSTEAD, Arguments, ObjectVersion, reachable, same_versions, version
 from ithaca.memory.replay import ReplayChain, rebuild_refusal
-from ithaca.models.bound import Binding, logger, unsharded
+from ithaca.models.binding_state import Binding, logger, unsharded
 from ithaca.models.discover.roles import few_tokens
-from ithaca.models.planner.plan_in_force import AutoMemory
+from ithaca.models.planner.memory_planner import MemoryPlanner
 from ithaca.planning.memory_plan import Decided, MemoryPlan
 
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
@@ -70,12 +70,12 @@ class Passing:
                 raise UnsupportedError(rebuild_refusal(index))
         return given
 
-    def restrict(self, auto: AutoMemory, given: MemoryPlan | Decided) -> None:
+    def restrict(self, planner: MemoryPlanner, given: MemoryPlan | Decided) -> None:
         """Restrict the planner to these findings; `given` is the result of `checked_plan`."""
-        if given is not auto.given and auto.mesh.rank == 0:
+        if given is not planner.given and planner.mesh.rank == 0:
             logger.warning("memory: every layer is under 'keep', for %s: %s", self.refused, INSTEAD)
-        auto.given = given
-        auto.sizes = replace(auto.sizes, linked=auto.sizes.linked and not self.unlinked)
+        planner.given = given
+        planner.sizes = replace(planner.sizes, linked=planner.sizes.linked and not self.unlinked)
 
 
 @dataclass(eq=False)

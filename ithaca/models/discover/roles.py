@@ -11,7 +11,7 @@ A direct child is token-wise if the child takes one tensor and no output token d
 A norm before an MLP joins the MLP's unit if the MLP is the norm's only reader. A norm after an MLP joins if the norm is
 the MLP's only reader.
 
-A unit is *silent* if its output is only added to the residual stream, so that a replay can skip the output. Trials with
+A unit is *silent* if its output is only added to the residual stream, so that a replay can skip its forward value. Trials with
 a zeroed output decide (`trials.py`). A unit's *end* is the inner module, usually the last matrix, whose output is the
 unit's output: backward needs no value of that product.
 """
@@ -41,9 +41,9 @@ TOKENS = 4
 class UnitRole:
     """Children of a layer that form one token-wise unit.
 
-    `names`: the children in the order they run. `main`: the child whose call runs the unit. `wide`: the unit has matrices.
-    `draws`: the unit draws random numbers in training. `end`: the module inside `main`, if any, whose output is the
-    output of `main`.
+    `names`: the children in the order they run. `main`: the child in whose place the unit runs. `wide`: the unit has matrices.
+    `draws`: the unit draws random numbers in training. `end`: the last linear layer of
+    `main`, if the output of `main` is that layer's output.
     """
 
     names: tuple[str, ...]

@@ -1,11 +1,11 @@
 """Trials of a layer's units, one for each kind of layer, before the model is changed.
 
-`roles.py` finds candidates without looking at numbers. A trial installs one unit alone on its layer, in tiles of two
-tokens, and compares every gradient with the untouched layer's: those of the inputs and of all parameters, frozen or not.
+`roles.py` proposes the units. A trial installs one unit alone on its layer, in tiles of two tokens, runs the layer, and
+compares every gradient with that of the unchanged layer: of the inputs and of all parameters, frozen or not.
 Each trial runs twice, on the model's own hidden states and on random ones, with the same random seed in both layers.
 
     gradients differ by more than rounding          the unit is dropped
-    a zeroed output changes no bit of a gradient    the unit is silent: a replay skips its output
+    a zeroed output changes no bit of a gradient    the unit is silent: a replay can skip its forward value
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ CHECKED = ("5.23",)
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class WeightConversion:
     """Tensors on disk that make one weight or several. Without a `converter` one tensor is one weight, unchanged.
 
     `ranks`: each key's number among the keys of its pattern: the expert's number in a stack of experts.
@@ -74,7 +74,7 @@ class Group:
         )
 
 
-def group_by_weight(twin: Any, keys: Iterable[str]) -> list[Group]:
+def group_by_weight(twin: Any, keys: Iterable[str]) -> list[WeightConversion]:
     """Return the groups of the tensors `keys` on disk, and mark the model `twin` with the conversions they need."""
     mapping = get_model_conversion_mapping(twin)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -82,13 +82,13 @@ def group_by_weight(twin: Any, keys: Iterable[str]) -> list[Group]:
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = twin.state_dict()
     prefix = twin.base_model_prefix
-    groups: dict[str, Group] = {}
+    groups: dict[str, WeightConversion] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         converter = None if pattern is None else by_pattern[pattern]
-        groups.setdefault(name, Group(name, converter)).add(key, pattern or key)
+        groups.setdefault(name, WeightConversion(name, converter)).add(key, pattern or key)
     twin._weight_conversions = [each for each in mapping if each.was_used()]
     return list(groups.values())
 

@@ -23,7 +23,7 @@ from ithaca.config.messages import near_paths
 from ithaca.errors import CheckpointError
 from ithaca.models.files.conversion import describe_conversions, restore_conversions
 from ithaca.models.files.export_folder import description_of
-from ithaca.models.files.origin import ORIGIN, check_base
+from ithaca.models.files.model_origin import ORIGIN, check_base
 from ithaca.models.files.read_weights import WholeWeights, base_of, plain_name
 from ithaca.models.files.safetensors_files import modes_of_umask
 from ithaca.models.files.write_weights import write_model

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ithaca.errors import CheckpointError
-from ithaca.models.files.conversion import Group, copy_conversions
+from ithaca.models.files.conversion import WeightConversion, copy_conversions
 from ithaca.models.files.safetensors_files import TensorReader, read_headers
 from ithaca.models.files.weight_sources import plan_groups
 from ithaca.ranks import on_all_ranks
@@ -49,15 +49,15 @@ def load_weights(model: nn.Module, folder: str | PathLike[str]) -> None:
 def _load(model: nn.Module, folder: str | PathLike[str]) -> None:
     base = base_of(model)
     headers = read_headers(Path(folder))
-    twin = twin_of(base)
+    twin = plain_model_like(base)
     groups = plan_groups(twin, headers, Path(folder))
     copy_conversions(twin, base)
     read_generation(base, Path(folder))
     materialize(model)
-    filling = _Filling(_homes(base), dict(twin.all_tied_weights_keys))
+    load = _WeightLoad(_targets_by_name(base), dict(twin.all_tied_weights_keys))
     with torch.no_grad(), TensorReader(headers) as reader:
         for group in groups:
-            _fill(group, filling, reader, twin)
+            _fill(group, load, reader, twin)
 
 
 def read_generation(base: Any, folder: Path) -> None:
@@ -87,20 +87,20 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """
     base = base_of(model)
     materialize(model)
-    homes = _homes(base)
+    targets_by_name = _targets_by_name(base)
     drawn: dict[str, Tensor] = {}
     if _rank() == 0:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drawn = dict(twin_of(base, device="cpu").state_dict())
+            drawn = dict(plain_model_like(base, device="cpu").state_dict())
     with torch.no_grad():
-        for key, home in homes.items():
+        for key, weight in targets_by_name.items():
             # Broadcast on the mesh's device, even if the weight lives on the host: NCCL takes no host tensors.
-            device = home.device_mesh.device_type if isinstance(home, DTensor) else home.device
-            whole = drawn[key].to(device) if drawn else torch.empty(home.shape, dtype=home.dtype, device=device)
+            device = weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device
+            whole = drawn[key].to(device) if drawn else torch.empty(weight.shape, dtype=weight.dtype, device=device)
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(whole, src=0)
-            local(home).copy_(whole[bounds(home)])
+            local(weight).copy_(whole[bounds(weight)])
 
 
 def base_of(model: nn.Module) -> Any:
@@ -109,7 +109,7 @@ def base_of(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(model, "peft_config") else inner
 
 
-def twin_of(base: Any, device: str = "meta") -> Any:
+def plain_model_like(base: Any, device: str = "meta") -> Any:
     """Return a plain model of the same config and dtype, with transformers' own names, shapes and ties."""
     import copy
 
@@ -126,32 +126,34 @@ def plain_name(key: str) -> str:
     return key.replace(".base_layer.", ".")
 
 
-def _homes(base: Any) -> dict[str, Tensor]:
+def _targets_by_name(base: Any) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by transformers' names, each once."""
-    homes: dict[str, Tensor] = {plain_name(key): p for key, p in base.named_parameters() if ".lora_" not in key}
+    targets_by_name: dict[str, Tensor] = {
+        plain_name(key): p for key, p in base.named_parameters() if ".lora_" not in key
+    }
     kept = base.state_dict().keys()
-    return homes | {plain_name(key): buffer for key, buffer in base.named_buffers() if key in kept}
+    return targets_by_name | {plain_name(key): buffer for key, buffer in base.named_buffers() if key in kept}
 
 
 def materialize(model: nn.Module) -> None:
     """Allocate parameters and buffers that are on the meta device, uninitialized, on the device they belong to."""
-    home = device_of_weights(model) or torch.device("cpu")
+    device = device_of_weights(model) or torch.device("cpu")
     sharded = any(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     if sharded:
         # `_apply` swaps DTensors in place, so tied weights stay tied, and FSDP2 sees the change.
-        model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         return
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in made:
-                    empty = torch.empty_like(parameter, device=home)
+                    empty = torch.empty_like(parameter, device=device)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[key] = made[parameter]  # type: ignore[assignment]
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=home)
+                module._buffers[key] = torch.empty_like(buffer, device=device)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -160,43 +162,43 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Filling:
-    """State of a load. `homes`: tensors to fill, by transformers' names. `tied`: other names of tied weights."""
+class _WeightLoad:
+    """State of a load. `targets_by_name`: tensors to fill, by transformers' names. `tied`: other names of tied weights."""
 
-    homes: dict[str, Tensor]
+    targets_by_name: dict[str, Tensor]
     tied: dict[str, str]
     filled: set[str] = field(default_factory=set)
 
 
-def _fill(group: Group, filling: _Filling, reader: TensorReader, twin: Any) -> None:
+def _fill(group: WeightConversion, load: _WeightLoad, reader: TensorReader, twin: Any) -> None:
     if group.converter is None:
         (target,) = group.targets
-        _put(target, filling, group.keys[0], reader)
+        _put(target, load, group.keys[0], reader)
         return
-    within = _own_experts(group, filling.homes)
+    within = _own_experts(group, load.targets_by_name)
     parts = [key for at, key in enumerate(group.keys) if within is None or group.ranks[at] in within]
     if not parts:
         return
     made = group.convert(twin, {key: reader.whole(key) for key in parts})
     for target, tensor in made.items():
         check_finite(tensor, target, reader.headers[parts[0]].file)
-        home = filling.homes[filling.tied.get(target, target)]
-        local(home).copy_(tensor[bounds(home)] if within is None else tensor)
+        weight = load.targets_by_name[load.tied.get(target, target)]
+        local(weight).copy_(tensor[bounds(weight)] if within is None else tensor)
 
 
-def _put(target: str, filling: _Filling, key: str, reader: TensorReader) -> None:
+def _put(target: str, load: _WeightLoad, key: str, reader: TensorReader) -> None:
     """Read one plain weight; a tied weight that the files hold twice is compared with what was read first."""
-    source = filling.tied.get(target, target)
-    home = filling.homes[source]
-    own = local(home)
-    is_second = source in filling.filled
-    for at, where in _pieces(own, bounds(home)):
+    source = load.tied.get(target, target)
+    weight = load.targets_by_name[source]
+    own = local(weight)
+    is_second = source in load.filled
+    for at, where in _pieces(own, bounds(weight)):
         read = check_finite(reader.part(key, where), key, reader.headers[key].file)
         if not is_second:
             own[at].copy_(read)
         elif not torch.equal(own[at], read.to(own)):
-            raise different_copies(source, filling.tied)
-    filling.filled.add(source)
+            raise different_copies(source, load.tied)
+    load.filled.add(source)
 
 
 def different_copies(source: str, tied: dict[str, str]) -> CheckpointError:
@@ -224,13 +226,13 @@ def tied_to(source: str, tied: dict[str, str]) -> list[str]:
     return [source, *(other for other, its in tied.items() if its == source)]
 
 
-def _own_experts(group: Group, homes: dict[str, Tensor]) -> range | None:
+def _own_experts(group: WeightConversion, targets_by_name: dict[str, Tensor]) -> range | None:
     """Return the experts of this rank; None unless a stack of experts is sharded along the stack alone."""
     if not group.stacked:
         return None
     (target,) = group.targets
-    first, *others = bounds(homes[target])
-    whole = [slice(0, size) for size in homes[target].shape[1:]]
+    first, *others = bounds(targets_by_name[target])
+    whole = [slice(0, size) for size in targets_by_name[target].shape[1:]]
     return range(first.start, first.stop) if others == whole else None
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from ithaca.errors import CheckpointError
-from ithaca.models.files.conversion import Group, group_by_weight, not_ignored
+from ithaca.models.files.conversion import WeightConversion, group_by_weight, not_ignored
 from ithaca.models.files.safetensors_files import Headers
 from ithaca.state.weights.finite import check_types
 
 _NAMED = 5
 
 
-def plan_groups(twin: Any, headers: Headers, folder: Path) -> list[Group]:
+def plan_groups(twin: Any, headers: Headers, folder: Path) -> list[WeightConversion]:
     """Return the tensors that make each weight, in the order of the files.
 
     Raise CheckpointError unless they make exactly the weights of the model `twin`.
@@ -53,7 +53,7 @@ def plan_groups(twin: Any, headers: Headers, folder: Path) -> list[Group]:
     return sorted(groups, key=lambda group: (headers[group.keys[0]].file, group.keys[0]))
 
 
-def _shapes(group: Group, twin: Any, headers: Headers, folder: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(group: WeightConversion, twin: Any, headers: Headers, folder: Path) -> dict[str, tuple[int, ...]]:
     if group.converter is None:
         return {group.name: headers[group.keys[0]].shape}
     empty = {key: torch.empty(headers[key].shape, device="meta") for key in group.keys}

@@ -34,11 +34,11 @@ from ithaca.models.layers.module_attributes import dropping
 
 _ROTARY = "apply_rotary_pos_emb"
 
-Weights = dict[str, Tensor]
-Chain = Callable[[list[Weights], Tensor], Any]
+WeightsByName = dict[str, Tensor]
+Chain = Callable[[list[WeightsByName], Tensor], Any]
 # The backward of a module: from (trained weights, other weights, input, output gradient) to the gradients of the trained
 # weights and of the input.
-ModuleBackward = Callable[[Weights, Weights, Tensor, Tensor], tuple[Weights, Tensor]]
+ModuleBackward = Callable[[WeightsByName, WeightsByName, Tensor, Tensor], tuple[WeightsByName, Tensor]]
 
 _SHARED: ContextVar[dict[Any, Any] | None] = ContextVar("compiled by several models", default=None)
 
@@ -68,7 +68,7 @@ def compiled_chain(children: list[nn.Module], *, before: str | None = None) -> C
     if before is not None:
         skeletons[-1].get_submodule(before).__dict__["forward"] = _identity
 
-    def chain(weights: list[Weights], x_BtC: Tensor) -> Any:
+    def chain(weights: list[WeightsByName], x_BtC: Tensor) -> Any:
         given: Any = x_BtC
         for skeleton, own in zip(skeletons, weights, strict=True):
             given = functional_call(skeleton, own, (given,))
@@ -76,7 +76,7 @@ def compiled_chain(children: list[nn.Module], *, before: str | None = None) -> C
 
     fused = torch.compile(_with_own_code(chain))
 
-    def by_tokens(weights: list[Weights], x_BtC: Tensor) -> Any:
+    def by_tokens(weights: list[WeightsByName], x_BtC: Tensor) -> Any:
         given = fused(weights, _one_row(x_BtC))
         return tree_map(lambda y: y.view(*x_BtC.shape[:-1], *y.shape[2:]) if y.ndim > 2 else y, given)
 
@@ -87,17 +87,21 @@ def compiled_backward(module: nn.Module) -> ModuleBackward:
     """Return the compiled backward of a module; its output is not computed."""
     skeleton = _without_weights(module)
 
-    def backward(trained: Weights, others: Weights, x_1TC: Tensor, dout_1TC: Tensor) -> tuple[Weights, Tensor]:
-        def value(trained: Weights, x_1TC: Tensor) -> Any:
+    def backward(
+        trained: WeightsByName, others: WeightsByName, x_1TC: Tensor, dout_1TC: Tensor
+    ) -> tuple[WeightsByName, Tensor]:
+        def value(trained: WeightsByName, x_1TC: Tensor) -> Any:
             return functional_call(skeleton, others | trained, (x_1TC,))
 
         back: Any = torch.func.vjp(value, trained, x_1TC)[1]
-        gradients: tuple[Weights, Tensor] = back(dout_1TC)
+        gradients: tuple[WeightsByName, Tensor] = back(dout_1TC)
         return gradients
 
     fused = torch.compile(_with_own_code(backward))
 
-    def by_tokens(trained: Weights, others: Weights, x_BtC: Tensor, dout_BtC: Tensor) -> tuple[Weights, Tensor]:
+    def by_tokens(
+        trained: WeightsByName, others: WeightsByName, x_BtC: Tensor, dout_BtC: Tensor
+    ) -> tuple[WeightsByName, Tensor]:
         dweights, dx_1TC = fused(trained, others, _one_row(x_BtC), _one_row(dout_BtC))
         return dweights, dx_1TC.view(x_BtC.shape)
 
@@ -147,7 +151,7 @@ def _with_own_code(function: Any) -> Any:
     )
 
 
-def weights_of(children: list[nn.Module]) -> list[Weights]:
+def weights_of(children: list[nn.Module]) -> list[WeightsByName]:
     """Return the children's current parameters and buffers by name, the first argument of a compiled chain."""
     return [
         dict(child.named_parameters(remove_duplicate=False)) | dict(child.named_buffers(remove_duplicate=False))

@@ -20,8 +20,8 @@ from ithaca.errors import UnsupportedError
 from ithaca.models.reduction_marks import current_backward, leaves_below, mark_copies
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# transformers leaves its recorders on a model after recording outputs; they change nothing. `called_alone` only raises.
-_RECORDERS = ("transformers.utils.output_capturing", "ithaca.models.called_alone")
+# transformers leaves its recorders on a model after recording outputs; they change nothing. `partial_calls` only raises.
+_RECORDERS = ("transformers.utils.output_capturing", "ithaca.models.partial_calls")
 # FSDP2 gathers a layer's weights, and a training run records its progress: neither changes a layer's input or output.
 AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
 # Hooks of these packages compute no losses.

@@ -31,16 +31,16 @@ from ithaca.memory.layer_function import LayerResult
 from ithaca.memory.replay import Layer
 from ithaca.memory.replay_guard import adapters_now
 from ithaca.memory.tiles import Unit
-from ithaca.models.bound import CALL, Binding, logger
+from ithaca.models.binding_state import CALL, Binding, logger
 from ithaca.models.discover.findings import discovered, surveyed
 from ithaca.models.discover.random_weights import randomized
 from ithaca.models.discover.roles import UnitRole, shapes
 from ithaca.models.layers.fuse import FusedNorm, can_fuse, compilations, compiled_chain, fused_rotary, norms_within
 from ithaca.models.layers.head import HeadForward, bare_head
-from ithaca.models.layers.installed import Installed
+from ithaca.models.layers.installed_state import Installed
 from ithaca.models.layers.module_attributes import settings
 from ithaca.models.layers.units import Fused, UnitBackward, UnitForward, adapted, router_of
-from ithaca.models.planner.plan_in_force import AutoMemory
+from ithaca.models.planner.memory_planner import MemoryPlanner
 from ithaca.planning.memory_plan import MemoryPlan
 
 
@@ -141,7 +141,7 @@ def _unpacked(result: Any) -> Any:
 def install_memory(
     binding: Binding,
     layers: list[nn.Module],
-    memory: MemoryPlan | AutoMemory,
+    memory: MemoryPlan | MemoryPlanner,
     *,
     fuse: bool = False,
     sharded: bool = False,
@@ -180,8 +180,8 @@ def install_memory(
         fused = _fused(stack, role, compiled) if fuse else None
         _install_unit(installed, LayerRunner(binding, stack.forward), stack, role, fused)
     _install_head(installed, spec, fuse=fuse)
-    if isinstance(memory, AutoMemory):
-        installed.auto = handle.keep(memory)
+    if isinstance(memory, MemoryPlanner):
+        installed.planner = handle.keep(memory)
         handle.explain = memory.out_of_memory
         passing.restrict(memory, given)
         in_place = spec is not None and spec.scale == 1 and memory.job.loss_in_place

@@ -1,6 +1,6 @@
-"""The computation of a unit on one tile: forward, with the router's logits last, and backward without the last product.
+"""Forward of a unit on a tile, and a backward that skips the unit's last matrix product.
 
-UnitForward   x_BtC -> norm -> MLP -> out_BtC        compiled as one function, or child by child
+UnitForward   x_BtC -> norm -> MLP -> out_BtC        compiled as one function, or child by child; router logits last
 UnitBackward  x_BtC, dout_BtC -> gradients           for compiled units that end in a matrix product:
                                                      recompute up to the product, then backward through it
 """
@@ -24,7 +24,7 @@ from ithaca.models.layers.hooks import hooked_inside
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class UnitSplit:
     """Compiled code of a unit that ends in a matrix product, cut before that product.
 
     `end`: the path of the product's module inside the main child. `before`: everything up to the module's input.
@@ -44,7 +44,7 @@ class Fused:
     """
 
     whole: CompiledChain
-    split: Split | None
+    split: UnitSplit | None
     adapters: tuple[Any, ...] = ()
 
     @classmethod
@@ -54,7 +54,7 @@ class Fused:
             return cls(whole, None, adapters)
         until = role.until_main(layer)
         back = compiled_backward(until[-1].get_submodule(role.end))
-        return cls(whole, Split(role.end, compiled_chain(until, before=role.end), back), adapters)
+        return cls(whole, UnitSplit(role.end, compiled_chain(until, before=role.end), back), adapters)
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class UnitBackward:
     """
 
     children: list[nn.Module]
-    split: Split
+    split: UnitSplit
     forward: UnitForward
 
     def __call__(self, x_BtC: Tensor, dout_BtC: Tensor) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-"""The account in an out-of-memory error: memory by kind, the largest term, and the smallest change that fits.
+"""The message of an out-of-memory error: memory by kind, the largest term, and the smallest change that fits.
 
 torch's own message names an allocation; the plan has the purpose of each. The change is not guessed: plans are made for
 smaller and smaller budgets until one takes less than the plan in force.
@@ -39,7 +39,7 @@ def out_of_memory(
     phrases: Phrases = LIBRARY,
     given: MemoryPlan | Decided = UNDECIDED,
 ) -> DeviceMemoryError:
-    """Return the error with an account of its step; an error that has an account is returned as it is.
+    """Return the error with its step's memory by kind; an error that has this message is returned unchanged.
 
     `given`: the user's whole plan, or the user's decisions.
     """

@@ -32,11 +32,11 @@ from ithaca.arguments import check_kind, named_arguments
 from ithaca.errors import MeshError, UnsupportedError
 from ithaca.handle import Handle, handle_of
 from ithaca.mesh import Mesh
+from ithaca.planning.memory_plan import Weights
 from ithaca.state.weights.equal_weights import make_equal
 from ithaca.state.weights.shardable import ParameterCount
 from ithaca.state.weights.whole_weight_methods import refuse_copy, refuse_pickle
 
-Weights = Literal["shard", "replicate", "none"]
 OnHost = Literal["nothing", "everything"]
 _COMPUTE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _REFUSED = {

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 from ithaca.errors import UnsupportedError
 from ithaca.handle import is_bound
 from ithaca.mesh import init_mesh
-from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.planner.memory_planner import planner_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.verify.parity import compare

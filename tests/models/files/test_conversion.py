@@ -14,7 +14,7 @@ from torch import Tensor
 from ithaca.models.files import conversion
 from ithaca.models.files.conversion import CHECKED, copy_conversions, describe_conversions, restore_conversions
 from ithaca.models.files.pretrained import transformers_words
-from ithaca.models.files.read_weights import WholeWeights, twin_of
+from ithaca.models.files.read_weights import WholeWeights, plain_model_like
 from ithaca.models.files.safetensors_files import read_headers
 from ithaca.models.files.weight_sources import plan_groups
 from ithaca.verify.small_models.features import small_model
@@ -63,7 +63,7 @@ def test_another_argument_is_seen() -> None:
 def test_folder_read_and_written_has_the_same_names_and_bits(kind: str, tmp_path: Path) -> None:
     small_model(kind, dtype=torch.float32).save_pretrained(tmp_path)
     headers = read_headers(tmp_path)
-    twin = twin_of(small_model(kind, dtype=torch.float32))
+    twin = plain_model_like(small_model(kind, dtype=torch.float32))
     weights = WholeWeights(twin, tmp_path)
     written = conversion.names_on_disk(twin, {key: weights.whole(key) for key in twin.state_dict()})
     assert {key: tuple(tensor.shape) for key, tensor in written.items()} == {k: h.shape for k, h in headers.items()}
@@ -78,7 +78,7 @@ def test_conversions_described_are_restored(kind: str, tmp_path: Path) -> None:
     model = small_model(kind, dtype=torch.float32)
     assert describe_conversions(model) is None
     model.save_pretrained(tmp_path)
-    loaded, other, restored = twin_of(model), twin_of(model), twin_of(model)
+    loaded, other, restored = plain_model_like(model), plain_model_like(model), plain_model_like(model)
     groups = plan_groups(loaded, read_headers(tmp_path), tmp_path)
     described = describe_conversions(loaded)
     assert bool(described) == any(group.converter is not None for group in groups) == (kind != "llama")
@@ -89,7 +89,7 @@ def test_conversions_described_are_restored(kind: str, tmp_path: Path) -> None:
 
 def test_stack_of_experts_is_known_from_other_weights(tmp_path: Path) -> None:
     small_model("mixtral", dtype=torch.float32).save_pretrained(tmp_path)
-    twin = twin_of(small_model("mixtral", dtype=torch.float32))
+    twin = plain_model_like(small_model("mixtral", dtype=torch.float32))
     groups = plan_groups(twin, read_headers(tmp_path), tmp_path)
     stacked = {target for group in groups if group.stacked for target in group.targets}
     assert stacked == {key for key in twin.state_dict() if ".experts." in key}

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import binding_of
+from ithaca.models.binding_state import binding_of
 from ithaca.models.layers.head import head_spec
 from ithaca.parallelize import parallelize
 from ithaca.verify.small_models.features import small_batch, small_model

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
-from ithaca.models.bound import binding_of, unsharded
+from ithaca.models.binding_state import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.verify.fp64 import promoted, relative_error

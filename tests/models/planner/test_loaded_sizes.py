@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.planner.loaded_sizes import loaded_sizes
-from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.planner.memory_planner import planner_of
 from ithaca.models.support import ModelParts
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan

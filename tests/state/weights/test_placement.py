@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import init_mesh
-from ithaca.models.bound import binding_of
+from ithaca.models.binding_state import binding_of
 from ithaca.models.files.write_weights import save_pretrained
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
@@ -205,8 +205,8 @@ def _job(pretend: bool) -> tuple[str, int, list[bool]]:
         model = parallelize(small_model("llama"), mesh, on_host="everything", replicas=replicas)
     installed = binding_of(model).memory
     assert installed is not None
-    assert installed.auto is not None
-    job = installed.auto.job
+    assert installed.planner is not None
+    job = installed.planner.job
     return job.weights, job.shards, [job.weights_on_host, job.gradients_on_host, job.optimizer_on_host]
 
 

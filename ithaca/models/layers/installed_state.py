@@ -22,7 +22,7 @@ from ithaca.memory.tiles import Unit
 from ithaca.models.layers.head import HeadForward
 from ithaca.models.layers.hooks import AROUND_LAYERS, HOOKED_INSIDE, forward_hooked, hooked
 from ithaca.models.layers.module_attributes import Assumed
-from ithaca.models.planner.plan_in_force import AutoMemory
+from ithaca.models.planner.memory_planner import MemoryPlanner
 from ithaca.models.refusals.memory_plans import check_plan
 from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.sequence.layout import SequenceLayout
@@ -46,7 +46,7 @@ class Installed:
     units: list[Unit] = field(default_factory=list)
     head: HeadForward | None = None
     store: HostStore | None = None
-    auto: AutoMemory | None = None
+    planner: MemoryPlanner | None = None
     stacks: list[nn.ModuleList] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     assumed: Assumed = field(default_factory=Assumed)
@@ -63,8 +63,8 @@ class Installed:
         check_plan(self.model, [layer.module for layer in self.layers], plan)
         if any(plan.offload) and self.store is None:
             self.store = HostStore(self.handle.mesh.device)
-            if self.auto is not None:
-                self.auto.store = self.store
+            if self.planner is not None:
+                self.planner.store = self.store
         for layer, runner, mode, away in zip(self.layers, self.runners, plan.layers, plan.offload, strict=True):
             layer.mode, layer.store, runner.keeps = mode, self.store if away else None, mode == "keep"
         for unit in self.units:
@@ -76,8 +76,8 @@ class Installed:
     def begin(self, layout: SequenceLayout | None = None) -> None:
         """Begin a forward pass: unlink the layers, apply the planner's plan for this layout, and check hooks."""
         self.chain.begin()
-        if self.auto is not None and layout is not None:
-            plan = self.auto.plan_for(layout)
+        if self.planner is not None and layout is not None:
+            plan = self.planner.plan_for(layout)
             if plan is not None:
                 self.apply(plan)
         if layout is not None:

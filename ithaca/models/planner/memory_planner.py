@@ -48,7 +48,7 @@ logger = logging.getLogger("ithaca")
 
 
 @dataclass(eq=False)
-class AutoMemory:
+class MemoryPlanner:
     """The plans of one model on one mesh. `budget`: bytes of device memory that a rank may use, weights included.
 
     `given`: the user's whole plan, or the user's decisions. `host_budget`: bytes that a rank may use on the host; None for
@@ -77,7 +77,7 @@ class AutoMemory:
         budget: int | None,
         given: MemoryPlan | Decided,
         host_budget: int | None = None,
-    ) -> AutoMemory:
+    ) -> MemoryPlanner:
         budget = int(SHARE * _device_memory(mesh)) if budget is None else budget
         held = partial(held_on_host, parts.model)
         return cls(loaded_sizes(parts), mesh, job, budget, parts.model, given, host_budget, held=held)
@@ -182,10 +182,10 @@ def more_device(there: int, budget: Callable[[str], str]) -> Callable[[int], str
     return device
 
 
-def planner_of(model: nn.Module) -> AutoMemory | None:
+def planner_of(model: nn.Module) -> MemoryPlanner | None:
     """Return the planner of a parallelized model; None if memory is left to autograd."""
     handle = handle_of(model)
-    return None if handle is None else handle.part(AutoMemory)
+    return None if handle is None else handle.part(MemoryPlanner)
 
 
 def job_of(

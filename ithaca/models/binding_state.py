@@ -25,7 +25,7 @@ from ithaca.memory.random_state import ShardRng
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.hooks import CopyingHooks
-from ithaca.models.layers.installed import Installed
+from ithaca.models.layers.installed_state import Installed
 from ithaca.models.layers.module_attributes import dropping
 from ithaca.models.refusals.calls import checkpoints
 from ithaca.state.weights.placement import Placement
@@ -151,7 +151,7 @@ def binding_of(model: nn.Module) -> Binding:
 @named_arguments
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs whole sequences on every rank with its original attention.
+    """Run whole sequences on every rank with the model's original attention, inside the `with`.
 
     Gradients are then the mean over ranks. Backward may come after the `with`, unless layers are run again in it.
     """

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ithaca.errors import UnsupportedError
-from ithaca.models.bound import Binding
+from ithaca.models.binding_state import Binding
 
 _INSTEAD = (
     "call the whole model, which inside `with ithaca.unsharded(model):` gives the logits and, with "
@@ -26,21 +26,21 @@ _INSTEAD = (
 )
 
 
-def refuse_parts_alone(model: PreTrainedModel, binding: Binding) -> list[Any]:
+def refuse_partial_calls(model: PreTrainedModel, binding: Binding) -> list[Any]:
     """Register the refusing hooks on the parts; return the hooks' handles."""
     embeddings, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model
     hooked_parts: list[tuple[Any, Any, Binding | None]] = [(embeddings, embeddings, None), (head, head, None)]
     if decoder is not model:
         hooked_parts.append((decoder, embeddings, binding))
     return [
-        part.register_forward_pre_hook(_RefuseAlone(gathered_with, attention_of))
+        part.register_forward_pre_hook(_RefusePartialCall(gathered_with, attention_of))
         for part, gathered_with, attention_of in hooked_parts
         if part is not None
     ]
 
 
 @dataclass(eq=False, slots=True)
-class _RefuseAlone:
+class _RefusePartialCall:
     """The forward pre-hook of one part.
 
     `gathered_with`: the module whose weights are gathered together with the part's. `attention_of`: the binding, for a

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ithaca.errors import CheckpointError
-from ithaca.models.files.origin import check_base, check_origin, digest_weights, read_origin
+from ithaca.models.files.model_origin import check_base, check_origin, digest_weights, read_origin
 
 
 def save(folder: Path, *, seed: int = 0, shards: str = "50GB", **more: Any) -> Path:

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from ithaca.constants import GIB
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.planner import plan_in_force
+from ithaca.models.planner import memory_planner
 from ithaca.models.planner.loaded_sizes import loaded_sizes
-from ithaca.models.planner.plan_in_force import MOST, SHARE, AutoMemory, planner_of
+from ithaca.models.planner.memory_planner import MOST, SHARE, MemoryPlanner, planner_of
 from ithaca.models.support import ModelParts
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job
@@ -53,10 +53,10 @@ def test_host_budget_before_and_after_state_is_equal() -> None:
     model: Any = torch.nn.Linear(2, 2)
     job = Job(length=1, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
     mesh: Any = SimpleNamespace(local_ranks=2)
-    planner = AutoMemory(small_sizes(), mesh, job, 1, model)
+    planner = MemoryPlanner(small_sizes(), mesh, job, 1, model)
     total, taken = 200_000, 0
     free = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=total - taken))
-    with patch.object(plan_in_force, "psutil", free):
+    with patch.object(memory_planner, "psutil", free):
         assert planner._host() == SHARE * total / 2
         # Both ranks of the host have put 30,000 bytes of state there, and 5,000 of saved tensors.
         taken, planner.held = 70_000, lambda: 30_000
@@ -89,9 +89,12 @@ def test_phrases_larger_need_names_setting_or_machine() -> None:
     """A plan gets three quarters of a device by default; a setting may raise the share, up to a limit."""
     model: Any = torch.nn.Linear(2, 2)
     mesh: Any = SimpleNamespace(local_ranks=4, device=torch.device("cuda"))
-    planner = AutoMemory(small_sizes(), mesh, Job(length=1), 60 * GIB, model)
+    planner = MemoryPlanner(small_sizes(), mesh, Job(length=1), 60 * GIB, model)
     free = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=400 * GIB))
-    with patch.object(plan_in_force, "psutil", free), patch.object(plan_in_force, "_device_memory", lambda _: 80 * GIB):
+    with (
+        patch.object(memory_planner, "psutil", free),
+        patch.object(memory_planner, "_device_memory", lambda _: 80 * GIB),
+    ):
         said: Any = planner._here(LIBRARY)
         assert said.device(70) == "parallelize(..., memory_budget='70GiB')"
         assert said.device(90) == "a device of 120 GiB"
