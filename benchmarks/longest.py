@@ -35,7 +35,7 @@ from benchmarks.step import ALLOCATOR, Cell, load, parse_cells, record, show_len
 from ithaca.planning.memory_plan import Job
 from ithaca.planning.model.flops import attention_flops, token_flops
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.terms.cost import run_again
+from ithaca.planning.terms.cost import recompute_flops
 
 SHORT = 8192
 # Of the head alone: enough for the device to be busy, and tiles as the plans of long sequences have them.
@@ -114,12 +114,12 @@ def part_of_whole(
 ) -> tuple[dict[str, Any], Any]:
     """Return the whole model's plan as JSON, and the plan of the few layers that `model` has."""
     from ithaca.models.planner.memory_planner import MemoryPlanner, job_of
-    from ithaca.planning.memory_plan import UNDECIDED
+    from ithaca.planning.memory_plan import NO_DECISIONS
     from ithaca.planning.terms.memory_terms import memory_of
     from ithaca.sequence.layout import SequenceLayout
 
     job = job_of(model, mesh, "shard", cell["settings"]["optimizer"], fused=True, compute_dtype=None)
-    auto = MemoryPlanner.of(model, model, mesh, job, budget, UNDECIDED, host)
+    auto = MemoryPlanner.of(model, model, mesh, job, budget, NO_DECISIONS, host)
     auto.sizes = whole_sizes(cell)
     plan = auto.plan_for(SequenceLayout.whole_rows(1, cell["length"], mesh.sp))
     assert plan is not None
@@ -147,7 +147,7 @@ def derived(result: dict[str, Any]) -> list[Cell]:
         work = token_flops(layer, job) + attention_flops(sizes, layer, job)
         second_per_flop = (cell["forward_s"] - head) / few / work
         again = {
-            mode: run_again(sizes, job, layer, mode, tiled=whole["mlp_tile"] < cell["length"])
+            mode: recompute_flops(sizes, job, layer, mode, tiled=whole["mlp_tile"] < cell["length"])
             for mode in ("save", *whole["modes"])
         }
         extra = sum(many * (again[mode] - again["save"]) for mode, many in whole["modes"].items())

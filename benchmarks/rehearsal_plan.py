@@ -32,7 +32,9 @@ def planned_anew(of: Cell) -> Cell:
     machine = read_machine(f"{card['gpus']}x{card['device']}", card["nodes"], None, None, None)
     # The table's card, whatever was calibrated on this machine.
     machine = replace(machine, device=find_device(card["device"], DEVICES))
-    compute, step = (step_time(sizes, job, plan, each, rows=of["rows"]).seconds for each in (machine.instant, machine))
+    compute, step = (
+        step_time(sizes, job, plan, each, rows=of["rows"]).seconds for each in (machine.with_free_links, machine)
+    )
     said = said | {"device_bytes": device, "reserved": memory.device_bytes, "host_bytes": memory.host_bytes}
     anew = of | {
         "predicted": said | {"compute_s": compute, "step_s": step},

@@ -31,7 +31,7 @@ from ithaca.models.planner.memory_planner import MemoryPlanner, job_of
 from ithaca.models.refusals.memory_plans import plan_for
 from ithaca.models.support import ModelParts, check_model
 from ithaca.models.weight_versions import WeightVersions
-from ithaca.planning.memory_plan import Decided, MemoryPlan, Optimizer, Weights
+from ithaca.planning.memory_plan import Decisions, MemoryPlan, Optimizer, Weights
 from ithaca.quantities import parse_bytes, refuse_bool, require_unit
 from ithaca.state.optimizer.existing_optimizers import ExistingOptimizers
 from ithaca.state.weights.guards import guard_weights
@@ -114,7 +114,7 @@ def parallelize(
 class MemoryOptions:
     """Arguments of `parallelize` about activation memory, checked. Budgets are in bytes, None for a share of the free."""
 
-    memory: MemoryPlan | Decided | None
+    memory: MemoryPlan | Decisions | None
     budget: int | None
     host_budget: int | None
     optimizer: Optimizer
@@ -141,7 +141,7 @@ def _apply_memory_plan(
     parts: ModelParts,
     placing: WeightOptions,
     planning: MemoryOptions,
-    plan: MemoryPlan | Decided,
+    plan: MemoryPlan | Decisions,
 ) -> None:
     """Put the layers under a memory plan: the given one, or one that is made when the first batch comes."""
     model, layers, mesh = parts.model, parts.layers, placing.mesh
@@ -176,14 +176,14 @@ def check_flags(*, fuse: object, allow_untested: object) -> None:
             raise UnsupportedError(f"{name}={shown(flag)}: pass True or False")
 
 
-def read_memory(memory: object) -> MemoryPlan | Decided | None:
+def read_memory(memory: object) -> MemoryPlan | Decisions | None:
     """Return a whole plan, or the decided part of a plan ("auto": nothing decided); None for autograd's own memory."""
     if memory is None or isinstance(memory, MemoryPlan):
         return memory
     if isinstance(memory, Mapping):
-        return Decided.of(memory)
+        return Decisions.of(memory)
     if isinstance(memory, str) and memory == "auto":
-        return Decided()
+        return Decisions()
     raise UnsupportedError(f"memory={shown(memory)}: pass 'auto', None, a dict of choices, or an ithaca.MemoryPlan")
 
 

@@ -124,14 +124,14 @@ def _facts(
 def _reach(request: PlanRequest, option: Option) -> list[tuple[str, int]]:
     """Return the longest rows: on this mesh, with any settings, and with a little more of one thing."""
     from ithaca.planning.search.advice import gains
-    from ithaca.planning.search.best_mesh import longest_so_cut
+    from ithaca.planning.search.best_mesh import longest_on_mesh
     from ithaca.planning.search.longest import Longest, longest_length, longest_of_all
     from ithaca.planning.search.meshes import SubMesh
     from ithaca.planning.search.phrases import show_used
     from ithaca.planning.search.request import recipes
 
     used = replace(request, machine=option.machine)
-    here = longest_so_cut(used, option.recipe, option.degrees, option.job.length)
+    here = longest_on_mesh(used, option.recipe, option.degrees, option.job.length)
     best = longest_of_all(request)
     if best is None or best.length < here:
         best = Longest(here, SubMesh(used, option.degrees), option.recipe)

@@ -1,4 +1,4 @@
-"""A job, the user's decisions and the memory plan made of them, in plain numbers: `Job`, `Decided`, `MemoryPlan`.
+"""A job, the user's decisions and the memory plan made of them, in plain numbers: `Job`, `Decisions`, `MemoryPlan`.
 
     MemoryPlan(layers=("save", "rebuild"), offload=(True, False), mlp_tile=2048, loss_tile=4096)
 
@@ -29,9 +29,9 @@ Optimizer = Literal["adamw", "adamw8bit", "bf16_sr", "none"]
 Weights = Literal["shard", "replicate", "none"]
 MODES: tuple[LayerMode, ...] = get_args(LayerMode)
 # Sizes of what is computed at once.
-PIECES = ("mlp_tile", "loss_tile", "head_groups")
+TILING_FIELDS = ("mlp_tile", "loss_tile", "head_groups")
 # What a user may decide of a plan.
-CHOICES = ("layers", "offload", *PIECES)
+CHOICES = ("layers", "offload", *TILING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Job:
         return self.batch * -(-self.length // (self.sp * self.ring))
 
     @property
-    def whole(self) -> int:
+    def tokens_during_attention(self) -> int:
         """Tokens whose queries a rank has during attention, padding included: B * S, or a ring's share of B * S."""
         return self.tokens * self.sp
 
@@ -127,8 +127,8 @@ class MemoryPlan:
         _check_modes(self.layers)
         _check_flags(self.offload)
         _check_pairs(self.layers, self.offload)
-        for name in PIECES:
-            _check_piece(name, getattr(self, name))
+        for name in TILING_FIELDS:
+            _check_tiling_field(name, getattr(self, name))
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Decisions:
     """The user's decisions about a plan; the search decides what is None.
 
     One mode or flag holds for every layer; offload=True for every layer that is not kept.
@@ -157,7 +157,7 @@ class Decided:
     head_groups: int | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Decided:
+    def of(cls, given: Mapping[str, Any]) -> Decisions:
         """Return the decisions in a mapping, as a caller or a run file has them."""
         for name in given:
             if name not in CHOICES:
@@ -181,9 +181,9 @@ class Decided:
             raise MemoryPlanError(
                 "every layer keeps everything and is to be offloaded: use layers='save' or offload=False"
             )
-        for name in PIECES:
+        for name in TILING_FIELDS:
             if getattr(self, name) is not None:
-                _check_piece(name, getattr(self, name))
+                _check_tiling_field(name, getattr(self, name))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ class Decided:
             return None if clash else self.offload
         return tuple(bool(self.offload) and mode != "keep" for mode in modes)
 
-    def spread(self, count: int) -> Decided:
+    def for_layers(self, count: int) -> Decisions:
         """Return the decisions with a mode for each of `count` layers, of which tuples must have as many entries."""
         for name, given in (("layers", self.layers), ("offload", self.offload)):
             if isinstance(given, tuple) and len(given) != count:
@@ -212,7 +212,7 @@ class Decided:
 
 
 # A plan that is left to the search altogether.
-UNDECIDED = Decided()
+NO_DECISIONS = Decisions()
 
 
 def _check_modes(modes: Sequence[LayerMode]) -> None:
@@ -244,6 +244,6 @@ def _check_pairs(modes: Sequence[LayerMode], flags: Sequence[bool]) -> None:
             )
 
 
-def _check_piece(name: str, value: object) -> None:
+def _check_tiling_field(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise MemoryPlanError(f"{name}={value!r}: a whole number of at least 1 is needed")

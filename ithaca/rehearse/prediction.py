@@ -22,7 +22,7 @@ from ithaca.models.files.pretrained import add_adapters, empty_model
 from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.memory_planner import MOST, SHARE, host_share, job_of, more_device
 from ithaca.models.support import ModelParts
-from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
+from ithaca.planning.memory_plan import Decisions, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import RUN_FILE, Phrases
@@ -100,7 +100,7 @@ def predict(request: RehearsalRequest, rank_job: RankJob, mesh: Mesh) -> tuple[M
     )
     planned = replace(job, length=rank_job.length, accumulate=rank_job.rows > 1)
     budgets = _budgets(request, gpu=gpu)
-    decided = Decided.of(request.run.memory.decided)
+    decided = Decisions.of(request.run.memory.decided)
     plan = plan_or_refuse(sizes, planned, *budgets, decided, phrases=_typed(request, gpu=gpu))
     target = memory_of(sizes, planned, plan)
     # Without a GPU nothing is compiled.
@@ -109,7 +109,7 @@ def predict(request: RehearsalRequest, rank_job: RankJob, mesh: Mesh) -> tuple[M
     terms = [term for term in memory.allocated if gpu or term.name != _WORKSPACE]
     compute = step = None
     if gpu:
-        compute = step_time(sizes, job, plan, request.machine.instant, rows=rank_job.rows).seconds
+        compute = step_time(sizes, job, plan, request.machine.with_free_links, rows=rank_job.rows).seconds
         step = step_time(sizes, job, plan, request.machine, rows=rank_job.rows).seconds
     total = sum(term.device_bytes for term in terms)
     return sizes, Predicted(job, plan, budgets, memory, target, total, kinds_of(terms), compute, step)

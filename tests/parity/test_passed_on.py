@@ -15,7 +15,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.binding_state import binding_of
 from ithaca.models.planner.memory_planner import planner_of
 from ithaca.parallelize import parallelize
-from ithaca.planning.memory_plan import Decided, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import Decisions, LayerMode, MemoryPlan
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.choose import feasible
 from ithaca.planning.terms.memory_terms import memory_of
@@ -132,7 +132,7 @@ def planned(linked: bool) -> tuple[bool, set[str]]:
     planner = planner_of(parallelize(small("hrm_text"), init_mesh(sp=1)))
     assert planner is not None
     sizes, job = replace(planner.sizes, linked=linked), replace(planner.job, length=4096)
-    decided = Decided(mlp_tile=64, loss_tile=256, head_groups=1)
+    decided = Decisions(mlp_tile=64, loss_tile=256, head_groups=1)
     least = memory_of(sizes, job, MemoryPlan((R,) * 4, (False,) * 4, 64, 256)).device_bytes
     budgets = [int(least * (1 + share / 50)) for share in range(50)]
     plans = [plan_or_refuse(sizes, job, each, 0, decided) for each in budgets if feasible(sizes, decided, job, each, 0)]

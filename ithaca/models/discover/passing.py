@@ -31,7 +31,7 @@ from ithaca.memory.replay import ReplayChain, rebuild_refusal
 from ithaca.models.binding_state import Binding, logger, unsharded
 from ithaca.models.discover.roles import few_tokens
 from ithaca.models.planner.memory_planner import MemoryPlanner
-from ithaca.planning.memory_plan import Decided, MemoryPlan
+from ithaca.planning.memory_plan import Decisions, MemoryPlan
 
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
 # Objects of these packages on modules are configs and the like: large, and without tensors.
@@ -58,9 +58,9 @@ class Passing:
                 "collections.UserDict in the model's code"
             )
 
-    def checked_plan(self, given: MemoryPlan | Decided, count: int) -> MemoryPlan | Decided:
+    def checked_plan(self, given: MemoryPlan | Decisions, count: int) -> MemoryPlan | Decisions:
         """Return the plan after checking it; modes left to the planner become "keep" if no layer can run again."""
-        modes = given.layers if isinstance(given, MemoryPlan) else given.spread(count).modes(count)
+        modes = given.layers if isinstance(given, MemoryPlan) else given.for_layers(count).modes(count)
         if modes is None:
             return given if self.refused is None else replace(given, layers="keep")  # type: ignore[arg-type]
         if self.refused is not None and set(modes) != {"keep"}:
@@ -70,7 +70,7 @@ class Passing:
                 raise UnsupportedError(rebuild_refusal(index))
         return given
 
-    def restrict(self, planner: MemoryPlanner, given: MemoryPlan | Decided) -> None:
+    def restrict(self, planner: MemoryPlanner, given: MemoryPlan | Decisions) -> None:
         """Restrict the planner to these findings; `given` is the result of `checked_plan`."""
         if given is not planner.given and planner.mesh.rank == 0:
             logger.warning("memory: every layer is under 'keep', for %s: %s", self.refused, INSTEAD)

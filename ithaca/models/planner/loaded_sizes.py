@@ -28,7 +28,7 @@ def loaded_sizes(parts: ModelParts) -> ModelSizes:
     sizes = ModelSizes.from_config(_common_config(parts))
     total, counts = _own_parameters(parts.base), [_own_parameters(layer) for layer in parts.layers]
     if len(counts) != len(sizes.layers):
-        counts = [(total - sizes.root) // len(sizes.layers)] * len(sizes.layers)
+        counts = [(total - sizes.root_parameters) // len(sizes.layers)] * len(sizes.layers)
     layers = tuple(
         replace(layer, attention=min(layer.attention, count), mlp=max(0, count - layer.attention), norms=0)
         for layer, count in zip(sizes.layers, counts, strict=True)
@@ -58,8 +58,8 @@ def _mostly_frozen(sizes: ModelSizes, parts: ModelParts, in_layers: int) -> Mode
         sizes,
         layers=layers,
         adapters=trained,
-        beside=trained - in_layers,
-        in_place=trained - _trained((n, p) for n, p in parts.model.named_parameters() if _ADAPTER.search(n)),
+        trained_outside_layers=trained - in_layers,
+        trained_in_place=trained - _trained((n, p) for n, p in parts.model.named_parameters() if _ADAPTER.search(n)),
         trained_head=sizes.embedding if head_is_trained else 0,
     )
 

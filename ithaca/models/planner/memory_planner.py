@@ -27,7 +27,7 @@ from ithaca.mesh import Mesh
 from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.out_of_memory import out_of_memory
 from ithaca.models.support import ModelParts, base_model
-from ithaca.planning.memory_plan import UNDECIDED, Decided, Job, MemoryPlan, Optimizer, Weights
+from ithaca.planning.memory_plan import NO_DECISIONS, Decisions, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import LIBRARY, Phrases
@@ -60,7 +60,7 @@ class MemoryPlanner:
     job: Job
     budget: int
     model: nn.Module = field(repr=False)
-    given: MemoryPlan | Decided = UNDECIDED
+    given: MemoryPlan | Decisions = NO_DECISIONS
     host_budget: int | None = None
     plan: MemoryPlan | None = None
     planned: int = 0
@@ -75,7 +75,7 @@ class MemoryPlanner:
         mesh: Mesh,
         job: Job,
         budget: int | None,
-        given: MemoryPlan | Decided,
+        given: MemoryPlan | Decisions,
         host_budget: int | None = None,
     ) -> MemoryPlanner:
         budget = int(SHARE * _device_memory(mesh)) if budget is None else budget
@@ -104,7 +104,7 @@ class MemoryPlanner:
 
     def check_fits(self, length: int, *, sp: int, dp: int, accumulate: bool, phrases: Phrases) -> None:
         """Raise the error that a row of `length` tokens would raise with these degrees."""
-        if isinstance(self.given, Decided):
+        if isinstance(self.given, Decisions):
             host = self._agree()
             job = replace(self.job, length=length, batch=1, sp=sp, dp=dp, accumulate=accumulate)
             plan_or_refuse(self.sizes, job, self.budget, host, self.given, phrases=self._here(phrases))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ithaca.errors import IthacaError, MemoryPlanError
-from ithaca.planning.memory_plan import UNDECIDED, Decided, Job, MemoryPlan
+from ithaca.planning.memory_plan import NO_DECISIONS, Decisions, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import LIBRARY, Phrases
@@ -37,7 +37,7 @@ def out_of_memory(
     plan: MemoryPlan,
     host: int,
     phrases: Phrases = LIBRARY,
-    given: MemoryPlan | Decided = UNDECIDED,
+    given: MemoryPlan | Decisions = NO_DECISIONS,
 ) -> DeviceMemoryError:
     """Return the error with its step's memory by kind; an error that has this message is returned unchanged.
 
@@ -80,12 +80,12 @@ def _local_bytes(x: torch.Tensor) -> int:
 
 
 def _change(
-    sizes: ModelSizes, job: Job, memory: StepMemory, host: int, phrases: Phrases, given: MemoryPlan | Decided
+    sizes: ModelSizes, job: Job, memory: StepMemory, host: int, phrases: Phrases, given: MemoryPlan | Decisions
 ) -> str:
     # All of this device was too little, whatever the plan counts on.
     phrases = phrases._replace(device=lambda _: "a larger device")
     # No budget changes a plan that the user gave whole.
-    decided, first = (UNDECIDED, f"{phrases.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
+    decided, first = (NO_DECISIONS, f"{phrases.free(())} and ") if isinstance(given, MemoryPlan) else (given, "")
     for share in SHARES:
         budget = bytes_setting(share * memory.device_bytes)
         limit = cast(int, parse_bytes(budget))

@@ -11,12 +11,12 @@ from ithaca.errors import UnsupportedError
 from ithaca.models.layers.units import router_of
 from ithaca.models.refusals.calls import refuse_checkpointing
 from ithaca.models.support import ModelParts, memory_refusal
-from ithaca.planning.memory_plan import Decided, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import Decisions, LayerMode, MemoryPlan
 
 
 def plan_for(
-    parts: ModelParts, memory: MemoryPlan | Decided | None, *, allow_untested: bool
-) -> MemoryPlan | Decided | None:
+    parts: ModelParts, memory: MemoryPlan | Decisions | None, *, allow_untested: bool
+) -> MemoryPlan | Decisions | None:
     """Return the plan or decisions for the model's layers; None for a model that must stay without memory modes.
 
     A plan, or decisions, that the model cannot take are refused.
@@ -33,7 +33,7 @@ def plan_for(
     if isinstance(memory, MemoryPlan):
         check_plan(base, layers, memory)
     elif decided:
-        check_modes(base, layers, memory.spread(len(layers)).modes(len(layers)) or ())
+        check_modes(base, layers, memory.for_layers(len(layers)).modes(len(layers)) or ())
     if refused:
         return None
     refuse_checkpointing(base)

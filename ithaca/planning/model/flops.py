@@ -36,7 +36,7 @@ def attention_flops(sizes: ModelSizes, layer: LayerSizes, job: Job) -> int:
     heads, _ = sizes.split(job.sp).max_local_heads
     # Twice the mean number of visible keys: the whole length without a window.
     keys = job.length if layer.window is None else 2 * visible_pairs(job.length, layer.window) / job.length
-    return int(job.whole * keys * heads * (sizes.key_size + sizes.value_size))
+    return int(job.tokens_during_attention * keys * heads * (sizes.key_size + sizes.value_size))
 
 
 def visible_pairs(length: int, window: int | None) -> float:
@@ -63,8 +63,8 @@ def model_flops(sizes: ModelSizes, documents: Mapping[int, int], tokens: int) ->
     attention *= 1 + ATTENTION_BACKWARD
     if not sizes.adapters:
         return 3 * linear + attention
-    in_layers = sizes.adapters - sizes.beside
-    in_place = max(0, sizes.in_place - sizes.beside)
+    in_layers = sizes.adapters - sizes.trained_outside_layers
+    in_place = max(0, sizes.trained_in_place - sizes.trained_outside_layers)
     # A model weight that is trained adds its gradient (its forward is in `linear`); an adapter adds all three products.
     trained = 3 * (in_layers - in_place) + in_place + sizes.trained_head
     return 2 * linear + 2 * trained * tokens + attention

@@ -28,7 +28,8 @@ class ModelSizes:
 
     `key_size`: the head size D of queries and keys. `value_size`: E of values. `final_norm`: parameters of the last norm
     and of learned positions. `adapters`: trained parameters if the rest is frozen, 0 if all are trained; of those,
-    `beside` are outside the layers, `in_place` are weights of the model itself, and `trained_head` are in the head.
+    `trained_outside_layers` are outside the layers, `trained_in_place` are weights of the model itself, `trained_head` are in
+    the head.
     `linked`: each layer's input is the output of the layer before, so that a replay can rebuild it from there.
     `kv_stores`: layers whose keys and values later layers use.
 
@@ -48,8 +49,8 @@ class ModelSizes:
     layers: tuple[LayerSizes, ...]
     final_norm: int
     adapters: int = 0
-    beside: int = 0
-    in_place: int = 0
+    trained_outside_layers: int = 0
+    trained_in_place: int = 0
     trained_head: int = 0
     linked: bool = True
     kv_stores: int = 0
@@ -117,13 +118,13 @@ class ModelSizes:
         return 0 if self.tied else self.embedding
 
     @property
-    def root(self) -> int:
+    def root_parameters(self) -> int:
         """Return the number of parameters outside the decoder layers."""
         return self.embedding + self.head + self.final_norm
 
     @property
     def total(self) -> int:
-        return self.root + self.layer_parameters + self.adapters - self.in_place
+        return self.root_parameters + self.layer_parameters + self.adapters - self.trained_in_place
 
     @property
     def trainable(self) -> int:
@@ -144,7 +145,7 @@ class ModelSizes:
 
     @property
     def _layer_adapters(self) -> int:
-        return (self.adapters - self.beside) // len(self.layers)
+        return (self.adapters - self.trained_outside_layers) // len(self.layers)
 
     def with_lora(self, rank: int) -> ModelSizes:
         """Return the sizes with all weights frozen and adapters of `rank` on every linear layer, without fused experts."""

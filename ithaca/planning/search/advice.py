@@ -15,12 +15,12 @@ from functools import partial
 from ithaca.constants import CARDS_PER_NODE, GIB
 from ithaca.errors import MemoryPlanError, MeshError
 from ithaca.planning.machine.hardware import DEVICES
-from ithaca.planning.memory_plan import UNDECIDED, Decided, Job, MemoryPlan
+from ithaca.planning.memory_plan import NO_DECISIONS, Decisions, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.best_mesh import Option, best_options
 from ithaca.planning.search.bisection import largest, smallest
 from ithaca.planning.search.choose import choose_plan, feasible, nearest_miss
-from ithaca.planning.search.longest import STEP, fits_any, longest_length, miss
+from ithaca.planning.search.longest import STEP, closest_plan_that_does_not_fit, fits_any, longest_length
 from ithaca.planning.search.meshes import all_degrees
 from ithaca.planning.search.phrases import LIBRARY, Phrases, show_gpus, show_length, show_used
 from ithaca.planning.search.request import LEAST_HEADROOM, PlanRequest
@@ -46,7 +46,7 @@ def plan_or_refuse(
     job: Job,
     device: int,
     host: int = 0,
-    decided: Decided = UNDECIDED,
+    decided: Decisions = NO_DECISIONS,
     *,
     phrases: Phrases = LIBRARY,
 ) -> MemoryPlan:
@@ -57,7 +57,7 @@ def plan_or_refuse(
     plan = choose_plan(sizes, job, device, host, decided)
     if plan is not None:
         return plan
-    decided = decided.spread(len(sizes.layers))
+    decided = decided.for_layers(len(sizes.layers))
     memory = nearest_miss(sizes, job, host, decided)
     changes = list(_job_changes(sizes, job, device, host, decided, phrases))
     raise MemoryPlanError(
@@ -69,9 +69,9 @@ def plan_or_refuse(
 
 def refusal(request: PlanRequest, length: int) -> MemoryPlanError | MeshError:
     """Return the error for a length that no plan fits, with changes as options of `ithaca plan`."""
-    nearest = miss(request, length)
+    nearest = closest_plan_that_does_not_fit(request, length)
     if nearest is None:
-        return _no_mesh(request)
+        return _no_mesh_error(request)
     (used, degrees), recipe, memory = nearest
     device, host = used.budgets
     on_host = memory.host_bytes / host > memory.device_bytes / device
@@ -100,14 +100,14 @@ def _any_of(changes: Iterable[str]) -> str:
 
 
 def _job_changes(
-    sizes: ModelSizes, job: Job, device: int, host: int, decided: Decided, phrases: Phrases
+    sizes: ModelSizes, job: Job, device: int, host: int, decided: Decisions, phrases: Phrases
 ) -> Iterator[str]:
     """Yield changes of one kind each that make a job fit, the cheapest first."""
     fits: Fits = partial(feasible, sizes, decided)
-    if decided.names and feasible(sizes, UNDECIDED, job, device, host):
+    if decided.names and feasible(sizes, NO_DECISIONS, job, device, host):
         yield phrases.free(decided.names)
     yield from _to_host(job, device, host, fits, phrases)
-    for wider in _wider(job, sizes.heads):
+    for wider in _jobs_with_larger_sp(job, sizes.heads):
         if fits(wider, device, host):
             yield phrases.sp(wider.sp)
             break
@@ -140,7 +140,7 @@ def _to_host(job: Job, device: int, host: int, fits: Fits, phrases: Phrases) -> 
             return
 
 
-def _wider(job: Job, heads: int) -> Iterator[Job]:
+def _jobs_with_larger_sp(job: Job, heads: int) -> Iterator[Job]:
     """Yield the job over twice the ranks a row, four times and so on: of the ranks there are, or of as many as needed."""
     sp, ranks = job.sp, job.world // job.ring
     while (sp := 2 * sp) <= heads:
@@ -152,7 +152,7 @@ def _wider(job: Job, heads: int) -> Iterator[Job]:
 def _request_changes(request: PlanRequest, length: int) -> Iterator[str]:
     """Yield changes of one kind each that make a length fit; the rest of the request stays unless the words say so."""
     machine = request.machine
-    for free, _ in list(_freed(request))[1:]:
+    for free, _ in list(_requests_without_fixed_choices(request))[1:]:
         if fits_any(free, length):
             yield f"leave {_options(sp=request.sp, batch=request.batch)} to the plan"
     numerics = any((request.optimizer, request.precision, request.on_host is not None))
@@ -185,7 +185,7 @@ def _request_changes(request: PlanRequest, length: int) -> Iterator[str]:
 def _more_cards(request: PlanRequest, length: int) -> Iterator[str]:
     """Yield the fewest more cards like these that fit; only if none do with the whole request, without sp and rows."""
     machine = request.machine
-    for free, words in _freed(request):
+    for free, words in _requests_without_fixed_choices(request):
         for number in (n for n in _cards(machine) if n > machine.world):
             other = _of_cards(machine, number)
             if fits_any(replace(free, machine=other), length):
@@ -194,7 +194,7 @@ def _more_cards(request: PlanRequest, length: int) -> Iterator[str]:
                 return
 
 
-def _freed(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
+def _requests_without_fixed_choices(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
     """Yield the request, and the request without its sp and batch, with the words that say so."""
     yield request, ""
     if given := [name for name, value in (("--sp", request.sp), ("--batch", request.batch)) if value is not None]:
@@ -205,7 +205,7 @@ def _options(**options: object) -> str:
     return " and ".join(f"--{name}" for name, value in options.items() if value is not None)
 
 
-def _no_mesh(request: PlanRequest) -> MeshError:
+def _no_mesh_error(request: PlanRequest) -> MeshError:
     world, heads = request.machine.world, request.sizes.heads
     works = [str(shape.sp) for shape in all_degrees(replace(request, sp=None, batch=None))]
     if request.sp is not None and str(request.sp) not in works:
@@ -249,7 +249,7 @@ def machine_for(request: PlanRequest, now: Option, target: float) -> tuple[Machi
     # Cards below their share of the target cannot reach it.
     least, length = request.machine.world * target / now.time.tokens_per_second, now.job.length
     numbers = [n for n in _cards(request.machine) if n >= (1 - SUPERLINEAR) * least]
-    for free, words in _freed(request):
+    for free, words in _requests_without_fixed_choices(request):
         for number in numbers:
             machine = _of_cards(request.machine, number)
             options = best_options(replace(free, machine=machine), length)

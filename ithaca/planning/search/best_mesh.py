@@ -129,11 +129,11 @@ def compare(request: PlanRequest, chosen: Option) -> list[Compared]:
     for degrees in all_degrees(used, rings=True):
         mine = degrees == chosen.degrees
         option = chosen if mine else option_of(used, length, degrees, chosen.recipe)
-        reach = longest_so_cut(used, chosen.recipe, degrees, length if option is not None else 0)
+        reach = longest_on_mesh(used, chosen.recipe, degrees, length if option is not None else 0)
         rows.append(Compared(degrees, reach, option, mine))
     return rows
 
 
-def longest_so_cut(request: PlanRequest, recipe: Recipe, degrees: MeshShape, known: int) -> int:
+def longest_on_mesh(request: PlanRequest, recipe: Recipe, degrees: MeshShape, known: int) -> int:
     """Return the longest row of a mesh that is known to fit `known` tokens, which may lie between two steps."""
     return max(known, longest(request, degrees, recipe, beyond=known))

@@ -1,4 +1,4 @@
-"""The plan with the least work done again that fits the device and the host: plain loops over a small family of plans.
+"""The memory plan with the least recomputation that fits the device and the host: loops over a small family of plans.
 
 From the first layer to the last, a plan of the family has one of three forms:
 
@@ -27,10 +27,10 @@ from itertools import accumulate, combinations
 from math import inf
 from operator import attrgetter
 
-from ithaca.planning.memory_plan import MODES, UNDECIDED, Decided, Job, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import MODES, NO_DECISIONS, Decisions, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.tilings import Tiling, mlp_tiles, smallest_tiling, usual_tiling
-from ithaca.planning.terms.cost import copy_cost, run_again, tile_cost
+from ithaca.planning.terms.cost import copy_cost, recompute_flops, tile_cost
 from ithaca.planning.terms.memory_terms import SLACK, MemoryModel, ModesMemory
 from ithaca.planning.terms.step_memory import StepMemory
 
@@ -41,22 +41,22 @@ CHAINS = (1, 2, 4)
 
 
 def choose_plan(
-    sizes: ModelSizes, job: Job, device: int, host: int = 0, decided: Decided = UNDECIDED
+    sizes: ModelSizes, job: Job, device: int, host: int = 0, decided: Decisions = NO_DECISIONS
 ) -> MemoryPlan | None:
     """Return the cheapest plan within `device` and `host` bytes of one rank; None if no plan fits."""
-    decided = decided.spread(len(sizes.layers))
+    decided = decided.for_layers(len(sizes.layers))
     if not feasible(sizes, decided, job, device, host):
         return None
     for tiling in (usual_tiling(sizes, job, device, decided), smallest_tiling(sizes, job, decided)):
         tiles = (tiling.mlp_tile,) if decided.mlp_tile else mlp_tiles(tiling.mlp_tile, job.tokens)
         searches = [Search(sizes, job, tiling._replace(mlp_tile=tile), device, host, decided) for tile in tiles]
-        best = NONE
+        best = NO_PLAN
         searches = [search for search in searches if search.possible()]
-        # Plans that run no attention again come first: where one fits, few of the others cost less.
+        # Plans that recompute no attention come first: where one fits, few of the others cost less.
         for search in searches:
-            best = search.keep(best)
+            best = search.try_keeping(best)
         for search in searches:
-            best = search.run_again(best)
+            best = search.try_recomputing(best)
         if best.plan is not None:
             return best.plan
     return None
@@ -64,20 +64,20 @@ def choose_plan(
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best plan so far and its costs in FLOPs: `total`, and of that `again`, work done again without host copies."""
+    """The best plan so far and its costs in FLOPs: `total`, and `recompute_flops`, the part without host copies."""
 
     total: float
-    again: float
+    recompute_flops: float
     plan: MemoryPlan | None
 
 
-NONE = Best(inf, inf, None)
+NO_PLAN = Best(inf, inf, None)
 
 
 class Search:
     """The search among plans with given tiles and head groups."""
 
-    def __init__(self, sizes: ModelSizes, job: Job, tiling: Tiling, device: int, host: int, decided: Decided) -> None:
+    def __init__(self, sizes: ModelSizes, job: Job, tiling: Tiling, device: int, host: int, decided: Decisions) -> None:
         self.sizes, self.job, self.tiling = sizes, job, tiling
         self.device, self.host, self.decided = device, host, decided
         self.count = len(sizes.layers)
@@ -87,7 +87,7 @@ class Search:
         """True if any plan fits with these tiles."""
         return any(map(self.fits_offloaded, _smallest(self)))
 
-    def keep(self, best: Best) -> Best:
+    def try_keeping(self, best: Best) -> Best:
         """Return the better of `best` and the plans that keep the last layers, or whose modes are decided."""
         modes = self.decided.modes(self.count)
         if modes is not None:
@@ -96,39 +96,39 @@ class Search:
         # than saving, since no work is repeated beside them.
         best = self.better(best, uniform("keep", self.count))
         keeps, saves = self.costs(uniform("keep", self.count)), self.costs(uniform("save", self.count))
-        costs = [self.summing + sum(saves[:n]) + sum(keeps[n:]) for n in range(self.count + 1)]
+        costs = [self.tile_sum_flops + sum(saves[:n]) + sum(keeps[n:]) for n in range(self.count + 1)]
         # A kept layer's tensors cannot be offloaded; those of the last layers are freed soonest.
         return self.cheapest(best, costs, lambda n: uniform("save", n) + uniform("keep", self.count - n))
 
-    def run_again(self, best: Best) -> Best:
+    def try_recomputing(self, best: Best) -> Best:
         """Return the better of `best` and the plans with chains and with layers that recompute."""
         # Every one of them costs more than saving each layer's input and attention.
-        if self.decided.layers is not None or self.again(uniform("save", self.count)) >= best.total:
+        if self.decided.layers is not None or self.recompute_flops(uniform("save", self.count)) >= best.total:
             return best
         lengths = CHAINS if rebuilds(self.sizes) else CHAINS[:1]
         for length in lengths:
-            best = self.recompute(best, range(0, self.count, length))
+            best = self.try_recompute_roots(best, range(0, self.count, length))
             if length > 1:
-                best = self.rebuild(best, length)
+                best = self.try_chains(best, length)
         for short, long in combinations(lengths, 2):
             for turn in range(long, self.count, long):
-                best = self.recompute(best, (*range(0, turn, short), *range(turn, self.count, long)))
+                best = self.try_recompute_roots(best, (*range(0, turn, short), *range(turn, self.count, long)))
         return best
 
-    def rebuild(self, best: Best, length: int) -> Best:
+    def try_chains(self, best: Best, length: int) -> Best:
         """Return the better of `best` and the plans whose first layers are in chains of one length, the others saved."""
 
         def modes_of(number: int) -> Modes:
             return (chain("save", length) * number + uniform("save", self.count))[: self.count]
 
-        costs = [self.again(modes_of(number)) for number in range(self.count // length + 1)]
+        costs = [self.recompute_flops(modes_of(number)) for number in range(self.count // length + 1)]
         return self.cheapest(best, costs, modes_of, few_copies=False)
 
-    def recompute(self, best: Best, roots: Sequence[int]) -> Best:
+    def try_recompute_roots(self, best: Best, roots: Sequence[int]) -> Best:
         """Return the better of `best` and the plans with chains from these roots, of which some recompute."""
-        order = sorted(roots, key=self.attention.__getitem__)
-        chains = chained(self.count, roots)
-        costs = [*accumulate(map(self.attention.__getitem__, order), initial=self.again(chains))]
+        order = sorted(roots, key=self.attention_flops.__getitem__)
+        chains = modes_of_chains(self.count, roots)
+        costs = [*accumulate(map(self.attention_flops.__getitem__, order), initial=self.recompute_flops(chains))]
 
         def recomputed(number: int) -> Modes:
             modes = list(chains)
@@ -157,17 +157,21 @@ class Search:
 
     def better(self, best: Best, modes: Modes) -> Best:
         """Return the better of `best` and the plan with these modes, as few layers of which are offloaded as must be."""
-        again = self.again(modes)
-        if again >= best.total or (offload := self.offload(modes)) is None:
+        recompute_flops = self.recompute_flops(modes)
+        if recompute_flops >= best.total or (offload := self.offload(modes)) is None:
             return best
         plan = MemoryPlan(modes, offload, *self.tiling)
-        total = again + copy_cost(self.sizes, self.job, plan)
-        return Best(total, again, plan) if (total, again) < (best.total, best.again) else best
+        total = recompute_flops + copy_cost(self.sizes, self.job, plan)
+        return (
+            Best(total, recompute_flops, plan)
+            if (total, recompute_flops) < (best.total, best.recompute_flops)
+            else best
+        )
 
     def offload(self, modes: Modes) -> tuple[bool, ...] | None:
         """Return which layers to offload, as few as fit the device; None if the host cannot take so many."""
         memory = ModesMemory(self.memory, modes)
-        most = self.furthest(memory)
+        most = self.most_offload_that_fits(memory)
         if most is None or self.decided.offload is not None:
             return most
         counts = range(sum(most))
@@ -175,9 +179,9 @@ class Search:
 
     def fits_offloaded(self, modes: Modes) -> bool:
         """True if a plan with these modes fits that offloads as many layers as the host takes."""
-        return self.furthest(ModesMemory(self.memory, modes)) is not None
+        return self.most_offload_that_fits(ModesMemory(self.memory, modes)) is not None
 
-    def furthest(self, memory: ModesMemory) -> tuple[bool, ...] | None:
+    def most_offload_that_fits(self, memory: ModesMemory) -> tuple[bool, ...] | None:
         """Return as many of the first layers as the host takes, or those decided; None if the plan does not fit then."""
         host = self.host - self.memory.host_beside_saved
         # Most plans that do not fit end here.
@@ -196,20 +200,22 @@ class Search:
     def fits(self, memory: ModesMemory, offload: Sequence[bool]) -> bool:
         return memory.device_bytes(offload) <= self.device
 
-    def again(self, modes: Modes) -> int:
-        """Return the FLOPs done again under these modes, sums of weight gradients over tiles among them."""
-        return self.summing + sum(self.costs(modes))
+    def recompute_flops(self, modes: Modes) -> int:
+        """Return the FLOPs of recomputation under these modes, with the sums of weight gradients over tiles."""
+        return self.tile_sum_flops + sum(self.costs(modes))
 
     def costs(self, modes: Modes) -> list[int]:
-        """Return the FLOPs that each layer does again."""
-        return [self.prices[key] for key in zip(self.sizes.kinds, modes, strict=True)]
+        """Return the FLOPs of recomputation of each layer."""
+        return [self.recompute_flops_by_mode[key] for key in zip(self.sizes.kinds, modes, strict=True)]
 
     @cached_property
-    def prices(self) -> dict[tuple[int, LayerMode], int]:
-        """FLOPs done again by a layer of each kind in each mode."""
+    def recompute_flops_by_mode(self) -> dict[tuple[int, LayerMode], int]:
+        """FLOPs of recomputation of a layer of each kind in each mode."""
         sizes, tiled = self.sizes, self.memory.tiled
         kinds = dict(zip(sizes.kinds, sizes.layers, strict=True))
-        return {(k, mode): run_again(sizes, self.job, kinds[k], mode, tiled=tiled) for k in kinds for mode in MODES}
+        return {
+            (k, mode): recompute_flops(sizes, self.job, kinds[k], mode, tiled=tiled) for k in kinds for mode in MODES
+        }
 
     @cached_property
     def most_saved(self) -> float:
@@ -219,13 +225,16 @@ class Search:
         return (device + 1) / (1 + SLACK) - memory.at_loss + max(0, self.host - memory.host_beside_saved)
 
     @cached_property
-    def summing(self) -> int:
+    def tile_sum_flops(self) -> int:
         return tile_cost(self.sizes, self.job, self.tiling.mlp_tile)
 
     @cached_property
-    def attention(self) -> list[int]:
+    def attention_flops(self) -> list[int]:
         """FLOPs of each layer's attention, forward: what recomputing the layer costs more than saving."""
-        return [self.prices[kind, "recompute"] - self.prices[kind, "save"] for kind in self.sizes.kinds]
+        return [
+            self.recompute_flops_by_mode[kind, "recompute"] - self.recompute_flops_by_mode[kind, "save"]
+            for kind in self.sizes.kinds
+        ]
 
 
 def rebuilds(sizes: ModelSizes) -> bool:
@@ -244,7 +253,7 @@ def chain(root: LayerMode, length: int) -> Modes:
     return (root, *uniform("rebuild", length - 1))
 
 
-def chained(count: int, roots: Sequence[int]) -> Modes:
+def modes_of_chains(count: int, roots: Sequence[int]) -> Modes:
     """Return the modes of chains that begin at these roots."""
     modes: list[LayerMode] = ["rebuild"] * count
     for root in roots:
@@ -259,13 +268,13 @@ def _first(modes: Sequence[LayerMode], number: int) -> tuple[bool, ...]:
     return (True,) * number + (False,) * (len(modes) - number)
 
 
-def feasible(sizes: ModelSizes, decided: Decided, job: Job, device: int, host: int) -> bool:
+def feasible(sizes: ModelSizes, decided: Decisions, job: Job, device: int, host: int) -> bool:
     """True if any plan fits; the best one is not looked for."""
     search = Search(sizes, job, smallest_tiling(sizes, job, decided), device, host, decided)
     return search.possible()
 
 
-def nearest_miss(sizes: ModelSizes, job: Job, host: int, decided: Decided) -> StepMemory:
+def nearest_miss(sizes: ModelSizes, job: Job, host: int, decided: Decisions) -> StepMemory:
     """Return the least memory that any plan takes, with as many layers offloaded as the host takes."""
     search = Search(sizes, job, smallest_tiling(sizes, job, decided), 0, host, decided)
     misses = []

@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from ithaca.planning.memory_plan import UNDECIDED
+from ithaca.planning.memory_plan import NO_DECISIONS
 from ithaca.planning.search.bisection import largest
 from ithaca.planning.search.choose import feasible, nearest_miss
 from ithaca.planning.search.meshes import SubMesh, meshes_of_all, meshes_of_parts
-from ithaca.planning.search.request import MeshShape, PlanRequest, Recipe, job_of, leanest, recipes
+from ithaca.planning.search.request import MeshShape, PlanRequest, Recipe, job_of, recipes, recipes_with_least_memory
 from ithaca.planning.terms.step_memory import StepMemory
 
 # Tokens from one length to the next; the length at which the search for the longest begins.
@@ -30,17 +30,17 @@ class Longest(NamedTuple):
 
 def fits(request: PlanRequest, length: int, degrees: MeshShape, recipe: Recipe) -> bool:
     """True if any plan for this length fits this mesh."""
-    return feasible(request.sizes, UNDECIDED, job_of(request, length, degrees, recipe)[0], *request.budgets)
+    return feasible(request.sizes, NO_DECISIONS, job_of(request, length, degrees, recipe)[0], *request.budgets)
 
 
 def fits_any(request: PlanRequest, length: int) -> bool:
     """True if the length fits any mesh of the machine, or of a part of it."""
-    lean = leanest(request)
+    least_memory = recipes_with_least_memory(request)
     return any(
         fits(mesh.request, length, mesh.degrees, recipe)
         for find in (meshes_of_all, meshes_of_parts)
         for mesh in find(request)
-        for recipe in lean
+        for recipe in least_memory
     )
 
 
@@ -82,13 +82,13 @@ def longest_length(request: PlanRequest, *, known: int = 0) -> int:
     best = known
     for mesh in (*meshes_of_all(request), *meshes_of_parts(request)):
         # With state on the host a device takes the longest rows: little is left to find with state on the device.
-        for recipe in reversed(leanest(request)):
+        for recipe in reversed(recipes_with_least_memory(request)):
             best = max(best, longest(*mesh, recipe, beyond=best))
     return best
 
 
-def miss(request: PlanRequest, length: int) -> tuple[SubMesh, Recipe, StepMemory] | None:
-    """Return the nearest miss with the most exact numerics; None if no mesh is possible."""
+def closest_plan_that_does_not_fit(request: PlanRequest, length: int) -> tuple[SubMesh, Recipe, StepMemory] | None:
+    """Return the plan closest to fitting, with the most exact numerics; None if no mesh is possible."""
     mesh = next(iter(meshes_of_all(request) or meshes_of_parts(request)), None)
     if mesh is None:
         return None
@@ -96,5 +96,5 @@ def miss(request: PlanRequest, length: int) -> tuple[SubMesh, Recipe, StepMemory
     misses = []
     for recipe in next(recipes(request)):
         job, _ = job_of(mesh.request, length, mesh.degrees, recipe)
-        misses.append((mesh, recipe, nearest_miss(request.sizes, job, host, UNDECIDED)))
+        misses.append((mesh, recipe, nearest_miss(request.sizes, job, host, NO_DECISIONS)))
     return min(misses, key=lambda each: max(each[2].device_bytes / device, each[2].host_bytes / host))

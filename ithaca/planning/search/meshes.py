@@ -61,7 +61,9 @@ def meshes_of_parts(request: PlanRequest) -> list[SubMesh]:
     if request.machine.world == 1 or (request.sp is not None and not every):
         return []
     work: dict[int, int] = {}
-    found = sorted(((_needs(mesh, work), mesh) for mesh in (*every, *_fewer(request))), key=lambda each: each[0])
+    found = sorted(
+        ((_needs(mesh, work), mesh) for mesh in (*every, *_meshes_with_idle_gpus(request))), key=lambda each: each[0]
+    )
     kept: list[tuple[tuple[float, ...], SubMesh]] = []
     for needs, mesh in found:
         # In this order a mesh that needs less of everything comes first.
@@ -71,7 +73,7 @@ def meshes_of_parts(request: PlanRequest) -> list[SubMesh]:
     return sorted(left, key=lambda mesh: -mesh.request.machine.world)
 
 
-def _fewer(request: PlanRequest) -> Iterator[SubMesh]:
+def _meshes_with_idle_gpus(request: PlanRequest) -> Iterator[SubMesh]:
     """Yield, for every number of GPUs in a node and every sp, the mesh of as many nodes as sp divides."""
     machine, batch = request.machine, request.batch
     for gpus in range(1, machine.gpus + 1):

@@ -100,7 +100,7 @@ def recipes(request: PlanRequest) -> Iterator[list[Recipe]]:
         yield [Recipe(precision, optimizer, each) for each in on_host]
 
 
-def leanest(request: PlanRequest) -> list[Recipe]:
+def recipes_with_least_memory(request: PlanRequest) -> list[Recipe]:
     """Return the recipes that fit wherever any recipe does."""
     *_, last = recipes(request)
     return last

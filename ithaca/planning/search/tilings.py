@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ithaca.planning.memory_plan import Decided, Job
+from ithaca.planning.memory_plan import Decisions, Job
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.activations import TensorBytes, group_bytes
 
@@ -55,7 +55,7 @@ def _power_of_two(tokens: int, least: int, whole: int) -> int:
     return min(max(power, least), whole)
 
 
-def usual_tiling(sizes: ModelSizes, job: Job, device: int, decided: Decided) -> Tiling:
+def usual_tiling(sizes: ModelSizes, job: Job, device: int, decided: Decisions) -> Tiling:
     """Return the sizes to begin with, but for those that are decided."""
     return Tiling(
         decided.mlp_tile or mlp_tile_for(sizes, job),
@@ -64,7 +64,7 @@ def usual_tiling(sizes: ModelSizes, job: Job, device: int, decided: Decided) -> 
     )
 
 
-def smallest_tiling(sizes: ModelSizes, job: Job, decided: Decided) -> Tiling:
+def smallest_tiling(sizes: ModelSizes, job: Job, decided: Decisions) -> Tiling:
     """Return the sizes that take the least memory, but for those that are decided."""
     return Tiling(
         decided.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),

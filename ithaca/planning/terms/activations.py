@@ -45,7 +45,7 @@ class TensorBytes:
     workspace_g: int
     groups: int
     rows: int
-    alone: bool
+    is_single_rank: bool
     shares_kv: bool
     fused: bool
     loss_in_place: bool
@@ -72,15 +72,15 @@ class TensorBytes:
             q=job.tokens * sizes.heads * key * c,
             kv=job.tokens * sizes.kv_heads * (key + value) * c,
             out=job.tokens * sizes.heads * value * c,
-            lse=job.whole * heads * FP32,
-            q_g=job.whole * h_g * key * c,
-            kv_g=job.whole * kv_g * (key + value) * c,
-            out_g=job.whole * h_g * value * c,
-            largest_g=job.whole * h_g * max(key, value),
-            workspace_g=job.whole * (h_g * key * FP32 + repeated),
+            lse=job.tokens_during_attention * heads * FP32,
+            q_g=job.tokens_during_attention * h_g * key * c,
+            kv_g=job.tokens_during_attention * kv_g * (key + value) * c,
+            out_g=job.tokens_during_attention * h_g * value * c,
+            largest_g=job.tokens_during_attention * h_g * max(key, value),
+            workspace_g=job.tokens_during_attention * (h_g * key * FP32 + repeated),
             groups=groups,
             rows=job.batch,
-            alone=job.sp == 1,
+            is_single_rank=job.sp == 1,
             shares_kv=split.kv_copies > sizes.kv_heads,
             fused=job.fused,
             loss_in_place=job.loss_in_place,
@@ -97,9 +97,9 @@ class TensorBytes:
         return self.out + self.lse
 
     @property
-    def arrives(self) -> bool:
+    def single_exchange(self) -> bool:
         """True if heads travel between ranks, all in one group."""
-        return not self.alone and self.groups == 1
+        return not self.is_single_rank and self.groups == 1
 
 
 def saved(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ def saved(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bo
         return (tensors.x,)
     # With one group over ranks q, k, v are kept by heads, as they arrived, and the output is kept twice: by heads for
     # attention's backward and by tokens for the projection's.
-    qkv = tensors.q_g + tensors.kv_g if tensors.arrives else tensors.q + tensors.kv
+    qkv = tensors.q_g + tensors.kv_g if tensors.single_exchange else tensors.q + tensors.kv
     attention = (qkv, tensors.out, tensors.lse, _normed(tensors, layer), _into_projection(tensors, layer))
     # The first norm's output is the input of q, k, v and, where the layer has one norm, of the MLP.
     needed = layer.inputs_needed.queries or (
@@ -149,7 +149,7 @@ def _into_projection(tensors: TensorBytes, layer: LayerSizes) -> int:
     # Adapters in a wider dtype keep their inputs in that dtype; the frozen weights beside them keep none.
     if tensors.cast:
         return tensors.cast * layer.adapted[0]
-    return tensors.out if tensors.arrives and layer.inputs_needed.projection else 0
+    return tensors.out if tensors.single_exchange and layer.inputs_needed.projection else 0
 
 
 def freed_before_attention(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
@@ -190,22 +190,22 @@ def attention_work(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode) -> 
     lasting = _lasting(_ATTENTION_STREAMS, layer, mode)
     allocations = [Allocation("residual stream", len(lasting) * tensors.x, f"{len(lasting)} X: {', '.join(lasting)}")]
     if mode != "keep":
-        allocations += _queries(tensors, layer)
+        allocations += _attention_inputs(tensors, layer)
     gradients, formula = tensors.out, "B*L*H*E*c for the output's"
     if tensors.groups > 1:
         # The groups' results are gathered in these; one group's are made after its kernel.
-        gradients += _returned(tensors)
+        gradients += _returned_gradients(tensors)
         formula += " + q, k, v (and fp32 of k, v where ranks share them)"
     allocations.append(Allocation("gradients of attention", gradients, formula))
     return [*allocations, *_group_work(tensors, kept=mode == "keep")]
 
 
-def _returned(tensors: TensorBytes) -> int:
+def _returned_gradients(tensors: TensorBytes) -> int:
     """Return the bytes of the gradients of q, k, v on the rank that owns the tokens."""
     return tensors.q + tensors.kv + (tensors.kv * FP32 // tensors.c if tensors.shares_kv else 0)
 
 
-def _queries(tensors: TensorBytes, layer: LayerSizes) -> list[Allocation]:
+def _attention_inputs(tensors: TensorBytes, layer: LayerSizes) -> list[Allocation]:
     """Return the inputs of attention, which a layer that runs again makes anew."""
     allocations = [Allocation("q, k, v", tensors.q + tensors.kv, "B*L*(H*D + K*(D+E))*c")]
     if tensors.cast:
@@ -227,9 +227,9 @@ def _group_work(tensors: TensorBytes, *, kept: bool = False) -> list[Allocation]
     """Return one head group's buffers in backward: q, k, v, output and its gradient, and the kernel's results."""
     bundle, results = tensors.q_g + tensors.kv_g + 2 * tensors.out_g, tensors.q_g + tensors.kv_g
     row = "B*S*(h*(D+2*E) + k*(D+E))*c"
-    if tensors.arrives:
+    if tensors.single_exchange:
         copies = [_one_exchange(tensors, kept=kept)]
-    elif tensors.groups > 1 and not tensors.alone:
+    elif tensors.groups > 1 and not tensors.is_single_rank:
         # With two groups no results return beside another group's buffers: the first has none before, the second none after.
         returning = 2 * results if tensors.groups > 2 else 0
         formula = f"4 {row}: received, dense, the next group's two; of three groups on 2 of dq, dk, dv returning"
@@ -261,7 +261,7 @@ def _one_exchange(tensors: TensorBytes, *, kept: bool) -> Allocation:
     else:
         received = dense = results + 2 * tensors.out_g
         formula = "2 B*S*(h*(D+2*E) + k*(D+E))*c: received, dense"
-    returning = 2 * results + _returned(tensors) - tensors.workspace_g
+    returning = 2 * results + _returned_gradients(tensors) - tensors.workspace_g
     return Allocation("exchange", received + max(dense, returning), f"{formula}; or received, and dq, dk, dv returning")
 
 
@@ -279,7 +279,7 @@ def mlp_work(
     lasting = _lasting(_MLP_STREAMS[mode == "keep"], layer, mode)[: None if tiled or kept else -1]
     allocations = [Allocation("residual stream", len(lasting) * tensors.x, f"{len(lasting)} X: {', '.join(lasting)}")]
     if mode != "keep":
-        allocations += _queries(tensors, layer)
+        allocations += _attention_inputs(tensors, layer)
     # One tile of all tokens, compiled or without a norm of the MLP's own, has only its input beside the wide values.
     narrow = 1 if kept or (not tiled and (tensors.fused or layer.one_norm)) else 4
     values = _wide_values(layer, fused=tensors.fused, kept=kept)

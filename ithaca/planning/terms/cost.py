@@ -1,4 +1,4 @@
-"""The cost that plans are ordered by: FLOPs of one rank and step that are done again, and host copies that show.
+"""The cost that plans are ordered by: FLOPs of recomputation, and the time of host copies that compute does not hide.
 
 Host copies are priced in the FLOPs that the device could have done meanwhile. A layer's copy is free while the layer's
 attention takes longer than the copy.
@@ -20,7 +20,7 @@ FLOPS_PER_TOUCHED_BYTE = 140
 SUMMED_BYTES = 2 + 4 + 4
 
 
-def run_again(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
+def recompute_flops(sizes: ModelSizes, job: Job, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
     """Return the FLOPs of a layer's forward that its backward repeats under `mode`."""
     left_out = 2 * last_product(layer, job) * job.tokens
     if mode == "keep":
@@ -43,18 +43,18 @@ def tile_cost(sizes: ModelSizes, job: Job, mlp_tile: int) -> int:
 
 
 def recompute_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
-    """Return the FLOPs that one rank does again in a step."""
+    """Return the FLOPs that one rank recomputes in a step."""
     tiled = plan.mlp_tile < job.tokens
     pairs = zip(sizes.layers, plan.layers, strict=True)
-    return sum(run_again(sizes, job, layer, mode, tiled=tiled) for layer, mode in pairs)
+    return sum(recompute_flops(sizes, job, layer, mode, tiled=tiled) for layer, mode in pairs)
 
 
 def copy_cost(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> int:
     """Return the cost of host copies that outlast the attention of their layer."""
     tensors = TensorBytes.of(sizes, job, plan.head_groups)
     shown = 0
-    for layer, mode, away in zip(sizes.layers, plan.layers, plan.offload, strict=True):
-        if away:
+    for layer, mode, offloaded in zip(sizes.layers, plan.layers, plan.offload, strict=True):
+        if offloaded:
             moved = sum(saved(tensors, layer, mode, tiled=plan.mlp_tile < job.tokens))
             shown += max(0, moved * FLOPS_PER_COPIED_BYTE - attention_flops(sizes, layer, job))
     return shown

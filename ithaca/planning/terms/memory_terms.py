@@ -69,7 +69,7 @@ def standing_terms(sizes: ModelSizes, job: Job, *, rebuilds: bool = False) -> li
     terms = [_on_one_side("weights", weights, f"{total:,} * {job.weight_bytes}{over}", job.weights_on_host)]
     if job.gathers:
         layers = GATHERED_REBUILDING if rebuilds else GATHERED
-        gathered = (layers * sizes.largest_layer + sizes.root) * job.compute_bytes
+        gathered = (layers * sizes.largest_layer + sizes.root_parameters) * job.compute_bytes
         terms.append(Term("gathered weights", gathered, 0, f"({layers} layers + embedding + head) * c"))
     formula = f"{trainable:,} * {optimizer_bytes(job):.4g}{over}"
     terms.append(_on_one_side("optimizer state", state, formula, job.optimizer_on_host))
@@ -152,7 +152,7 @@ class MemoryModel:
         return [*accumulate(self.sizes.layers_trainable[:0:-1], initial=self.sizes.head_trainable)][::-1]
 
     @cached_property
-    def unreduced(self) -> list[int]:
+    def unreduced_gradient_bytes(self) -> list[int]:
         """Bytes of gradients that FSDP2 holds whole in each layer's backward: the layer's own and the root's in the
         computing dtype, and the fp32 copy of the next layer's, whose reduce-scatter is running."""
         trained, root, c = self.sizes.layers_trainable, self.sizes.head_trainable, self.job.compute_bytes
@@ -161,9 +161,9 @@ class MemoryModel:
         return [(own + root) * c + after * FP32 for own, after in zip(trained, (*trained[1:], 0), strict=True)]
 
     @cached_property
-    def beside_activations(self) -> list[int]:
+    def gradient_bytes_by_layer(self) -> list[int]:
         """Bytes of gradients on the device in the backward of each layer."""
-        pairs = zip(self.gradients_made, self.unreduced, strict=True)
+        pairs = zip(self.gradients_made, self.unreduced_gradient_bytes, strict=True)
         return [self.gradient_bytes(made) + unreduced for made, unreduced in pairs]
 
     def gradient_bytes(self, made: int) -> int:
@@ -234,7 +234,10 @@ class ModesMemory:
         return model.standing_bytes["rebuild" in self.modes] + max(
             model.gradient_bytes(model.sizes.trainable),
             model.gradient_bytes(0) + loss + int(SLACK * loss),
-            *[beside + a + int(SLACK * a) for beside, a in zip(model.beside_activations, activations, strict=True)],
+            *[
+                beside + a + int(SLACK * a)
+                for beside, a in zip(model.gradient_bytes_by_layer, activations, strict=True)
+            ],
         )
 
     def host_bytes(self, offload: Sequence[bool]) -> int:
@@ -245,7 +248,9 @@ class ModesMemory:
         """Return the terms of the moment with the largest total."""
         model, saved = self.model, self._saved(offload)
         activations = map(add, map(add, saved.resident, saved.fetched), self.work)
-        totals = [(1 + SLACK) * a + beside for a, beside in zip(activations, model.beside_activations, strict=True)]
+        totals = [
+            (1 + SLACK) * a + beside for a, beside in zip(activations, model.gradient_bytes_by_layer, strict=True)
+        ]
         # Of equal layers the last, which backward comes to first.
         worst = len(totals) - 1 - totals[::-1].index(max(totals))
         unreduced = "layer * c + the one after it * 4 + head * c"
@@ -266,7 +271,7 @@ class ModesMemory:
                 f"{work.half} of layer {worst}, backward",
                 [
                     model.gradients(model.gradients_made[worst]),
-                    Allocation("unreduced gradients", model.unreduced[worst], unreduced),
+                    Allocation("unreduced gradients", model.unreduced_gradient_bytes[worst], unreduced),
                 ],
                 self._at_layer(worst, saved, work),
             ),

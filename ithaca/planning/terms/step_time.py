@@ -134,7 +134,7 @@ class _Step:
         self.touch = ELEMENTWISE_SHARE * machine.device.bandwidth * GIGA
         self.copy = machine.device.host_copy * GIGA
 
-    def layer(self, layer: LayerSizes, mode: LayerMode, away: bool) -> _Layer:
+    def layer(self, layer: LayerSizes, mode: LayerMode, offloaded: bool) -> _Layer:
         forward, backward = self._attention(layer)
         product = self._product(layer)
         weight_passes = 1 if self.sizes.adapters else 2
@@ -154,7 +154,7 @@ class _Step:
             ring=ring,
             weights=sum(busy) - sum(computing),
             launching=sum(max(0.0, least - s) for least, s in zip(self._launching(mode), busy, strict=True)),
-            copies=self._copies(layer, mode, *computing) if away else 0.0,
+            copies=self._copies(layer, mode, *computing) if offloaded else 0.0,
             wire=wire,
         )
 
@@ -252,7 +252,7 @@ class _Step:
 
     def root_weights(self) -> float:
         """Return the seconds of collectives that nothing hides: the first gathers and the last reduction."""
-        root = self.sizes.root
+        root = self.sizes.root_parameters
         if not self.job.gathers:
             return 0.0
         gather, _ = self._moved(root + self.sizes.layers[0].parameters)

@@ -42,7 +42,7 @@ class Machine:
         return self.gpus * self.nodes
 
     @property
-    def instant(self) -> Machine:
+    def with_free_links(self) -> Machine:
         """The machine with links that take no time, to separate computing from traffic."""
         return replace(self, link=_INSTANT, network=_INSTANT)
 
@@ -58,7 +58,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class ExchangeTraffic:
     """Bytes that one rank sends in a layer's exchanges: before and after attention, forward and backward."""
 
     forward_in: int
@@ -71,10 +71,10 @@ class Wire:
         return self.forward_in + self.forward_out + self.backward_in + self.backward_out
 
 
-def exchanged(sizes: ModelSizes, job: Job, mode: LayerMode, groups: int) -> Wire:
+def exchanged(sizes: ModelSizes, job: Job, mode: LayerMode, groups: int) -> ExchangeTraffic:
     """Return the bytes of one layer's exchanges under `mode`."""
     if job.sp == 1:
-        return Wire(0, 0, 0, 0)
+        return ExchangeTraffic(0, 0, 0, 0)
     key, value, c = sizes.key_size, sizes.value_size, job.compute_bytes
     elsewhere = job.tokens * c * (job.sp - 1) // job.sp
     qkv = elsewhere * (sizes.heads * key + sizes.split(job.sp).kv_copies * (key + value))
@@ -82,15 +82,17 @@ def exchanged(sizes: ModelSizes, job: Job, mode: LayerMode, groups: int) -> Wire
     again = (0, 0) if mode != "recompute" else (qkv, out)
     # Backward exchanges q, k, v again unless they were kept by heads, as they arrived.
     back = out if mode == "keep" and groups == 1 else qkv + 2 * out
-    return Wire(qkv, out, back + again[0], qkv + again[1])
+    return ExchangeTraffic(qkv, out, back + again[0], qkv + again[1])
 
 
 def exchange_s(machine: Machine, job: Job, sent: int) -> float:
     """Return the seconds of one all-to-all over the Ulysses ranks in which a rank sends `sent` bytes."""
     if job.sp == 1 or not sent:
         return 0.0
-    away = max(0, job.sp - machine.gpus) / (job.sp - 1)
-    return COLLECTIVE_S + max(sent * (1 - away) / _speed(machine.link), sent * away / _speed(machine.network))
+    remote_share = max(0, job.sp - machine.gpus) / (job.sp - 1)
+    return COLLECTIVE_S + max(
+        sent * (1 - remote_share) / _speed(machine.link), sent * remote_share / _speed(machine.network)
+    )
 
 
 def ring_s(sizes: ModelSizes, job: Job, machine: Machine) -> tuple[float, float]:
@@ -98,7 +100,7 @@ def ring_s(sizes: ModelSizes, job: Job, machine: Machine) -> tuple[float, float]
     if job.ring == 1:
         return 0.0, 0.0
     _, kv_heads = sizes.split(job.sp).max_local_heads
-    block = job.whole * kv_heads * (sizes.key_size + sizes.value_size)
+    block = job.tokens_during_attention * kv_heads * (sizes.key_size + sizes.value_size)
     inside = job.sp * job.ring <= machine.gpus
     speed = _speed(machine.link if inside else machine.network)
     turns = job.ring - 1

@@ -78,7 +78,7 @@ def test_loaded_sizes_adapters_are_counted_once(saves: Sequence[str]) -> None:
     sizes = loaded_sizes(ModelParts.of(model))
     assert sizes.total == sum(p.numel() for p in model.parameters())
     assert sizes.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert sizes.beside == len(saves) * sizes.embedding
+    assert sizes.trained_outside_layers == len(saves) * sizes.embedding
     assert sizes.head_trainable == ("lm_head" in saves) * sizes.embedding
 
 

@@ -75,10 +75,16 @@ def test_model_flops_adapters_equal_torch() -> None:
 
 def test_model_flops_weight_trained_in_place_adds_its_gradient() -> None:
     part = B8.layers[0].attention
-    frozen = model_flops(replace(B8, adapters=1, beside=1), {}, K)
-    trained = model_flops(replace(B8, adapters=part, in_place=part), {}, K)
+    frozen = model_flops(replace(B8, adapters=1, trained_outside_layers=1), {}, K)
+    trained = model_flops(replace(B8, adapters=part, trained_in_place=part), {}, K)
     assert trained - frozen == 2 * part * K
-    head = replace(B8, adapters=B8.embedding, beside=B8.embedding, in_place=B8.embedding, trained_head=B8.embedding)
+    head = replace(
+        B8,
+        adapters=B8.embedding,
+        trained_outside_layers=B8.embedding,
+        trained_in_place=B8.embedding,
+        trained_head=B8.embedding,
+    )
     assert model_flops(head, {}, K) - frozen == 2 * B8.embedding * K
 
 

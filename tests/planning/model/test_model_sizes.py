@@ -226,7 +226,7 @@ def test_layer_sizes_experts_count_active_parameters() -> None:
 def test_model_sizes_tied_embedding_is_counted_once() -> None:
     assert B1.total == 1_235_814_400
     assert (B1.head, B1.tied) == (0, True)
-    assert B8.root == 2 * 128256 * 4096 + 4096
+    assert B8.root_parameters == 2 * 128256 * 4096 + 4096
 
 
 def test_model_sizes_latent_attention_has_all_kv_heads() -> None:

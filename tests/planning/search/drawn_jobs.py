@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ithaca.planning.machine.hardware import DEVICES
-from ithaca.planning.memory_plan import Decided, Job
+from ithaca.planning.memory_plan import Decisions, Job
 from ithaca.planning.model.known_models import find_model, known_names
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.traffic import Machine
@@ -25,7 +25,7 @@ class DrawnJob(NamedTuple):
     job: Job
     device_budget: int
     host_budget: int
-    decided: Decided
+    decided: Decisions
     machine: Machine
 
 
@@ -63,18 +63,18 @@ def _made_up(draw: random.Random) -> ModelSizes:
     return ModelSizes.from_config(config)
 
 
-def _decided(draw: random.Random, count: int) -> Decided:
+def _decided(draw: random.Random, count: int) -> Decisions:
     if draw.random() < 0.85:
-        return Decided()
+        return Decisions()
     return draw.choice(
         (
-            Decided(offload=False),
-            Decided(offload=True),
-            Decided(layers="save"),
-            Decided(layers="recompute"),
-            Decided(layers=("save",) * (count // 2) + ("recompute",) * (count - count // 2)),
-            Decided(mlp_tile=8192),
-            Decided(offload=(True,) * (count // 2) + (False,) * (count - count // 2)),
+            Decisions(offload=False),
+            Decisions(offload=True),
+            Decisions(layers="save"),
+            Decisions(layers="recompute"),
+            Decisions(layers=("save",) * (count // 2) + ("recompute",) * (count - count // 2)),
+            Decisions(mlp_tile=8192),
+            Decisions(offload=(True,) * (count // 2) + (False,) * (count - count // 2)),
         )
     )
 
@@ -143,6 +143,8 @@ def rehearsed_jobs() -> list[DrawnJob]:
             sizes = _known(name)
         device, host = said["budgets"]
         found.append(
-            DrawnJob(sizes, Job(**said["job"]), device, host, Decided(), machine(on["device"], on["gpus"], on["nodes"]))
+            DrawnJob(
+                sizes, Job(**said["job"]), device, host, Decisions(), machine(on["device"], on["gpus"], on["nodes"])
+            )
         )
     return found

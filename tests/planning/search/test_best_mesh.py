@@ -8,7 +8,7 @@ from functools import cache
 from ithaca.planning.model.known_models import find_model
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.best_mesh import AS_FAST, best_options, option_of
-from ithaca.planning.search.longest import longest, longest_of_all, miss
+from ithaca.planning.search.longest import closest_plan_that_does_not_fit, longest, longest_of_all
 from ithaca.planning.search.meshes import all_degrees
 from ithaca.planning.search.request import MeshShape, PlanRequest, Recipe, job_of, recipes
 from ithaca.planning.terms.memory_terms import memory_of
@@ -150,7 +150,7 @@ def test_what_fits_nowhere() -> None:
     assert best_options(request, K) == []
     assert longest_of_all(request) is None
     assert longest(request, MeshShape(1, 1, 1), MIXED) == 0
-    nearest = miss(request, K)
+    nearest = closest_plan_that_does_not_fit(request, K)
     assert nearest is not None
     assert nearest[2].device_bytes > request.device_budget
-    assert miss(replace(request, sp=7), K) is None
+    assert closest_plan_that_does_not_fit(replace(request, sp=7), K) is None

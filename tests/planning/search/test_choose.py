@@ -8,7 +8,7 @@ import pytest
 
 from ithaca.constants import GIB
 from ithaca.errors import MemoryPlanError
-from ithaca.planning.memory_plan import Decided, Job, LayerMode, MemoryPlan
+from ithaca.planning.memory_plan import Decisions, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import LIBRARY, RUN_FILE
@@ -154,33 +154,33 @@ def test_pieces_follow_the_sizes() -> None:
 
 def test_what_is_given_stays() -> None:
     job = bare(32 * K)
-    whole = Decided(layers="recompute", offload=True, mlp_tile=512, loss_tile=300, head_groups=2)
+    whole = Decisions(layers="recompute", offload=True, mlp_tile=512, loss_tile=300, head_groups=2)
     plan = plan_or_refuse(B8, job, 100 * GIB, 100 * GIB, whole)
     assert plan == MemoryPlan(("recompute",) * 32, (True,) * 32, mlp_tile=512, loss_tile=300, head_groups=2)
     modes: tuple[LayerMode, ...] = ("save",) * 16 + ("recompute",) * 16
-    assert plan_or_refuse(B8, job, 100 * GIB, decided=Decided(layers=modes)).layers == modes
-    assert plan_or_refuse(B8, job, 250 * GIB, decided=Decided(layers="keep")).mlp_tile == 32 * K
-    assert not any(plan_or_refuse(B8, bare(64 * K), 55 * GIB, 200 * GIB, Decided(offload=False)).offload)
+    assert plan_or_refuse(B8, job, 100 * GIB, decided=Decisions(layers=modes)).layers == modes
+    assert plan_or_refuse(B8, job, 250 * GIB, decided=Decisions(layers="keep")).mlp_tile == 32 * K
+    assert not any(plan_or_refuse(B8, bare(64 * K), 55 * GIB, 200 * GIB, Decisions(offload=False)).offload)
 
 
 def test_what_is_offloaded_may_be_decided_alone() -> None:
     """Kept layers have nothing to offload; the modes are chosen with the decision in view."""
     job = bare(64 * K)
-    away = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB, Decided(offload=True))
+    away = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB, Decisions(offload=True))
     assert "keep" in away.layers
     assert away.offload == tuple(mode != "keep" for mode in away.layers)
-    here = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB, Decided(offload=False))
+    here = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB, Decisions(offload=False))
     free = plan_or_refuse(B8, job, 60 * GIB, 200 * GIB)
     assert any(free.offload)
     assert recompute_cost(B8, job, free) < recompute_cost(B8, job, here)
-    first = Decided(offload=(True,) * 8 + (False,) * 24)
+    first = Decisions(offload=(True,) * 8 + (False,) * 24)
     plan = plan_or_refuse(B8, job, 70 * GIB, 200 * GIB, first)
     assert plan.offload == first.offload
     assert "keep" not in plan.layers[:8]
 
 
 def test_a_refusal_says_what_decision_to_take_back() -> None:
-    kept = Decided(layers="keep", mlp_tile=4096)
+    kept = Decisions(layers="keep", mlp_tile=4096)
     with pytest.raises(MemoryPlanError, match=r"any one of these fits: memory='auto'; "):
         plan_or_refuse(B8, bare(64 * K), 60 * GIB, 200 * GIB, kept)
     phrases = LIBRARY._replace(free=RUN_FILE.free)
@@ -208,7 +208,7 @@ def test_a_refusal_says_what_decision_to_take_back() -> None:
 )
 def test_what_cannot_be_decided_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(MemoryPlanError, match=re.escape(said)):
-        Decided.of(given)
+        Decisions.of(given)
 
 
 def test_plan_and_refusal_make_few_calls() -> None:

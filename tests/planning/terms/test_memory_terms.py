@@ -136,10 +136,10 @@ def test_what_a_kept_layer_saves_over_ranks() -> None:
 
 def test_attention_of_a_kept_layer_brings_only_the_gradient() -> None:
     tensors, layer = TensorBytes.of(B8, replace(BARE, sp=8, length=8 * 128 * K), 1), B8.layers[0]
-    kept, run_again = ({p.name: p.bytes / GIB for p in attention_work(tensors, layer, mode)} for mode in MODES)
+    kept, repeated = ({p.name: p.bytes / GIB for p in attention_work(tensors, layer, mode)} for mode in MODES)
     # The output's gradient, and q, k, v as the kernel wants them; elsewhere all five, twice.
     assert kept["exchange"] == 1 + 1.5
-    assert run_again["exchange"] == 2 * 3.5
+    assert repeated["exchange"] == 2 * 3.5
     # By then the MLP's own, its norm's and the projection's input are gone.
     wide = 131072 * 3 * 14336 * 2 / GIB
     assert freed_before_attention(tensors, layer, "keep", tiled=False) / GIB == wide + 2 + 1
