@@ -1,7 +1,7 @@
 """`ithaca train`: documents to a long-context checkpoint; without arguments, a small run that needs no files.
 
-train   reads and checks the run before any rank is there, then launches the ranks
-work    trains as one rank, and prints on rank 0 the files that the run leaves
+train         reads and checks the run before any rank is there, then launches the ranks
+train_rank    trains as one rank, and prints on rank 0 the files that the run leaves
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def train(
             typer.echo(f"ithaca: {ended}", err=True)
         return
     status = launch(
-        "ithaca.cli.train:work",
+        "ithaca.cli.train:train_rank",
         (run.model_dump_json(), restart),
         processes=processes or run.launch.processes,
         device=run.launch.device,
@@ -125,7 +125,7 @@ def _read_text_config(run: RunSettings) -> dict[str, Any]:
         return {}
 
 
-def work(text: str, restart: bool = False) -> int:
+def train_rank(text: str, restart: bool = False) -> int:
     """Train as one rank; return 0, 75 if a signal stopped the run before its end, or 130 if Ctrl-C did."""
     show_own_warnings_only()
     from ithaca.config.schema import RunSettings
@@ -159,7 +159,7 @@ def describe_end(outcome: RunResult, seconds: float) -> str:
     try:
         steps = [line["loss"] for line in read_metrics(folder.metrics) if line["kind"] == "step"]
     except DataError:
-        # `work` has printed the warning.
+        # `train_rank` has printed the warning.
         steps = []
     losses = [loss for loss in steps if loss is not None]
     last = sorted(folder.checkpoints.glob("step-*"))[-1]

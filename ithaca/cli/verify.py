@@ -2,7 +2,7 @@
 
     verify      reads and checks the options before any rank is there
     _verify_on  launches `sp` ranks on the CPU, and a second set on the GPUs if there are any
-    work        builds the model and runs the checks as one rank; rank 0 prints
+    verify_rank builds the model and runs the checks as one rank; rank 0 prints
 
 Exit code 1: a check failed.
 """
@@ -148,7 +148,7 @@ def _verify_on(device: Literal["cpu", "cuda"], request: _Request, *, append: boo
             # An old report may be another model's.
             Path(request.report).unlink(missing_ok=True)
         status = launch(
-            "ithaca.cli.verify:work", given, processes=request.degree, device=device, grace=_GRACE, saves=False
+            "ithaca.cli.verify:verify_rank", given, processes=request.degree, device=device, grace=_GRACE, saves=False
         )
     if status in (INTERRUPTED, PREEMPTED):
         say_stopped("verify")
@@ -164,7 +164,7 @@ def _silence_libraries() -> None:
     warnings.simplefilter("ignore")
 
 
-def work(material: bytes, device: str, report: str) -> int:
+def verify_rank(material: bytes, device: str, report: str) -> int:
     """Run the checks as one rank; return 1 if one fails. `material`: a pickled `ithaca.verify.inputs.Material`."""
     show_own_warnings_only()
     _silence_libraries()

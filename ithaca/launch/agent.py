@@ -34,11 +34,11 @@ from typing import Any
 
 from ithaca.exit_codes import INTERRUPTED, PREEMPTED
 from ithaca.launch.failures import find_cause
-from ithaca.launch.nodes import Meeting, Nodes, meet
+from ithaca.launch.nodes import Nodes, Rendezvous, meet
 from ithaca.launch.scratch import scratch_folder
 from ithaca.launch.stopped import handling
 from ithaca.launch.terminal import say_beside_a_bar
-from ithaca.launch.worker import Entry, Report, read_statuses, work
+from ithaca.launch.worker import Entry, Report, read_statuses, run_worker
 
 # Seconds that the other ranks have after one rank failed.
 LINGER = 5.0
@@ -53,7 +53,7 @@ class Stopped(Exception):
 class Agent:
     """The ranks of this machine by global rank, and the signals that came for them.
 
-    `saves`: True if the ranks have something to save. `asked`: the first signal, or 0. `hurried`: True after a second
+    `saves`: True if the ranks have something to save. `stop_signal`: the first signal, or 0. `hurried`: True after a second
     Ctrl-C. `idle`: True while there are no ranks yet, or none any more, so that a signal ends the agent's own waiting.
     """
 
@@ -61,13 +61,13 @@ class Agent:
     saves: bool = True
     ranks: dict[int, BaseProcess] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
-    asked: int = 0
+    stop_signal: int = 0
     hurried: bool = False
     idle: bool = False
 
     @property
     def stopped_status(self) -> int:
-        return INTERRUPTED if self.asked == signal.SIGINT else PREEMPTED
+        return INTERRUPTED if self.stop_signal == signal.SIGINT else PREEMPTED
 
     @property
     def codes(self) -> dict[int, int]:
@@ -79,19 +79,19 @@ class Agent:
 
     def receive(self, number: int, _frame: object = None) -> None:
         """Record a signal, which `watch` passes on: a handler runs between any two instructions and does no more."""
-        self.hurried = self.hurried or (self.asked != 0 and number == signal.SIGINT)
-        self.asked = self.asked or number
+        self.hurried = self.hurried or (self.stop_signal != 0 and number == signal.SIGINT)
+        self.stop_signal = self.stop_signal or number
         if self.idle:
             raise Stopped
 
-    def start(self, entry: Entry, args: Sequence[Any], meeting: Meeting, folder: str) -> None:
+    def start(self, entry: Entry, args: Sequence[Any], rendezvous: Rendezvous, folder: str) -> None:
         # A rank inherits what is ignored, and ignores Ctrl-C until it has left the terminal's process group.
         with handling({signal.SIGINT: signal.SIG_IGN}):
-            for local in range(meeting.counts[meeting.node]):
-                os.environ.update(meeting.variables(local))
-                process = get_context("spawn").Process(target=work, args=(entry, tuple(args), folder))
+            for local in range(rendezvous.counts[rendezvous.node]):
+                os.environ.update(rendezvous.variables(local))
+                process = get_context("spawn").Process(target=run_worker, args=(entry, tuple(args), folder))
                 process.start()
-                self.ranks[meeting.first + local] = process
+                self.ranks[rendezvous.first + local] = process
 
     def watch(self, machines_parted: Callable[[], bool]) -> None:
         """Return when every rank has ended: by itself, after a signal or a failure, or killed at the deadline."""
@@ -99,7 +99,7 @@ class Agent:
         while alive := [process for process in self.ranks.values() if process.is_alive()]:
             wait([process.sentinel for process in alive], _PERIOD)
             now = time.monotonic()
-            if self.asked and not passed_on:
+            if self.stop_signal and not passed_on:
                 passed_on, deadline = True, min(deadline, now + self.grace)
                 for process in alive:
                     # SIGTERM whatever came: a rank that is still importing dies of it without a word.
@@ -148,13 +148,13 @@ def start_ranks(
     with scratch_folder() as folder, _environment(variables), handling(dict.fromkeys(handled, agent.receive)):
         try:
             agent.idle = True
-            meeting = meet(nodes, processes)
+            rendezvous = meet(nodes, processes)
             agent.idle = False
-            agent.start(entry, args, meeting, folder)
-            agent.watch(meeting.parted)
+            agent.start(entry, args, rendezvous, folder)
+            agent.watch(rendezvous.store_is_gone)
             if not agent.failed:
                 agent.idle = True
-                meeting.wait_for_all()
+                rendezvous.wait_for_all()
         except Stopped:
             return agent.stopped_status
         finally:
@@ -167,11 +167,11 @@ def _conclude(agent: Agent, folder: str) -> int:
     """Print the first cause of a failure, if there was one, and return the status to exit with."""
     if not agent.failed:
         status = max(read_statuses(folder), default=0)
-        return agent.stopped_status if status == PREEMPTED and agent.asked else status
+        return agent.stopped_status if status == PREEMPTED and agent.stop_signal else status
     reports = Report.read_all(folder)
-    if agent.asked and all(report.consequence for report in reports):
+    if agent.stop_signal and all(report.consequence for report in reports):
         # The signal ended ranks that were starting, or the grace was over, or Ctrl-C came again.
-        if agent.saves and agent.killed and agent.asked != signal.SIGINT:
+        if agent.saves and agent.killed and agent.stop_signal != signal.SIGINT:
             say_beside_a_bar(
                 f"the ranks had not saved within {agent.grace:g} s and were ended: the last checkpoint stands"
             )

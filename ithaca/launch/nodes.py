@@ -34,7 +34,7 @@ _BARRIER = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The number of machines, the rank of this one, and the `host:port` of node 0 where they meet within `patience` s.
+    """The number of machines, the rank of this one, and the `host:port` of node 0 where they meet within `timeout_s` s.
 
     `rank`: None if not given; the machine that `host` names then holds the port.
     """
@@ -42,7 +42,7 @@ class Nodes:
     count: int = 1
     rank: int | None = None
     endpoint: str = "127.0.0.1:0"
-    patience: int = 900
+    timeout_s: int = 900
 
 
 def find_nodes(
@@ -84,7 +84,7 @@ def _check_endpoint(rendezvous: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """The machines after they met: this one is number `node`, and `counts` has the ranks that each of them starts."""
 
     store: TCPStore
@@ -116,7 +116,7 @@ class Meeting:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
 
-    def parted(self) -> bool:
+    def store_is_gone(self) -> bool:
         """Return True if the store is gone, and the first machine with it."""
         try:
             return not self.store.check([_key(self.node)])
@@ -130,13 +130,13 @@ class Meeting:
             _wait_until(lambda: self.store.add("ithaca/done", 0) >= len(self.counts), time.monotonic() + _BARRIER)
 
 
-def meet(nodes: Nodes, processes: int) -> Meeting:
+def meet(nodes: Nodes, processes: int) -> Rendezvous:
     """Wait until all machines are there; this one will start `processes` ranks."""
     from torch.distributed import TCPStore
 
     host, _, port = nodes.endpoint.rpartition(":")
     first = _is_own(host) if nodes.rank is None else nodes.rank == 0
-    deadline = time.monotonic() + nodes.patience
+    deadline = time.monotonic() + nodes.timeout_s
     keys = [_key(node) for node in range(nodes.count)]
     try:
         if not first:
@@ -145,10 +145,10 @@ def meet(nodes: Nodes, processes: int) -> Meeting:
         node = 0 if first else nodes.rank or store.add("ithaca/nodes", 1)
         store.set(_key(node), str(processes))
         _wait_until(lambda: store.check(keys), deadline)
-        return Meeting(store, host, node, tuple(int(store.get(key)) for key in keys))
+        return Rendezvous(store, host, node, tuple(int(store.get(key)) for key in keys))
     except (OSError, RuntimeError):
         raise ConfigError(
-            f"not all of {nodes.count} nodes met at {nodes.endpoint} within {nodes.patience} s: start the same command "
+            f"not all of {nodes.count} nodes met at {nodes.endpoint} within {nodes.timeout_s} s: start the same command "
             "on each, --rendezvous naming a free port of the node with --node-rank 0 that the others can reach"
         ) from None
 

@@ -70,7 +70,7 @@ class Report:
         ]
 
 
-def work(entry: Entry, args: Sequence[Any], folder: str) -> None:
+def run_worker(entry: Entry, args: Sequence[Any], folder: str) -> None:
     """Run the entry as one rank, and leave its status in `folder`, or a report if the entry fails."""
     rank = int(os.environ["RANK"])
     _follow_parent()

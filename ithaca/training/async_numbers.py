@@ -21,7 +21,7 @@ class AsyncNumbers:
         flat = torch.cat([number.to(device, torch.float64).flatten() for number in numbers.values()])
         # torch copies to pinned memory where `non_blocking` is set.
         self._numbers = flat.to("cpu", non_blocking=True)
-        self._end = mark(device)
+        self._end = record_event(device)
 
     def read(self) -> dict[str, Any]:
         """Return the numbers as floats and lists; wait for this step, but not for steps launched later."""
@@ -33,10 +33,10 @@ class AsyncNumbers:
         }
 
     def seconds_since(self, start: AsyncNumbers | Any) -> float:
-        """Return the seconds from another step's end, or from a `mark`, to this step's end; both must have passed."""
+        """Return the seconds from another step's end, or from a `record_event`, to this step's end; both must have passed."""
         return seconds_between(start._end if isinstance(start, AsyncNumbers) else start, self._end)
 
 
-def mark(device: torch.device) -> Any:
+def record_event(device: torch.device) -> Any:
     """Record the present moment: on a GPU the moment at which its stream gets there."""
     return moment(device, awaited=True)

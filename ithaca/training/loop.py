@@ -35,7 +35,7 @@ from ithaca.loss.causal import MicroBatch, agree_on, micro_loss
 from ithaca.planning.model.flops import model_flops
 from ithaca.state.checkpoint.state_tensors import set_rate
 from ithaca.state.optimizer.clipping import clipped_step, gradient_norm
-from ithaca.training.async_numbers import AsyncNumbers, mark
+from ithaca.training.async_numbers import AsyncNumbers, record_event
 from ithaca.training.run.display import Display
 from ithaca.training.run.metrics import Journal
 from ithaca.training.run.progress import RunProgress
@@ -94,7 +94,7 @@ class StageLoop:
 
     def advance(self) -> None:
         """Launch one step; then settle the step before, and this step too if steps are long."""
-        self.watch.at(f"step {self.progress.total + 1}")
+        self.watch.pass_boundary(f"step {self.progress.total + 1}")
         timed = (self.progress.total + 1) % self.run.metrics.apart_every == 0
         with CLOCK.recording(self.session.mesh.device) if timed else nullcontext() as spans:
             launched = self.launch(self.progress, spans)
@@ -139,7 +139,7 @@ class StageLoop:
     def launch(self, progress: RunProgress, spans: Spans | None) -> LaunchedStep:
         """Hand a whole step to the device, without waiting for the device. `spans`: None unless the step is timed."""
         session, stage, device = self.session, self.session.stage, self.session.mesh.device
-        began = mark(device)
+        began = record_event(device)
         set_seed(step_seed(self.run.seed, progress.total, session.mesh.rank), device)
         rate = rate_at(self.run.stages, session.number, progress.step)
         for group in session.optimizer.param_groups:
@@ -172,7 +172,7 @@ class StageLoop:
             part = micro_loss(session.model, micro, session.mesh, targets, by_position=self.by_position)
             part.backward()
             loss += part.detach()
-        self.watch.at("gradient norm")
+        self.watch.pass_boundary("gradient norm")
         parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
         norm = gradient_norm(parameters, session.mesh.device)
         clipped_step(session.optimizer, norm, loss, self.run.optimizer.clip)
@@ -206,7 +206,7 @@ class StageLoop:
     def _validate(self, progress: RunProgress) -> None:
         if self.session.held_out is None:
             return
-        with self.watch.patient(10 * self.run.limits.hang, "validation"):
+        with self.watch.expect_long(10 * self.run.limits.hang, "validation"):
             facts = validate(self.session, self.session.held_out, self.run.validation.rows)
         self.journal.write("validation", progress.total, stage=self.session.number + 1, **facts)
         loss = "none, no token of it is learned," if facts["loss"] is None else f"{facts['loss']:.4f}"

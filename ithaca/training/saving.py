@@ -51,7 +51,7 @@ class RunSaver:
             "ended": feed if ended else {},
             "degrees": {"dp": session.mesh.dp, "sp": session.mesh.sp},
         }
-        with context.watch.patient(3600.0, "checkpoint"):
+        with context.watch.expect_long(3600.0, "checkpoint"):
             # A run that resumes from this checkpoint finds the metrics of all steps before it.
             context.journal.flush()
             try:
@@ -66,7 +66,7 @@ class RunSaver:
 
     def end_stage(self, session: Session, progress: RunProgress) -> RunProgress:
         """Save a checkpoint that stays and export its model; return the progress at the next stage's start."""
-        with self.context.watch.patient(3600.0, "export"):
+        with self.context.watch.expect_long(3600.0, "export"):
             if not progress.taken:
                 raise UntrainedError(
                     f"stage {progress.stage + 1} is over and none of its {session.stage.count} steps was taken "
@@ -88,7 +88,7 @@ class RunSaver:
 
         def write() -> bool:
             try:
-                return context.folder.put(target, partial(export_checkpoint, path), mark_of(path))
+                return context.folder.write_export(target, partial(export_checkpoint, path), mark_of(path))
             except (OSError, SafetensorError) as error:
                 raise UnwrittenError(
                     f"{target} was not written ({error}), but {path}, which it is made of, is whole: make room, and the same "

@@ -1,7 +1,7 @@
 """The start of a run: the model's folder, the documents, and the checkpoint from which the run goes on.
 
-find_start    model folder ─ stages refused or warned of ─ newest whole checkpoint ─ documents tokenized
-take_over     documents compared with the checkpoint's ─ metrics cut back to it ─ run.yaml written
+find_start        model folder ─ stages refused or warned of ─ newest whole checkpoint ─ documents tokenized
+adopt_run_folder  documents compared with the checkpoint's ─ metrics cut back to it ─ run.yaml written
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def find_start(context: RunContext, *, restart: bool) -> RunStart:
     source = find_model(context)
     _check_stages(context, source)
     origin = read_origin(Path(source), weights=run.lora is not None)
-    with context.watch.patient(3600.0, "reading checkpoints"):
+    with context.watch.expect_long(3600.0, "reading checkpoints"):
         checkpoint = context.checkpoints.latest(restart=restart)
         facts = {} if checkpoint is None else context.checkpoints.read_facts(checkpoint)
         found = RunProgress() if checkpoint is None else read_progress(facts, checkpoint)
@@ -104,9 +104,9 @@ def find_start(context: RunContext, *, restart: bool) -> RunStart:
         identity = context.on_rank_0(lambda: _identify(facts, context.folder, restart))
         # A checkpoint of an earlier version names no run, nor do the models beside it.
         if checkpoint is None or RUN in facts:
-            context.on_rank_0(lambda: context.folder.refuse_strangers(run, progress, identity))
+            context.on_rank_0(lambda: context.folder.refuse_foreign_exports(run, progress, identity))
     display.note("reading the documents")
-    with context.watch.patient(24 * 3600.0, "preparing data"):
+    with context.watch.expect_long(24 * 3600.0, "preparing data"):
         prepared, tokenizer = prepare_documents(context, source)
     for note in prepared.left_out:
         display.say(f"warning: {note}")
@@ -172,7 +172,7 @@ def prepare_documents(context: RunContext, source: str) -> tuple[Prepared, str |
     return prepared, name
 
 
-def take_over(context: RunContext, start: RunStart) -> None:
+def adopt_run_folder(context: RunContext, start: RunStart) -> None:
     """Make the folder this run's: refuse changed documents, cut the metrics back, write the settings."""
     run, progress, path = context.run, start.progress, start.checkpoint
     if path is not None:

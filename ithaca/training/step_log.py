@@ -33,7 +33,7 @@ logger = logging.getLogger("ithaca")
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that was handed to the device. `began`: a `mark`; `numbers`: on their way to the host.
+    """A step that was handed to the device. `began`: a `record_event`; `numbers`: on their way to the host.
 
     `spans`: times of exchange and attention, None unless the metrics line of this step has them.
     """
@@ -72,7 +72,7 @@ class StepLog:
     def __init__(self, run: RunSettings, session: Session, journal: Journal, display: Display) -> None:
         self.run, self.session, self.journal, self.display = run, session, journal, display
         self.peak = _device_peak(session.mesh)
-        self.held = held_bytes(session.model, session.optimizer)
+        self.bytes_by_tensor_kind = held_bytes(session.model, session.optimizer)
         self.warned = False
 
     def add(self, launched: LaunchedStep, result: StepResult, progress: RunProgress) -> None:
@@ -96,10 +96,10 @@ class StepLog:
         ends = before.step == 0 or after.step == session.stage.count
         if after.total % metrics.every and result.apart is None and result.finite and not ends:
             return
-        if not self.held["optimizer"]:
+        if not self.bytes_by_tensor_kind["optimizer"]:
             # AdamW makes its moments in the first step.
-            self.held = held_bytes(session.model, session.optimizer)
-        memory = memory_by_kind(self.held, session.mesh)
+            self.bytes_by_tensor_kind = held_bytes(session.model, session.optimizer)
+        memory = memory_by_kind(self.bytes_by_tensor_kind, session.mesh)
         # A silent step has no throughput.
         speed = session.stage.batch * session.stage.length / result.seconds if result.targets else None
         facts: dict[str, Any] = {

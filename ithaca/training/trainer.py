@@ -1,7 +1,7 @@
 """`train(run)`: one rank's part of a run, from an empty folder or from the last checkpoint to the last stage's model.
 
-    find_start ── take_over ──┬─ build stage ── StageLoop: steps ── checkpoint, export ─┬── done
-                              └──────────────── next stage ─────────────────────────────┘
+    find_start ── adopt_run_folder ──┬─ build stage ── StageLoop: steps ── checkpoint, export ─┬── done
+                                     └──────────────── next stage ─────────────────────────────┘
     a signal, anywhere:  all ranks stop at one boundary ── settle ── checkpoint ── status 75
 
 A step is a function of the weights, the optimizer's state, the stage and the step's number: rows are found by number,
@@ -35,7 +35,7 @@ from ithaca.training.run.progress import RunProgress, read_progress
 from ithaca.training.run.run_folder import RunFolder
 from ithaca.training.saving import RunSaver
 from ithaca.training.session import Session, build_session
-from ithaca.training.start import RunContext, RunStart, find_start, refusal_or_full_disk, take_over
+from ithaca.training.start import RunContext, RunStart, adopt_run_folder, find_start, refusal_or_full_disk
 from ithaca.training.watch.watch import Preempted, Watch
 
 
@@ -90,7 +90,7 @@ class _Stages:
         context, stages = self.context, self.context.run.stages
         progress, path = self.start.progress, self.start.checkpoint
         try:
-            take_over(context, self.start)
+            adopt_run_folder(context, self.start)
             if path is not None and progress.stage and not progress.step:
                 self.saver.export(progress)
             while progress.stage < len(stages):
@@ -108,7 +108,7 @@ class _Stages:
     def _run_stage(self, progress: RunProgress, path: Path | None) -> RunProgress:
         """Build one stage, run it from `progress` to its end, and return the progress at the next stage's start."""
         context = self.context
-        with context.watch.patient(3600.0, "building the stage"):
+        with context.watch.expect_long(3600.0, "building the stage"):
             facts = {} if path is None else context.checkpoints.read_facts(path)
             session = self._build(progress, path, facts)
             pending = PendingWrites.of(context.run, progress, context.folder.checkpoints)
@@ -156,7 +156,7 @@ class _Stages:
 
     def _any_rank_asked(self) -> bool:
         """True on all ranks if one of them was asked to stop; a signal may have come to one rank a moment ago."""
-        asked = torch.tensor(float(self.context.watch.asked_here), device=self.mesh.device)
+        asked = torch.tensor(float(self.context.watch.stop_requested_here), device=self.mesh.device)
         dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.mesh.world_group)
         return bool(asked.item())
 
@@ -169,7 +169,7 @@ class _Stages:
         context, saver = self.context, self.saver
         goes_on = "goes on from the last checkpoint" if progress.total else "begins at step 1"
         text = f" with nothing new to save: the same command {goes_on}"
-        with context.watch.patient(context.run.limits.grace, "saving before the end"):
+        with context.watch.expect_long(context.run.limits.grace, "saving before the end"):
             try:
                 context.checkpoints.wait()
             except CheckpointError:

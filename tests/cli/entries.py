@@ -79,7 +79,7 @@ def saves(folder: str) -> int:
         _mark(folder, "started", str(os.getpid()))
         try:
             while True:
-                watch.at("step")
+                watch.pass_boundary("step")
                 dist.all_reduce(torch.ones(1))
                 time.sleep(0.05)
         except Preempted:
@@ -102,7 +102,7 @@ def hang(folder: str) -> int:
     mesh = init_mesh(sp=2, device="cpu")
     with Watch.of(mesh, hang=2) as watch:
         for step in range(1000):
-            watch.at(f"forward layer {step}")
+            watch.pass_boundary(f"forward layer {step}")
             if step == 5 and mesh.rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             dist.all_reduce(torch.ones(1))

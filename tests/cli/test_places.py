@@ -108,7 +108,7 @@ def test_missing_node_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"not all of 2 nodes met at 127\.0\.0\.1:1 within 1 s: start the same command"
     ):
-        meet(Nodes(2, 1, "127.0.0.1:1", patience=1), 1)
+        meet(Nodes(2, 1, "127.0.0.1:1", timeout_s=1), 1)
 
 
 def test_processes_auto_counts_devices(monkeypatch: pytest.MonkeyPatch) -> None:

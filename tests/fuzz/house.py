@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from ithaca.cli.train import work
+from ithaca.cli.train import train_rank
 from ithaca.config.schema import RunSettings, dump_run, read_run
 from ithaca.planning.machine.calibrated import Measured, write_measured
 from ithaca.planning.machine.hardware import H200
@@ -67,7 +67,7 @@ def train_in(root: str, output: str, stop: int | None = None, **stage: Any) -> d
     try:
         if stop is not None:
             return _train(run.model_dump_json(), stop=stop)
-        status = work(run.model_dump_json())
+        status = train_rank(run.model_dump_json())
         # Of a run that is done a journal that was taken away is not written again.
         there = (Path(run.output) / "metrics.jsonl").exists()
         return {"status": status, "metrics": metrics(run) if there else [], "sum": export_sum(run)}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ithaca.launch import agent as module
 from ithaca.launch.agent import Agent, Stopped
-from ithaca.launch.nodes import Meeting, Nodes, meet
+from ithaca.launch.nodes import Nodes, Rendezvous, meet
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_signal_while_idle_ends_the_wait() -> None:
 
 def test_environment_of_a_rank_joins_the_store_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Holds torch to TORCHELASTIC_USE_AGENT_STORE, which it does not document."""
-    meeting = meet(Nodes(), 2)
-    for name, value in meeting.variables(0).items():
+    rendezvous = meet(Nodes(), 2)
+    for name, value in rendezvous.variables(0).items():
         monkeypatch.setenv(name, value)
     store, rank, world = next(dist.rendezvous("env://"))
     assert (rank, world, store.get("ithaca/ranks/0")) == (0, 2, b"2")
@@ -100,6 +100,6 @@ def test_environment_of_a_rank_joins_the_store_of_the_agent(monkeypatch: pytest.
 
 def test_machines_with_different_counts_have_consecutive_ranks() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = Meeting(store, "127.0.0.1", 1, (2, 3, 1)).variables(2)
+    variables = Rendezvous(store, "127.0.0.1", 1, (2, 3, 1)).variables(2)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
     assert [variables[name] for name in names] == ["4", "6", "2", "3", "1", "3"]

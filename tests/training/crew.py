@@ -84,8 +84,8 @@ def voyage(crew: Crew, seed: int, boundaries: int, askers: int) -> dict[int, Any
         asks = chance.randrange(boundaries) if watch.rank < askers else -1
         for number in range(boundaries):
             if number == asks:
-                watch.ask()
-            watch.at(f"layer {number}")
+                watch.request_stop()
+            watch.pass_boundary(f"layer {number}")
             time.sleep(chance.choice([0.0, 0.0, 0.001, 0.004]))
             if number % 3 == 2:
                 crew.collective()

@@ -81,7 +81,7 @@ def run_train(world: int, run: RunSettings, **options: Any) -> dict[str, Any]:
 def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, Any]:
     """Train; `stop`: ask for a stop after so many steps, at the first boundary whose label starts with `at`."""
     run = RunSettings.model_validate_json(text)
-    advance, boundary, armed = loop.StageLoop.advance, Watch.at, [False]
+    advance, boundary, armed = loop.StageLoop.advance, Watch.pass_boundary, [False]
     say, said = Display.say, []
 
     def arming(self: loop.StageLoop) -> None:
@@ -89,10 +89,10 @@ def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, An
         advance(self)
 
     def asking(self: Watch, label: str) -> None:
-        if armed[0] and label.startswith(at) and not self.asked:
-            self.ask()
+        if armed[0] and label.startswith(at) and not self.stop_requested:
+            self.request_stop()
             # The request travels through the store: wait for it, as a long layer would.
-            while not self.asked:
+            while not self.stop_requested:
                 time.sleep(0.01)
         boundary(self, label)
 
@@ -101,10 +101,10 @@ def _train(text: str, stop: int | None = None, at: str = "step") -> dict[str, An
         say(self, line)
 
     try:
-        loop.StageLoop.advance, Watch.at, Display.say = arming, asking, saying  # type: ignore[method-assign]
+        loop.StageLoop.advance, Watch.pass_boundary, Display.say = arming, asking, saying  # type: ignore[method-assign]
         result = train(run)
     finally:
-        loop.StageLoop.advance, Watch.at, Display.say = advance, boundary, say  # type: ignore[method-assign]
+        loop.StageLoop.advance, Watch.pass_boundary, Display.say = advance, boundary, say  # type: ignore[method-assign]
     found = {"finished": result.finished, "progress": result.progress, "metrics": metrics(run), "sum": export_sum(run)}
     return {**found, "said": said}
 

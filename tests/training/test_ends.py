@@ -341,7 +341,7 @@ def with_no_room_at_the_end(text: str, what: str, stops: bool) -> dict[str, Any]
 
     def ending(self: Any, session: Any, progress: RunProgress) -> RunProgress:
         if stops and self.context.mesh.rank == 1:
-            self.context.watch.ask()
+            self.context.watch.request_stop()
         return ended(self, session, progress)
 
     try:

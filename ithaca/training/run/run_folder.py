@@ -57,7 +57,7 @@ class RunFolder:
         """Return the folder for the model after stage `number` (from 0)."""
         return self.root / "stages" / f"{number + 1}-{length}"
 
-    def put(self, target: Path, write: Callable[[Path], object], mark: ExportMark) -> bool:
+    def write_export(self, target: Path, write: Callable[[Path], object], mark: ExportMark) -> bool:
         """Write a model whole or not at all; return False if the same model is there already.
 
         An earlier model of this run is replaced; anybody else's folder is refused.
@@ -80,7 +80,7 @@ class RunFolder:
         replace_folder(part, target, old)
         return True
 
-    def refuse_strangers(self, run: RunSettings, progress: RunProgress, identity: str) -> None:
+    def refuse_foreign_exports(self, run: RunSettings, progress: RunProgress, identity: str) -> None:
         """Refuse, before the first step, anybody else's folder where a stage's model would be written."""
         for number in range(progress.stage, len(run.stages)):
             target = self.stage(number, run.stages[number].length)

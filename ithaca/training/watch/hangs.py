@@ -20,7 +20,7 @@ _WAITS = (os.path.join("torch", "distributed"), _WATCH)
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Heartbeat:
     """The heartbeat of one rank: boundaries passed, the last one's label, seconds since, and the line of code.
 
     `waits`: True if the rank is inside a collective.
@@ -38,11 +38,11 @@ class Post:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: bytes | str) -> Post:
+    def read(cls, text: bytes | str) -> Heartbeat:
         return cls(**json.loads(text))
 
 
-def explain(posts: Sequence[Post], silent: Collection[int], now: float) -> str:
+def explain(posts: Sequence[Heartbeat], silent: Collection[int], now: float) -> str:
     """Return one sentence with the ranks behind and the label at which others wait; `silent`: ranks that post no more."""
     behind = _behind(posts, silent)
     others = [post for post in posts if post not in behind]
@@ -64,7 +64,7 @@ def explain(posts: Sequence[Post], silent: Collection[int], now: float) -> str:
     return f"{text}; {name_ranks([post.rank for post in others])} {wait} for it {where}{_at(others[0])}"
 
 
-def _behind(posts: Sequence[Post], silent: Collection[int]) -> list[Post]:
+def _behind(posts: Sequence[Heartbeat], silent: Collection[int]) -> list[Heartbeat]:
     if silent:
         return [post for post in posts if post.rank in silent]
     least = min(post.count for post in posts)
@@ -74,7 +74,7 @@ def _behind(posts: Sequence[Post], silent: Collection[int]) -> list[Post]:
     return busy if len(busy) < len(posts) or len(posts) == 1 else []
 
 
-def _at(post: Post) -> str:
+def _at(post: Heartbeat) -> str:
     return f" ({post.where})" if post.where else ""
 
 

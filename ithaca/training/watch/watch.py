@@ -1,18 +1,18 @@
 """`Watch`, the watchdog of a rank: progress, stops that all ranks agree on, and hangs reported with the rank behind.
 
-    training thread     at("forward layer 3") ─ count 42 ─ at("forward layer 4") ─ count 43 ─ ... raises Preempted
+    training thread     pass_boundary("forward layer 3") ─ count 42 ─ pass_boundary("forward layer 4") ─ 43 ─ ... Preempted
     thread `_listen`    signals, heartbeats, stops ──────┐
     thread `_guard`     a store that does not answer     │
                                                          ▼
-    store (of rank 0, or of the first machine's agent)   beat/RANK  asked  at/RANK  failed  gone/RANK
+    store (of rank 0, or of the first machine's agent)   beat/RANK  stop_requested  at/RANK  failed  gone/RANK
 
 Every rank passes the same boundaries in the same order: steps, and each layer's forward and backward. The training
 thread only counts them, without a call to the store, so a collective that waits cannot hold the watchdog up.
 
 A stop of all ranks at one boundary, after a signal on any rank:
 
-    1. a rank that got the signal sets `asked` in the store
-    2. each rank's watch first sets its own flag `_asked`, then posts its count of boundaries
+    1. a rank that got the signal sets `stop_requested` in the store
+    2. each rank's watch first sets its own flag `_stop_requested`, then posts its count of boundaries
     3. the target is the largest posted count plus one
     4. a training thread raises `Preempted` when its count reaches the target
 
@@ -41,7 +41,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ithaca.exit_codes import HANG, INTERRUPTED, PEER
 from ithaca.mesh import Mesh
-from ithaca.training.watch.hangs import Post, explain, locate
+from ithaca.training.watch.hangs import Heartbeat, explain, locate
 from ithaca.training.watch.layer_boundaries import put_boundaries
 from ithaca.training.watch.signals import Signals
 from ithaca.training.watch.throttle import Throttle
@@ -80,18 +80,18 @@ class Watch:
         self._moved = time.monotonic()
         self._trainer: int | None = None
         self._throttle = Throttle() if device and device.type == "cuda" else None
-        # The stop: asked for on any rank; the target known; this rank's count posted; Preempted raised here.
-        self._asked, self._known, self._closing = threading.Event(), threading.Event(), threading.Event()
+        # The stop: requested on any rank; the target known; this rank's count posted; Preempted raised here.
+        self._stop_requested, self._known, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._target = 0
         self._stopped = self._posted = False
         self._lock = threading.Lock()
         self._signals = Signals()
         self._interrupts = 0
-        self._asked_here = False
+        self._stop_requested_here = False
         self._beaten = self._polled = self._began = 0.0
         self._store_lost: float | None = None
         # Since when a hang is being reported, and the posts at that time on the one rank that reports.
-        self._reporting: tuple[float, list[Post] | None] | None = None
+        self._reporting: tuple[float, list[Heartbeat] | None] | None = None
         self._threads: list[threading.Thread] = []
 
     @classmethod
@@ -121,31 +121,31 @@ class Watch:
     # On the training thread.
 
     @property
-    def asked(self) -> bool:
-        """True if a stop was asked for on any rank; it comes at one of the next boundaries."""
-        return self._asked.is_set()
+    def stop_requested(self) -> bool:
+        """True if a stop was requested on any rank; the ranks stop at one of the next boundaries."""
+        return self._stop_requested.is_set()
 
     @property
-    def asked_here(self) -> bool:
-        """True if a stop was asked for on this rank, even if the other ranks do not know yet."""
-        return self._asked_here or self.asked
+    def stop_requested_here(self) -> bool:
+        """True if a stop was requested on this rank, even if the other ranks do not know yet."""
+        return self._stop_requested_here or self.stop_requested
 
     @property
     def interrupted(self) -> bool:
         """True if Ctrl-C reached this rank."""
         return self._interrupts > 0
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Ask all ranks to stop, as a signal does."""
-        self._asked_here = True
+        self._stop_requested_here = True
 
-    def at(self, label: str) -> None:
+    def pass_boundary(self, label: str) -> None:
         """Pass a boundary, in the same order on all ranks; raise `Preempted` at the boundary where all ranks stop."""
         self._trainer = threading.get_ident()
         reached = label if self._throttle is None else self._throttle.advance(label, self.label)
         self.count += 1
         self.label, self._moved = reached, time.monotonic()
-        if self._asked.is_set() and not self._stopped:
+        if self._stop_requested.is_set() and not self._stopped:
             self._known.wait()
             self._moved = time.monotonic()
             if self.count >= self._target:
@@ -156,10 +156,10 @@ class Watch:
         """Put a boundary before every layer's forward and backward; return the function that removes them."""
         if not layers and self.rank == 0:
             logger.warning("this model names no layers: a stop or a hang is seen between steps only")
-        return put_boundaries(layers, self.at)
+        return put_boundaries(layers, self.pass_boundary)
 
     @contextmanager
-    def patient(self, seconds: float, label: str) -> Iterator[None]:
+    def expect_long(self, seconds: float, label: str) -> Iterator[None]:
         """Allow `seconds` without a boundary inside, for work that is no step."""
         before = self.label, self.limit
         self.label, self.limit, self._moved = label, max(self.limit, seconds), time.monotonic()
@@ -203,7 +203,7 @@ class Watch:
         while not self._closing.is_set():
             for number in self._signals.receive(self.poll):
                 self._interrupts += number == signal.SIGINT
-                self._asked_here = True
+                self._stop_requested_here = True
             if self._interrupts > 1:
                 self.end(INTERRUPTED)
             try:
@@ -215,13 +215,13 @@ class Watch:
                 self.end(PEER)
 
     def _poll_store(self) -> None:
-        if self._asked_here and not self._asked.is_set():
-            self.store.set("asked", str(self.rank))
+        if self._stop_requested_here and not self._stop_requested.is_set():
+            self.store.set("stop_requested", str(self.rank))
             self.store.set("alarm", "1")
         if self.store.check(["alarm"]):
             if self.store.check(["failed"]):
                 self._store_lost = self._store_lost or time.monotonic()
-            if self.store.check(["asked"]) and not self._known.is_set():
+            if self.store.check(["stop_requested"]) and not self._known.is_set():
                 self._agree()
         if time.monotonic() - self._beaten > BEAT:
             self._beat()
@@ -232,7 +232,7 @@ class Watch:
             self._cancel_report()
 
     def _agree(self) -> None:
-        self._asked.set()  # Before the count is read: step 2 of the picture.
+        self._stop_requested.set()  # Before the count is read: step 2 of the picture.
         self._post()
         posts = [f"at/{rank}" for rank in range(self.world)]
         if self.store.check(posts):
@@ -251,16 +251,16 @@ class Watch:
     def _beat(self) -> None:
         idle = self._idle()
         where, waits = locate(self._trainer) if idle > BEAT else ("", False)
-        post = Post(self.rank, self.count, self.label, idle, time.time(), where, waits)
+        post = Heartbeat(self.rank, self.count, self.label, idle, time.time(), where, waits)
         self.store.set(f"beat/{self.rank}", post.write())
         self._beaten = time.monotonic()
 
-    def _posts(self) -> list[Post]:
+    def _last_heartbeats(self) -> list[Heartbeat]:
         """Return the last heartbeat of each rank; a rank without any is taken to stand at the start."""
         there = [rank for rank in range(self.world) if self.store.check([f"beat/{rank}"])]
         beats = dict(zip(there, self.store.multi_get([f"beat/{rank}" for rank in there]), strict=True))
         return [
-            Post.read(beats[rank]) if rank in beats else Post(rank, 0, "start", 0.0, self._began)
+            Heartbeat.read(beats[rank]) if rank in beats else Heartbeat(rank, 0, "start", 0.0, self._began)
             for rank in range(self.world)
         ]
 
@@ -269,13 +269,13 @@ class Watch:
         if self._reporting is None:
             # The store's counter elects the one rank that reports.
             first = self.store.add("accuser", 1) == 1
-            self._reporting = time.monotonic(), self._posts() if first else None
+            self._reporting = time.monotonic(), self._last_heartbeats() if first else None
             return
         since, before = self._reporting
         waited = time.monotonic() - since
         # Every rank whose watchdog is alive has posted again by then.
         if before is not None and waited > 3 * BEAT:
-            posts = self._posts()
+            posts = self._last_heartbeats()
             silent = {post.rank for post, earlier in zip(posts, before, strict=True) if post == earlier}
             _write_line(explain(posts, silent, time.time()))
             self.store.set("said", "1")

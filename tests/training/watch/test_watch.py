@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ithaca.exit_codes import HANG, INTERRUPTED, PEER
 from ithaca.training.watch import watch as module
-from ithaca.training.watch.hangs import Post, explain, locate, name_ranks
+from ithaca.training.watch.hangs import Heartbeat, explain, locate, name_ranks
 from ithaca.training.watch.signals import Signals
 from ithaca.training.watch.watch import Preempted, Watch
 from tests.training.crew import PATIENCE, Crew, voyage
@@ -42,7 +42,7 @@ def test_stop_near_the_end_stops_all_or_none(seed: int) -> None:
 
 
 class PostsTooEarly(Watch):
-    """Planted fault: the count is read before `_asked` is set, so a boundary may slip in between."""
+    """Planted fault: the count is read before `_stop_requested` is set, so a boundary may slip in between."""
 
     def _agree(self) -> None:
         if not self._posted:
@@ -75,10 +75,10 @@ def test_boundary_after_the_stop_passes() -> None:
     crew = Crew(2)
 
     def body(watch: Watch) -> int:
-        watch.ask()
+        watch.request_stop()
         with pytest.raises(Preempted):
             go_on(watch)
-        watch.at("saving")
+        watch.pass_boundary("saving")
         return watch.count
 
     assert agree(crew.sail(body), 2)
@@ -88,7 +88,7 @@ def go_on(watch: Watch) -> None:
     """Pass boundary after boundary, for ten seconds at most."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        watch.at("step")
+        watch.pass_boundary("step")
         time.sleep(0.001)
 
 
@@ -121,10 +121,10 @@ def test_hang_names_rank_behind_once(capfd: pytest.CaptureFixture[str]) -> None:
     crew = Crew(4, hang=1.0)
 
     def body(watch: Watch) -> None:
-        watch.at("forward layer 4")
+        watch.pass_boundary("forward layer 4")
         if watch.rank == 2:
             crew.until_ended()
-        watch.at("forward layer 5")
+        watch.pass_boundary("forward layer 5")
         crew.collective()
 
     crew.sail(body)
@@ -141,7 +141,7 @@ def test_hang_names_rank_that_stopped_answering(capfd: pytest.CaptureFixture[str
     crew = Crew(3, hang=1.0)
 
     def body(watch: Watch) -> None:
-        watch.at("forward layer 5")
+        watch.pass_boundary("forward layer 5")
         if watch.rank == 1:
             time.sleep(0.5)
             watch._closing.set()  # its watch says nothing any more, as if the process were stopped
@@ -160,11 +160,11 @@ def test_slow_layer_and_patience_are_no_hang(capfd: pytest.CaptureFixture[str]) 
     crew = Crew(2, hang=1.0)
 
     def body(watch: Watch) -> str:
-        with watch.patient(30, "checkpoint"):
+        with watch.expect_long(30, "checkpoint"):
             time.sleep(1.5)
-        watch.at("forward layer 0")
+        watch.pass_boundary("forward layer 0")
         time.sleep(1.1)  # over the limit, but it moves on while the verdict is made
-        watch.at("forward layer 1")
+        watch.pass_boundary("forward layer 1")
         return "done"
 
     assert crew.sail(body) == {0: "done", 1: "done"}
@@ -190,7 +190,7 @@ def test_suspended_store_ends_rank_with_message(capfd: pytest.CaptureFixture[str
     store, ended = Frozen(), threading.Event()
     watch = Watch(store, 1, 2, hang=0.2, poll=0.01, end=lambda status: ended.set())  # type: ignore[arg-type]
     with watch:
-        watch.at("forward layer 3")
+        watch.pass_boundary("forward layer 3")
         store.answers.clear()
         assert ended.wait(PATIENCE)
         store.answers.set()
@@ -199,8 +199,8 @@ def test_suspended_store_ends_rank_with_message(capfd: pytest.CaptureFixture[str
     assert "rank 0 or its launcher stopped answering" in capfd.readouterr().err
 
 
-def post(rank: int, count: int, label: str, idle: float, *, waits: bool = False) -> Post:
-    return Post(rank, count, label, idle, when=1000.0, where=f"file.py:{rank}, f", waits=waits)
+def post(rank: int, count: int, label: str, idle: float, *, waits: bool = False) -> Heartbeat:
+    return Heartbeat(rank, count, label, idle, when=1000.0, where=f"file.py:{rank}, f", waits=waits)
 
 
 def test_explain_names_ranks_behind_and_waiting() -> None:
@@ -215,7 +215,7 @@ def test_explain_names_ranks_behind_and_waiting() -> None:
     assert alone == "rank 0 has been in 'step 4' for 61 s (file.py:0, f)"
     late = [post(0, 9, "step 4", 5), post(1, 7, "step 3", 61), post(2, 7, "step 3", 61)]
     assert explain(late, set(), 1000.0).startswith("ranks 1-2 have been in 'step 3' for 61 s")
-    assert Post.read(late[0].write()) == late[0]
+    assert Heartbeat.read(late[0].write()) == late[0]
     assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"
 
 
@@ -236,12 +236,12 @@ def test_locate_thread_gives_line_outside_libraries() -> None:
 
 
 def test_locate_thread_inside_the_watchdog_gives_line_of_its_caller() -> None:
-    """Find the caller of `at`, in which a training thread may wait for the other ranks to agree on a stop."""
+    """Find the caller of `pass_boundary`, in which a training thread may wait for the other ranks to agree on a stop."""
     watch = Watch(HashStore(), 0, 2)
-    watch._asked.set()
+    watch._stop_requested.set()
 
     def trains() -> None:
-        watch.at("step 1")
+        watch.pass_boundary("step 1")
 
     thread = threading.Thread(target=trains)
     thread.start()
@@ -268,7 +268,7 @@ def test_signal_stops_and_restores_handlers(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         with pytest.raises(Preempted):
             go_on(watch)
-    assert watch.asked
+    assert watch.stop_requested
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -299,7 +299,7 @@ def test_second_interrupt_ends_at_once() -> None:
     with alone(end=ended.append) as watch:
         os.kill(os.getpid(), signal.SIGINT)
         deadline = time.monotonic() + 10
-        while not watch.asked and time.monotonic() < deadline:
+        while not watch.stop_requested and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not ended
         os.kill(os.getpid(), signal.SIGINT)
@@ -316,9 +316,9 @@ class Recording(Watch):
         super().__init__(HashStore(), 0, 1)
         self.labels: list[str] = []
 
-    def at(self, label: str) -> None:
+    def pass_boundary(self, label: str) -> None:
         self.labels.append(label)
-        super().at(label)
+        super().pass_boundary(label)
 
 
 def test_installed_boundaries_pass_forward_and_backward_until_removed() -> None:
@@ -369,7 +369,7 @@ def passed(monkeypatch: pytest.MonkeyPatch, between: float, boundaries: int) -> 
     watch = alone(device=torch.device("cuda"))
     labels = []
     for number in range(1, boundaries + 1):
-        watch.at(f"layer {number}")
+        watch.pass_boundary(f"layer {number}")
         labels.append(watch.label)
     assert watch.count == boundaries
     return labels, FakeEvent.waited
@@ -400,5 +400,5 @@ class NoStore:
 def test_boundary_makes_no_call_to_the_store() -> None:
     """Pass a boundary, which happens hundreds of times a step, without a call to a store that may be far away."""
     watch = Watch(NoStore(), 0, 2)  # type: ignore[arg-type]
-    watch.at("step 1")
+    watch.pass_boundary("step 1")
     assert (watch.count, watch.label) == (1, "step 1")

@@ -42,7 +42,7 @@ def _stopped(label: str, memory: MemoryPlan | None, pause: float) -> tuple[str, 
     """Train until rank 1, and it alone, is sent SIGTERM at `label` of the third step, where it then stays a while."""
     mesh, model, batch = _model(memory)
     with Watch.of(mesh, hang=60) as watch:
-        at = watch.at
+        at = watch.pass_boundary
 
         def hurt(reached: str) -> None:
             at(reached)
@@ -50,11 +50,11 @@ def _stopped(label: str, memory: MemoryPlan | None, pause: float) -> tuple[str, 
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(pause)
 
-        watch.at = hurt  # type: ignore[method-assign]
+        watch.pass_boundary = hurt  # type: ignore[method-assign]
         watch.install(decoder_layers(model))
         try:
             for step in range(200):
-                watch.at(f"step {step}")
+                watch.pass_boundary(f"step {step}")
                 causal_loss(model, batch, mesh).backward()
                 model.zero_grad()
         except Preempted as stop:
@@ -92,12 +92,12 @@ def _inside_an_exchange() -> tuple[bool, str, int]:
         heard = False
         try:
             for step in range(200):
-                watch.at(f"layer {step}")
+                watch.pass_boundary(f"layer {step}")
                 if step == 3 and mesh.rank == 0:
                     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
                 if step == 3 and mesh.rank == 1:
                     time.sleep(2)
-                    heard = watch.asked
+                    heard = watch.stop_requested
                 given = torch.arange(4.0)
                 dist.all_to_all_single(torch.empty_like(given), given, group=mesh.sp_group)
         except Preempted as stop:
@@ -115,7 +115,7 @@ def _labels() -> list[str]:
     mesh, model, batch = _model(PLAN)
     watch = Watch.of(mesh)
     labels: list[str] = []
-    watch.at = labels.append  # type: ignore[method-assign]
+    watch.pass_boundary = labels.append  # type: ignore[method-assign]
     remove = watch.install(decoder_layers(model))
     causal_loss(model, batch, mesh).backward()
     remove()
@@ -132,7 +132,7 @@ def test_recomputed_layer_makes_no_boundary() -> None:
 def _one_fails() -> None:
     mesh = init_mesh(sp=2)
     with Watch.of(mesh) as watch:
-        watch.at("step")
+        watch.pass_boundary("step")
         if mesh.rank == 1:
             raise KeyError("a bad row")
         time.sleep(60)  # not in a collective, which would see its peer leave
