@@ -1,4 +1,4 @@
-"""Head and cross-entropy, forward and backward, by every well-kept implementation at hand: time, memory, error.
+"""Head and cross-entropy, forward and backward, in every maintained implementation installed here: time, memory, error.
 
     python -m benchmarks.losses results/losses.json --packages DIR
 

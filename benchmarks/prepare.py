@@ -3,9 +3,9 @@
     python -m benchmarks.prepare results/prepare.json --bytes 200e6
 
 The document is words of the standard library's sources in a random order, a blank between two; the tokenizer is a
-byte-level BPE of 4,096 tokens trained on the same sources here. Memory is the most that the resident sets of the command
-and of all processes below it came to, looked at five times a second; that of a document of a thousand bytes, which is
-what Python and the libraries take, stands beside it. A command that does not end with 0 is written down with its last line.
+byte-level BPE of 4,096 tokens trained on the same sources here. Memory is the peak resident set of the command and
+its child processes, sampled five times a second; the memory for a document of a thousand bytes, which Python and the
+libraries take, is given too. A command that does not end with 0 is written down with its last line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The plan's side of a rehearsed cell, made anew by today's planning from the job and the plan that ran.
+"""Prediction of today's planner for the cells of rehearsals.json, recomputed from the job and the plan that ran.
 
-What was measured stays; what is said of it changes with every change of `ithaca/planning`. A cell whose job would be
+The measurements stay; the prediction changes with every change of `ithaca/planning`. A cell whose job would be
 planned otherwise today is to be run again.
 """
 

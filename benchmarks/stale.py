@@ -1,4 +1,4 @@
-"""The committed figures that were measured on code which has changed since.
+"""List of the figures in benchmarks/results whose code changed after the measurement.
 
     python -m benchmarks.stale                                  # a table: file, figure, commit, state
     python -m benchmarks.stale --check                          # the same, and exit status 1 where any is stale

@@ -168,6 +168,7 @@ class StageLoop:
     def _learn(self, micro_batches: list[MicroBatch], targets: int, loss: Tensor) -> Tensor | None:
         """Run forward, backward and the optimizer's step; add the loss to `loss` and return the gradient norm."""
         session = self.session
+        # Gradient accumulation: each row is a micro-batch, and its loss is divided by the targets of the whole step.
         for micro in micro_batches:
             part = micro_loss(session.model, micro, session.mesh, targets, by_position=self.by_position)
             part.backward()

@@ -67,7 +67,7 @@ class Precision(NamedTuple):
 
 
 def precision_of(run: RunSettings, device: torch.device) -> Precision:
-    """Return the dtypes of a run whose `precision` may be "auto"."""
+    """Return the dtypes of a run, mixed precision or not; `precision` may be "auto"."""
     name = run.precision
     if name == "auto":
         mixed = device.type == "cuda" and run.optimizer.name != "bf16_sr"

@@ -100,12 +100,13 @@ class StepLog:
             # AdamW makes its moments in the first step.
             self.bytes_by_tensor_kind = held_bytes(session.model, session.optimizer)
         memory = memory_by_kind(self.bytes_by_tensor_kind, session.mesh)
-        # A silent step has no throughput.
+        # Throughput in tokens a second, over all sequence groups; a silent step has none.
         speed = session.stage.batch * session.stage.length / result.seconds if result.targets else None
         facts: dict[str, Any] = {
             "stage": session.number + 1,
             "length": session.stage.length,
             "loss": result.loss,
+            # The learning rate of the step.
             "rate": rate_at(self.run.stages, session.number, before.step),
             "gradient_norm": result.norm,
             "tokens": after.tokens,

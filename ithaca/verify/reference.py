@@ -91,7 +91,7 @@ def _split_documents(batch: Batch, whole: bool) -> list[Batch]:
 
 
 def _spans(batch: Batch) -> tuple[tuple[Span, ...], ...]:
-    """Return the first and last-but-one token of every document, row by row."""
+    """Return the token range (start, end) of every document, row by row."""
     documents_BS = read_documents(batch, batch["input_ids"])
     return SequenceLayout.packed(documents_BS, shards=1, max_position=0).documents
 
