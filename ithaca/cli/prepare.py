@@ -114,7 +114,7 @@ def _stages(run: RunSettings, prepared: Prepared) -> Table:
         feed = open_feed(prepared, length=stage.length, rows=run.data.rows, seed=run.seed + number)
         taken = stage.count * stage.batch
         known = feed.rows_per_epoch
-        rows = ("streamed", "-") if known is None else (f"{known:,}", f"{feed.fill:.1%}")
+        rows = ("streamed", "-") if known is None else (f"{known:,}", f"{feed.packing_efficiency:.1%}")
         epochs = "-" if known is None else f"{taken / known:.2f}"
         table.add_row(str(number + 1), f"{stage.length:,}", *rows, f"{taken:,}", epochs)
     return table

@@ -12,7 +12,7 @@ from torch import Tensor
 from ithaca.config.schema import DataSettings, ValidationSettings
 from ithaca.data.prepared import Prepared, prepare
 from ithaca.data.rows.feed import Feed
-from ithaca.data.sources.locate import Located
+from ithaca.data.sources.locate import FoundSource
 from ithaca.data.sources.read_records import open_rows, parse_row, raw_rows
 from ithaca.models.files.embedded import BOS, EOS, embedded_tokenizer
 
@@ -68,7 +68,7 @@ def whole(text: str) -> str:
     return f"{BOS}{text}{EOS}"
 
 
-def source_texts(located: Located) -> list[str]:
+def source_texts(located: FoundSource) -> list[str]:
     """Return the texts of a source's rows."""
     return [parse_row(raw)["text"] for raw in raw_rows(located, open_rows(located, streaming=False))]
 

@@ -30,7 +30,7 @@ def test_epoch_of_rows_holds_every_document_once(tmp_path: Path, rows: str) -> N
         assert len(joined) == sum(len(whole(text)) for text in documents(60))
         assert all(whole(text) in joined for text in documents(60))
     real = torch.cat([row["document_ids"][0] >= 0 for row in read])
-    assert real.float().mean().item() == pytest.approx(feed.fill)
+    assert real.float().mean().item() == pytest.approx(feed.packing_efficiency)
 
 
 def test_row_has_labels_and_documents_for_the_loss(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Feed(Protocol):
         """Number of rows in an epoch; None for a stream, whose end is not known before it is read."""
 
     @property
-    def fill(self) -> float:
+    def packing_efficiency(self) -> float:
         """Share of tokens that are not padding."""
 
     @property

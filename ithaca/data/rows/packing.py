@@ -49,7 +49,7 @@ class JoinedRows:
         return -(-int(self.lengths.sum()) // self.length)
 
     @property
-    def fill(self) -> float:
+    def packing_efficiency(self) -> float:
         return int(self.lengths.sum()) / (self.rows_per_epoch * self.length)
 
     def pieces(self, row: int) -> list[DocumentSlice]:
@@ -110,7 +110,7 @@ class PackedRows:
         return len(self._packing[1])
 
     @property
-    def fill(self) -> float:
+    def packing_efficiency(self) -> float:
         return int(self.lengths.sum()) / (self.rows_per_epoch * self.length)
 
     def pieces(self, row: int) -> list[DocumentSlice]:

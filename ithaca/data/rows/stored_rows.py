@@ -66,8 +66,8 @@ class StoredFeed:
         return self.plan.rows_per_epoch
 
     @property
-    def fill(self) -> float:
-        return self.plan.fill
+    def packing_efficiency(self) -> float:
+        return self.plan.packing_efficiency
 
     @property
     def notes(self) -> tuple[str, ...]:

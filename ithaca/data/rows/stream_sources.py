@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ithaca.data.rows.shuffle import held_back
 from ithaca.data.sources.changes import FileListing
-from ithaca.data.sources.locate import Located
+from ithaca.data.sources.locate import FoundSource
 from ithaca.data.sources.read_records import RawRow, open_rows, raw_rows
 from ithaca.data.tokens.encode import Encoded, Encoder
 from ithaca.data.tokens.encode_rows import encode_batch
@@ -36,7 +36,7 @@ _ENOUGH = 200
 class StreamedSources:
     """Sources of a stream and their encoders. `share` of the documents is held back, chosen by `seed`."""
 
-    located: tuple[Located, ...]
+    located: tuple[FoundSource, ...]
     encoders: tuple[Encoder, ...]
     listings: tuple[FileListing, ...]
     bad_share: float
@@ -61,7 +61,7 @@ class Document:
 class _Source:
     """Source that is being read. `documents`: number in this epoch, both splits; `read`: files read to their end."""
 
-    located: Located
+    located: FoundSource
     encoder: Encoder
     listing: FileListing
     count: RowCounts = field(default_factory=RowCounts)

@@ -104,7 +104,7 @@ class StreamFeed:
         return None
 
     @property
-    def fill(self) -> float:
+    def packing_efficiency(self) -> float:
         """Share of tokens that are not padding in the windows read so far."""
         return self._tokens / self._capacity if self._capacity else 1.0
 

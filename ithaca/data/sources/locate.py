@@ -4,7 +4,7 @@
     folder of texts                           all texts and source files, each one document
     repository, folder of source code         handwritten files: no version control, vendored, built, binary, huge files
 
-Only files that `include` names count, also when the format is chosen. `Located.notes` has counts of the files that are
+Only files that `include` names count, also when the format is chosen. `FoundSource.notes` has counts of the files that are
 not read, by suffix and reason.
 
 Invariant: the same files in the same order on every machine that has the same content under the same path.
@@ -54,7 +54,7 @@ _TOO_LARGE = "too large"
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class FoundSource:
     """Source whose files are known.
 
     `name`: name in messages. `files`: empty for a hub name. `huge`: texts that are too large to be among `files`.
@@ -102,29 +102,31 @@ class Located:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def locate(source: SourceSettings, key: SourceKey | None = None) -> Located:
+def locate(source: SourceSettings, key: SourceKey | None = None) -> FoundSource:
     """Find the files of a source; DataError if there are none. `key`: key of the source among the run's settings."""
     key = key or SourceKey()
     return replace(_locate(source, key), key=key)
 
 
-def _locate(source: SourceSettings, key: SourceKey) -> Located:
+def _locate(source: SourceSettings, key: SourceKey) -> FoundSource:
     if source.path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        return Located(source, "code", STDLIB, _require_some(_stdlib(root), source, key, f"no .py files under {root}"))
+        return FoundSource(
+            source, "code", STDLIB, _require_some(_stdlib(root), source, key, f"no .py files under {root}")
+        )
     # A path that exists wins over a glob or a hub name of the same spelling.
     given = os.path.expanduser(source.path)
     if os.path.isdir(given):
         kind = _folder_format(given, source, key) if source.format in ("auto", "hub") else source.format
         return _folder(given, kind, source, key)
     if os.path.isfile(given):
-        return Located(source, _file_format(given, source, key), source.path, (given,))
+        return FoundSource(source, _file_format(given, source, key), source.path, (given,))
     if glob.has_magic(given):
         files = sorted(file for file in glob.glob(given, recursive=True) if os.path.isfile(file))
         found = _require_some(files, source, key, f"no file matches {source.path!r}")
-        return Located(source, _one_format(found, source, key), source.path, found)
+        return FoundSource(source, _one_format(found, source, key), source.path, found)
     if source.format == "hub" or (source.format == "auto" and _may_be_hub(source.path)):
-        return Located(source, "hub", source.path, ())
+        return FoundSource(source, "hub", source.path, ())
     raise DataError(
         f"{source.path!r} is no file or folder here (the working folder is {Path.cwd()}): type {key.words()}"
         f"{near_paths(Path(given))}"
@@ -217,7 +219,7 @@ def _likely_format(folder: str, files: Iterable[str], key: SourceKey) -> str:
     return "text" if 2 * texts >= len(suffixes) else "code"
 
 
-def _folder(folder: str, kind: str, source: SourceSettings, key: SourceKey) -> Located:
+def _folder(folder: str, kind: str, source: SourceSettings, key: SourceKey) -> FoundSource:
     written = kind == "code" or _is_repository(folder)
     skipped, huge = SkippedFiles(), []
     found = []
@@ -239,7 +241,7 @@ def _folder(folder: str, kind: str, source: SourceSettings, key: SourceKey) -> L
     if not found:
         raise _nothing_found(source, key, nothing + (f"; {note}" if note else ""))
     texts = skipped.most(_FORMATS["text"]) if kind in ("jsonl", "parquet") else ""
-    return Located(source, kind, source.path, tuple(found), tuple(huge), note, texts=texts)
+    return FoundSource(source, kind, source.path, tuple(found), tuple(huge), note, texts=texts)
 
 
 def _reason_to_skip(folder: str, file: str, kind: str, source: SourceSettings, *, beside_lines: bool) -> str:

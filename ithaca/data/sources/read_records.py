@@ -8,7 +8,7 @@
 A file that cannot be read to its end (cut short, changed, misnamed) is a DataError with its name; a row that is no
 document, or a cell that cannot be read, is a RowError with its file and row.
 
-Invariant: files in the order of `Located.files`, rows in the files' order. The dataset's shards are the files, so its
+Invariant: files in the order of `FoundSource.files`, rows in the files' order. The dataset's shards are the files, so its
 `state_dict` has the exact position.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ithaca.config.messages import near_paths
 from ithaca.data.sources.compressed import FAULTS, open_file
-from ithaca.data.sources.locate import Located
+from ithaca.data.sources.locate import FoundSource
 from ithaca.data.sources.parquet import parquet_rows
 from ithaca.errors import DataError, RowError
 
@@ -56,7 +56,7 @@ class RawRow:
         return f"{self.file}:{self.row}" if self.row else self.file
 
 
-def open_rows(located: Located, *, streaming: bool, columns: Sequence[str] | None = None) -> IterableDataset:
+def open_rows(located: FoundSource, *, streaming: bool, columns: Sequence[str] | None = None) -> IterableDataset:
     """Open the rows of a source, for `raw_rows`.
 
     `streaming`: read a hub dataset over the network and keep nothing. `columns`: those to read of a table; None for all
@@ -75,7 +75,7 @@ def open_rows(located: Located, *, streaming: bool, columns: Sequence[str] | Non
     return IterableDataset.from_generator(readers[located.format], gen_kwargs={"files": files})
 
 
-def raw_rows(located: Located, rows: IterableDataset, first: int = 1) -> Iterator[RawRow]:
+def raw_rows(located: FoundSource, rows: IterableDataset, first: int = 1) -> Iterator[RawRow]:
     """Yield the rows as RawRow; a hub dataset's rows are numbered from `first`."""
     if located.format == "hub":
         yield from _hub_rows(located.name, rows, first)
@@ -244,7 +244,7 @@ def _table_rows(files: Sequence[str], columns: tuple[str, ...] | None) -> Iterat
             yield {"file": file, "row": number, "value": record}
 
 
-def _open_hub(located: Located, streaming: bool) -> IterableDataset:
+def _open_hub(located: FoundSource, streaming: bool) -> IterableDataset:
     from datasets import load_dataset
 
     source = located.source

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ithaca.data.sources.locate import Located
+from ithaca.data.sources.locate import FoundSource
 from ithaca.data.sources.read_records import json_list
 from ithaca.data.tokens.pairs import ALPACA, PAIR
 from ithaca.errors import DataError
@@ -27,7 +27,7 @@ class DocumentKind:
     column: str
 
 
-def find_kind(located: Located, records: Sequence[Mapping[str, Any]], where: str) -> DocumentKind:
+def find_kind(located: FoundSource, records: Sequence[Mapping[str, Any]], where: str) -> DocumentKind:
     """Return the kind of a source from its settings and first records. `where`: file of the first record."""
     source, key = located.source, located.key.setting
     columns = list(dict.fromkeys(column for record in records for column in record))

@@ -186,7 +186,7 @@ class Encoder:
 
     def _spelled(self, ids: NDArray[Any], text: str) -> bool:
         """True if a text spells a special token; RowError if the spelling became a token and should be text."""
-        more = int(np.isin(ids, self._special).sum()) > self._around
+        more = int(np.isin(ids, self._special).sum()) > self._special_tokens_added
         if more and self.as_text:
             raise RowError("it holds the spelling of a special token that this tokenizer cannot take as text")
         return self._spellings.tokens.search(text) is not None if self.as_text else more
@@ -201,7 +201,7 @@ class Encoder:
         return Spellings.of(self.tokenizer)
 
     @cached_property
-    def _around(self) -> int:
+    def _special_tokens_added(self) -> int:
         """Number of special tokens that the tokenizer adds to a text."""
         ids = self._all_ids(["a"])[0]
         if isinstance(ids, RowError):

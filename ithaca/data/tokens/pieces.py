@@ -127,9 +127,9 @@ class PieceTokenizer:
         parts = [np.array(self.before, dtype)]
         start = 0
         for end in self._cuts(text, piece):
-            ids = self.ids(text[start:end]) if not start else self._behind(text[start:end])
+            ids = self.ids(text[start:end]) if not start else self._ids_inside_text(text[start:end])
             if ids is None:
-                raise RowError(_nowhere(len(text)))
+                raise RowError(_no_cut_message(len(text)))
             parts.append(np.array(ids, dtype))
             if progress is not None:
                 progress(end - start)
@@ -144,7 +144,7 @@ class PieceTokenizer:
                 # No boundary in the second half: take a longer piece.
                 size *= 2
                 if size > max(LONGEST, piece):
-                    raise RowError(_nowhere(len(text)))
+                    raise RowError(_no_cut_message(len(text)))
                 if len(text) - start <= size:
                     break
             if cut is None:
@@ -181,17 +181,17 @@ class PieceTokenizer:
         if normalizer is not None and self.added.search(normalizer.normalize_str(around)):
             return False
         left, right = text[max(0, cut - _CONTEXT) : cut], text[cut : cut + _CONTEXT]
-        behind = self._behind(right)
+        behind = self._ids_inside_text(right)
         return behind is not None and self.ids(left + right) == self.ids(left) + behind
 
-    def _behind(self, text: str) -> list[int] | None:
+    def _ids_inside_text(self, text: str) -> list[int] | None:
         """Return the tokens of a text that follows another; None if the first letter's tokens change."""
         first = self.ids(_ANCHOR)
         ids = self.ids(_ANCHOR + text)
         return ids[len(first) :] if ids[: len(first)] == first else None
 
 
-def _nowhere(letters: int) -> str:
+def _no_cut_message(letters: int) -> str:
     return (
         f"{letters:,} letters, and in {LONGEST:,} of them no place where this tokenizer's tokens can be cut for certain: "
         f"split the document into several of at most {LONGEST:,} letters"
@@ -217,7 +217,9 @@ def _boundaries(tokenizer: Any) -> str:
     if after or facts["model"]["type"] != "BPE" or not _may_be_whole(facts["model"]):
         return "".join(after)
     return "".join(
-        mark for mark in _AFTER if _always(inner, mark, _normalize) and _uncrossed(tokenizer, facts["model"], mark)
+        mark
+        for mark in _AFTER
+        if _always(inner, mark, _normalize) and _is_never_merged(tokenizer, facts["model"], mark)
     )
 
 
@@ -266,7 +268,7 @@ def _always(inner: Any, mark: str, parts_of: Callable[[Any, str], list[str]]) ->
     return True
 
 
-def _uncrossed(tokenizer: Any, model: dict[str, Any], mark: str) -> bool:
+def _is_never_merged(tokenizer: Any, model: dict[str, Any], mark: str) -> bool:
     """True if tokens that hold the mark have only blanks before it, so that no merge joins the mark to a letter."""
     inner = tokenizer.backend_tokenizer
     first = "".join(_split(inner, _ANCHOR))

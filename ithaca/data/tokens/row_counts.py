@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ithaca.data.sources.locate import Located
+from ithaca.data.sources.locate import FoundSource
 from ithaca.data.sources.read_records import RawRow
 from ithaca.data.tokens.encode import Encoded
 from ithaca.errors import DataError, RowError
@@ -33,7 +33,7 @@ class RowCounts:
             self.targets += answer.targets
             self.spelled += answer.spelled
 
-    def check(self, located: Located, share: float) -> None:
+    def check(self, located: FoundSource, share: float) -> None:
         """Refuse a source with more bad rows than the run allows, or with no good row."""
         name = located.name
         if not self.rows:
@@ -56,7 +56,7 @@ class RowCounts:
         spelled = f"{self.spelled:,} of {self.rows:,} documents of {name} spell special tokens, which {fate}"
         return (*([bad] if self.bad else ()), *([spelled] if self.spelled else ()))
 
-    def check_learned(self, located: Located) -> None:
+    def check_learned(self, located: FoundSource) -> None:
         """Refuse a source without any token in the loss."""
         if not self.targets:
             raise DataError(

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 from ithaca.config.schema import DataSettings
 from ithaca.data.sources.file_locks import clear_leftovers, locked
-from ithaca.data.sources.locate import Located
+from ithaca.data.sources.locate import FoundSource
 from ithaca.data.sources.read_records import RawRow, open_rows, parse_row, raw_rows
 from ithaca.data.tokens.document_kinds import DocumentKind, find_kind
 from ithaca.data.tokens.encode import Encoded, Encoder, make_encoder
@@ -56,7 +56,7 @@ def read_template(data: DataSettings) -> str | None:
         ) from None
 
 
-def source_encoder(located: Located, tokenizer: Any, data: DataSettings, template: str | None) -> Encoder:
+def source_encoder(located: FoundSource, tokenizer: Any, data: DataSettings, template: str | None) -> Encoder:
     """Make the encoder of a source; its first rows decide the kind."""
     if located.format in ("text", "code"):
         kind = DocumentKind("text", "text")
@@ -65,7 +65,7 @@ def source_encoder(located: Located, tokenizer: Any, data: DataSettings, templat
     return make_encoder(kind, tokenizer, located.source, data, template)
 
 
-def _first_records(located: Located, data: DataSettings) -> tuple[list[Any], str]:
+def _first_records(located: FoundSource, data: DataSettings) -> tuple[list[Any], str]:
     """Return the first readable records of a source, and the file of the first."""
     count, records, size = RowCounts(), [], 0
     where = ""
@@ -84,7 +84,7 @@ def _first_records(located: Located, data: DataSettings) -> tuple[list[Any], str
     return records, where
 
 
-def cache_key(located: Located, tokenizer: Any, data: DataSettings, template: str | None) -> str:
+def cache_key(located: FoundSource, tokenizer: Any, data: DataSettings, template: str | None) -> str:
     """Return a hash of all that the tokens depend on."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = inner.to_str() if inner is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
@@ -106,7 +106,7 @@ def cache_key(located: Located, tokenizer: Any, data: DataSettings, template: st
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
-def tokenize_source(located: Located, tokenizer: Any, data: DataSettings, folder: Path, *, progress: bool) -> Store:
+def tokenize_source(located: FoundSource, tokenizer: Any, data: DataSettings, folder: Path, *, progress: bool) -> Store:
     """Return the store of a source; tokenize the source if there is none."""
     template = read_template(data)
     target = folder / cache_key(located, tokenizer, data, template)
@@ -137,7 +137,7 @@ def tokenize_source(located: Located, tokenizer: Any, data: DataSettings, folder
     return _checked(store, located, data)
 
 
-def _checked(store: Store, located: Located, data: DataSettings) -> Store:
+def _checked(store: Store, located: FoundSource, data: DataSettings) -> Store:
     """Return the store; DataError if too many of its rows are bad, or nothing is learned."""
     about = store.about
     count = RowCounts(about["rows"], about["bad"], tuple(about["named"]), about["targets"])
@@ -152,7 +152,7 @@ def _outdated(store: Store) -> bool:
     return about["kind"] == "chat" and ("spelled" not in about or about.get("chats", 0) < CHATS)
 
 
-def _write(located: Located, encoder: Encoder, data: DataSettings, target: Path, progress: bool) -> None:
+def _write(located: FoundSource, encoder: Encoder, data: DataSettings, target: Path, progress: bool) -> None:
     # Ids may have gaps: the largest id counts, not the number of tokens.
     writer = StoreWriter.start(target, 1 + max(encoder.tokenizer.get_vocab().values()))
     count = RowCounts()
@@ -204,7 +204,7 @@ class _ProgressBar:
 
 
 @contextmanager
-def _bar(located: Located, shown: bool) -> Iterator[_ProgressBar]:
+def _bar(located: FoundSource, shown: bool) -> Iterator[_ProgressBar]:
     """Show a progress bar by bytes read, with their total if the files' sizes are known; nothing if not asked for."""
     columns = (
         SpinnerColumn(),

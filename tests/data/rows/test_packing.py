@@ -52,7 +52,9 @@ def test_token_is_in_exactly_one_row_of_an_epoch(kind: RowKind, count: int, most
     for epoch in (0, 1, 4):
         rows = epoch_rows(plan, epoch)
         assert faults(rows, lengths, length) == []
-        assert sum(piece.count for row in rows for piece in row) / (len(rows) * length) == pytest.approx(plan.fill)
+        assert sum(piece.count for row in rows for piece in row) / (len(rows) * length) == pytest.approx(
+            plan.packing_efficiency
+        )
 
 
 def test_planted_fault_in_a_plan_is_seen() -> None:
@@ -124,7 +126,7 @@ def test_plan_rows_million_documents_makes_fewer_calls_than_documents() -> None:
         plans[0].pieces(plans[0].rows_per_epoch // 2)
 
     assert calls_of(planned) < len(lengths) // 2
-    assert plans[0].fill > 0.999
+    assert plans[0].packing_efficiency > 0.999
 
 
 def test_shuffle_is_a_permutation_of_its_key() -> None:

@@ -62,7 +62,7 @@ def test_epoch_of_a_stream_holds_every_document_once(streamed: Prepared, kind: s
         # Documents longer than a row are in pieces, whose order is the rows'.
         assert set(texts_of(rows)) >= {text for text in expected if len(text) <= LENGTH}
     assert feed.rows_per_epoch is None
-    assert 0.9 < feed.fill <= 1
+    assert 0.9 < feed.packing_efficiency <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,12 +9,12 @@ import pytest
 
 from ithaca.config.schema import SourceSettings, ValidationSettings
 from ithaca.data.rows.feed import open_feed
-from ithaca.data.sources.locate import HUGE, Located, locate
+from ithaca.data.sources.locate import HUGE, FoundSource, locate
 from ithaca.errors import DataError
 from tests.data.corpus import epoch_of, prepared, source_texts, texts_of, touch, whole, write_documents, write_lines
 
 
-def names(located: Located, root: Path) -> list[str]:
+def names(located: FoundSource, root: Path) -> list[str]:
     return [str(Path(file).relative_to(root)) for file in located.files]
 
 
