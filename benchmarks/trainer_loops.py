@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -192,5 +192,5 @@ def part(system: str, length: int, clip: float, steps: int, seed: int = 0) -> di
     rows = [row(seed * 1_000_003 + index, length) for index in range(steps)]
     if system in TRAINERS:
         return trainer_loop(system, rows, clip)
-    with promoted() if system == "fp64" else nullcontext():
+    with compute_in_fp64() if system == "fp64" else nullcontext():
         return loop(system, rows, clip)

@@ -35,7 +35,7 @@ from ithaca.integrations.accelerate_state import checkpoint_plugin
 from ithaca.integrations.late_logits import value_of
 from ithaca.integrations.preparation import Preparation
 from ithaca.integrations.settings import Settings
-from ithaca.integrations.targets import LearnedOnly
+from ithaca.integrations.targets import LabelMasker
 from ithaca.integrations.trainers import naming_sharded_weights
 from ithaca.mesh import Mesh
 from ithaca.state.weights.equal_weights import differing_of, digest
@@ -161,7 +161,7 @@ class UlyssesMethods:
         self._share_order(data_loader)
         collate = data_loader.collate_fn
         # accelerate makes a new loader from this loader's attributes; this loader stays as it was.
-        data_loader.collate_fn = LearnedOnly(collate)
+        data_loader.collate_fn = LabelMasker(collate)
         try:
             return upper.prepare_data_loader(data_loader, device_placement, **kwargs)
         finally:

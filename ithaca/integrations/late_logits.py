@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 
 @dataclass(slots=True)
-class Reading:
+class LogitsRequest:
     """A flag: True once the logits of a call were read. The next call with labels looks at the flag."""
 
     done: bool = False
@@ -35,7 +35,7 @@ class LazyLogits(Tensor):
 
     _fetch: Callable[[], Tensor] | None
     _value: Tensor | None
-    _reading: Reading
+    _reading: LogitsRequest
 
     @staticmethod
     def __new__(
@@ -44,7 +44,7 @@ class LazyLogits(Tensor):
         dtype: torch.dtype,
         device: torch.device,
         fetch: Callable[[], Tensor],
-        reading: Reading,
+        reading: LogitsRequest,
     ) -> LazyLogits:
         made: LazyLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made._fetch, made._value, made._reading = fetch, None, reading

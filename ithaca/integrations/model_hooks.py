@@ -31,7 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import BatchError, UnsupportedError
-from ithaca.integrations.late_logits import LazyLogits, RandomState, Reading
+from ithaca.integrations.late_logits import LazyLogits, LogitsRequest, RandomState
 from ithaca.integrations.targets import named_once
 from ithaca.integrations.whole_tokens import whole_tokens
 from ithaca.mesh import Mesh
@@ -82,7 +82,7 @@ class WholeBatches:
     length: int | None = None
     call: Call | None = None
     # Flags of the last call with labels in training (True), and in evaluation (False).
-    readings: dict[bool, Reading] = field(default_factory=dict)
+    readings: dict[bool, LogitsRequest] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -121,12 +121,12 @@ class WholeBatches:
             return self._fused(call, output)
         if call.kind == "logits":
             return CausalLMOutputWithPast(logits=self._whole(call, output.logits))
-        reading = self.readings[self.model.training] = Reading()
+        reading = self.readings[self.model.training] = LogitsRequest()
         fetch = partial(self._logits_again, call) if call.kind == "loss" else partial(self._whole, call, output.logits)
         loss = self._loss(call, output)
         return CausalLMOutputWithPast(loss=loss, logits=self._lazy(call, fetch, reading))
 
-    def _lazy(self, call: Call, fetch: Callable[[], Tensor], reading: Reading) -> LazyLogits:
+    def _lazy(self, call: Call, fetch: Callable[[], Tensor], reading: LogitsRequest) -> LazyLogits:
         model, layout = self.binding.model, call.shard.layout
         shape = (layout.batch, layout.length, model.config.get_text_config().vocab_size)
         return LazyLogits(shape, model.dtype, self.mesh.device, fetch, reading)

@@ -24,7 +24,7 @@ from ithaca.sequence.batch import read_documents
 
 
 @dataclass(frozen=True)
-class LearnedOnly:
+class LabelMasker:
     """A loader's `collate_fn`, whose batches then have -100 for labels that are no target."""
 
     collate: Callable[[Any], Any]

@@ -1,6 +1,6 @@
 """A process group of any size in one process, in which one rank of a cluster's job is rehearsed.
 
-    with alone(world=64, rank=3):          torch.distributed is initialized as rank 3 of 64
+    with simulated_world(64, rank=3):      torch.distributed is initialized as rank 3 of 64
         mesh = init_mesh(sp=8)             its groups are of 8, 64, ... ranks, all in this process
         dist.all_to_all_single(...)        returns at once; `sent_of(group)` counts the bytes for other ranks
 
@@ -32,7 +32,7 @@ _SHIFT = 16
 
 
 @dataclass(slots=True)
-class Sent:
+class TrafficCounter:
     """Traffic to other ranks: calls and bytes by collective; `spans` are the events around each filled buffer."""
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class LoneGroup(_ProcessGroup):
 
     def __init__(self, rank: int, size: int, like: Like) -> None:
         super().__init__(rank, size)
-        self.sent, self.like = Sent(), like
+        self.sent, self.like = TrafficCounter(), like
         self._name = self._desc = ""
 
     def getBackendName(self) -> str:
@@ -149,7 +149,7 @@ class LoneGroup(_ProcessGroup):
 
 
 @contextmanager
-def alone(world: int, rank: int, like: Like = "nccl") -> Iterator[None]:
+def simulated_world(world: int, rank: int, like: Like = "nccl") -> Iterator[None]:
     """Initialize torch.distributed as rank `rank` of `world`; destroy it at the end. `like`: the backend to imitate."""
     if not 0 <= rank < world:
         raise MeshError(f"rank {rank} of a world of {world}: ranks count from 0 to {world - 1}")
@@ -169,9 +169,9 @@ def alone(world: int, rank: int, like: Like = "nccl") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sent_of(group: dist.ProcessGroup) -> Sent:
+def sent_of(group: dist.ProcessGroup) -> TrafficCounter:
     """Return what a group's collectives sent; empty if its ranks are real."""
-    return group.sent if isinstance(group, LoneGroup) else Sent()
+    return group.sent if isinstance(group, LoneGroup) else TrafficCounter()
 
 
 def _bytes(x: Tensor) -> Tensor:

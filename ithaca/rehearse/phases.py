@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaca.attention.clock import moment, seconds_between
-from ithaca.rehearse.lone_group import Sent
+from ithaca.rehearse.lone_group import TrafficCounter
 from ithaca.rehearse.memory_trace import Kinds, Trace, bytes_of
 from ithaca.training.watch.layer_boundaries import put_boundaries
 
@@ -35,7 +35,7 @@ RELEASE_S = 0.05
 class _LayerClock:
     """The begin of each layer's forward and backward, and the number of buffers filled by then."""
 
-    def __init__(self, layers: Sequence[nn.Module], device: torch.device, sent: Sent) -> None:
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device, sent: TrafficCounter) -> None:
         self.layers, self.device, self.sent = layers, device, sent
         self._began: dict[str, tuple[Any, int]] = {}
         self._remove: Callable[[], None] | None = None
@@ -68,7 +68,7 @@ class _LayerClock:
 class DevicePhases:
     """Seconds and peaks of a GPU; `held`: bytes on the device and on the host at the end of each phase, by kind."""
 
-    def __init__(self, device: torch.device, sent: Sent, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, device: torch.device, sent: TrafficCounter, layers: Sequence[nn.Module]) -> None:
         self.device, self.sent = device, sent
         self.peaks: dict[str, int] = {}
         self.held: dict[str, dict[str, tuple[int, int]]] = {}
@@ -119,7 +119,7 @@ class DevicePhases:
 class TracedPhases:
     """Seconds and peaks of a traced step on the CPU."""
 
-    def __init__(self, trace: Trace, sent: Sent, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, trace: Trace, sent: TrafficCounter, layers: Sequence[nn.Module]) -> None:
         self.trace = trace
         self.kinds: dict[str, Kinds] = {}
         self.seconds: dict[str, float] = {}

@@ -101,7 +101,7 @@ def predict(request: RehearsalRequest, rank_job: RankJob, mesh: Mesh) -> tuple[M
     planned = replace(job, length=rank_job.length, accumulate=rank_job.rows > 1)
     budgets = _budgets(request, gpu=gpu)
     decided = Decisions.of(request.run.memory.decided)
-    plan = plan_or_refuse(sizes, planned, *budgets, decided, phrases=_typed(request, gpu=gpu))
+    plan = plan_or_refuse(sizes, planned, *budgets, decided, phrases=_option_phrases(request, gpu=gpu))
     target = memory_of(sizes, planned, plan)
     # Without a GPU nothing is compiled.
     job = planned if gpu else replace(planned, fused=False)
@@ -115,7 +115,7 @@ def predict(request: RehearsalRequest, rank_job: RankJob, mesh: Mesh) -> tuple[M
     return sizes, Predicted(job, plan, budgets, memory, target, total, kinds_of(terms), compute, step)
 
 
-def _typed(request: RehearsalRequest, *, gpu: bool) -> Phrases:
+def _option_phrases(request: RehearsalRequest, *, gpu: bool) -> Phrases:
     """Return the words of an advice, as typed after `ithaca rehearse`."""
     gpus = request.machine.gpus
 

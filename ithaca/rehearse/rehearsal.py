@@ -29,7 +29,7 @@ from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.traffic import Machine, exchange_s, exchanged
 from ithaca.rehearse.cut_model import RankJob
 from ithaca.rehearse.extrapolate import MORE, PartialRun, PartialRuns, choose_runs, cut_plan, derive, derive_timed
-from ithaca.rehearse.lone_group import alone
+from ithaca.rehearse.lone_group import simulated_world
 from ithaca.rehearse.measured_step import Figures, measure
 from ithaca.rehearse.memory_trace import Kinds
 from ithaca.rehearse.phases import BACKWARD, FORWARD, OPTIMIZER, PHASES
@@ -112,7 +112,7 @@ def rehearse(request: RehearsalRequest, progress: Callable[[str], None] = lambda
     if gpu and request.cap is not None:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, request.cap / total))
-    with alone(request.world, request.rank), compiled_once():
+    with simulated_world(request.world, request.rank), compiled_once():
         number = request.stage % len(request.run.stages)
         config = apply_stages(request.config, request.run.stages[: number + 1], random=True)
         heads = int(config.get_text_config().num_attention_heads)

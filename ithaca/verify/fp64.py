@@ -1,7 +1,7 @@
-"""`promoted`: a context in which a model in fp64 really computes in fp64. For `ithaca verify` and tests only.
+"""`compute_in_fp64`: a context in which a model in fp64 really computes in fp64. For `ithaca verify` and tests only.
 
 transformers casts norms, RoPE, routers, eager softmax and the loss to fp32 whatever the model's dtype, which hides
-errors below 1e-7. Inside `promoted()` every cast to fp32 becomes a cast to fp64, so two correct ways to compute the same
+errors below 1e-7. Inside `compute_in_fp64()` every cast to fp32 becomes a cast to fp64, so two correct ways to compute the same
 number agree to about 1e-14, and a fault stands out.
 """
 
@@ -32,7 +32,7 @@ def _with_fp64_for_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def promoted() -> Iterator[None]:
+def compute_in_fp64() -> Iterator[None]:
     """Turn casts to fp32 into casts to fp64 inside the context, in the whole process."""
     # The first device context of a process lists torch's factory functions, for good: enter one before they are replaced.
     with torch.device("meta"):

@@ -35,7 +35,7 @@ from ithaca.parallelize import parallelize
 from ithaca.ranks import gather_objects, on_rank_0
 from ithaca.sequence.batch import Shard, shard_batch
 from ithaca.state.weights.placement import averages_gradients
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.reference import Batch, reference
 from ithaca.verify.tolerances import FLOOR, ParityLimits
 
@@ -85,7 +85,7 @@ def compare(
 
     `batches[d]`: micro-batches of data rank d. `model` stays unchanged; `options` go to `prepare(model, mesh)`.
     """
-    with promoted() if promote else nullcontext():
+    with compute_in_fp64() if promote else nullcontext():
         expected = reference(copy.deepcopy(model), batches)
         parallel = prepare(copy.deepcopy(model), mesh, **options)
         own = batches[mesh.dp_rank]
@@ -194,7 +194,7 @@ class Pair:
 
     def precision(self) -> AbstractContextManager[None]:
         """Return the context in which both models compute."""
-        return promoted() if self.promote else nullcontext()
+        return compute_in_fp64() if self.promote else nullcontext()
 
     def compare(self, batches: Sequence[Batch], *, evaluate: bool = False, logits: bool = True) -> Parity:
         """Return the errors over some micro-batches, the same on all ranks.

@@ -20,7 +20,7 @@ from ithaca.mesh import init_mesh
 from ithaca.planning.model.known_models import known_config
 from ithaca.rehearse import prediction
 from ithaca.rehearse import rehearsal as proof
-from ithaca.rehearse.lone_group import alone
+from ithaca.rehearse.lone_group import simulated_world
 from ithaca.rehearse.rehearse_page import page
 from ithaca.training.schedule import apply_stages
 from ithaca.verify.small_models.features import small_config
@@ -135,7 +135,7 @@ def test_plan_beside_rehearsal_equals_ithaca_plan(tmp_path: Path, typed: Any, mo
     run = load_run(Path("run.yaml"))
     machine = read_machine("8xH100", None, None, None, None)
     asked = prediction.RehearsalRequest(run, read_model_config(run.model.name, None), machine)
-    with alone(8, 0):
+    with simulated_world(8, 0):
         mesh = init_mesh(sp=8, device="cpu")
         config = apply_stages(asked.config, run.stages, random=True)
         _, planned = prediction.predict(asked, proof.job_of_rank(asked, 0, config, mesh), mesh)

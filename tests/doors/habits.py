@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 
@@ -84,7 +84,7 @@ def _run(script: Script, sp: int | None, promote: bool) -> dict[str, Any]:
 
     `promote` lifts transformers' casts to fp32 (norms, softmax, the loss) to fp64, without which 1e-10 has no meaning.
     """
-    with warnings.catch_warnings(), promoted() if promote else nullcontext():
+    with warnings.catch_warnings(), compute_in_fp64() if promote else nullcontext():
         warnings.simplefilter("ignore")
         return {name: _plain(value) for name, value in script(sp).items()}
 

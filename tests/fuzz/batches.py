@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ithaca
 from ithaca.errors import IthacaError
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.pairs import cover
 from tests.ranks import run_ranks
@@ -129,7 +129,7 @@ def errors(seed: int, sp: int, memory: str | None) -> str | float:
     """On a rank: the largest error in loss and gradients against one process, or the sentence of a refusal."""
     kind, _, batch = draw(seed)
     mesh = ithaca.init_mesh(sp=sp)
-    with promoted():
+    with compute_in_fp64():
         plain = small_model(kind, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, dropout=0.0, attention_dropout=0.0)
         model = ithaca.parallelize(copy.deepcopy(plain), mesh, memory=memory)
         try:

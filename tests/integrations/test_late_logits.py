@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from ithaca.integrations.model_hooks import WholeBatches
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import collate_left_masked, config, examples, reset
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def _batch(side: str) -> dict[str, torch.Tensor]:
 def steps(sp: int | None, kind: str, attention: str, side: str, count: int = 2, **overrides: Any) -> list[Any]:
     """Losses over all logits beside the loss of the labels: read from the first call on, so both ways are taken."""
     reset()
-    with promoted():
+    with compute_in_fp64():
         model: Any = small_model(kind, **overrides)
         model.set_attn_implementation(attention)
         if sp is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ithaca.integrations import model_hooks
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_model
 from tests.integrations.runs import (
     alone,
@@ -110,7 +110,7 @@ def test_epochs_over_two_groups_equal_one_process(tmp_path: Path) -> None:
 
 
 def _doubled(folder: str, sp: int | None, **options: Any) -> dict[str, Any]:
-    with promoted():
+    with compute_in_fp64():
         return train(folder, sp, dtype=torch.float64, **EPOCHS, **options)
 
 
@@ -297,7 +297,7 @@ def test_shift_and_documents_equal_one_process(kind: str, sp: int, tmp_path: Pat
 
 
 def _exactly(folder: str, sp: int | None, kind: str) -> dict[str, Any]:
-    with promoted():
+    with compute_in_fp64():
         return train(folder, sp, dtype=torch.float64, kind=kind)
 
 

@@ -14,7 +14,7 @@ from ithaca.loss.by_position import LossByPosition
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_model
 from tests.ranks import run_ranks
 from tests.tolerances import EVAL_LOSS, FAULT
@@ -30,7 +30,7 @@ def gathered(sp: int, shift: int = 0) -> tuple[dict[str, float], float, float]:
     mesh = init_mesh(sp=sp)
     model = parallelize(small_model("llama"), mesh)
     batch = {"input_ids": IDS, "labels": LABELS, "position_ids": PLACES}
-    with promoted(), torch.no_grad(), patch.object(by_position, "FIRST", 8):
+    with compute_in_fp64(), torch.no_grad(), patch.object(by_position, "FIRST", 8):
         buckets = LossByPosition(32, mesh.device)
         buckets._edges += shift
         loss = causal_loss(model, batch, mesh, by_position=buckets)
@@ -40,7 +40,7 @@ def gathered(sp: int, shift: int = 0) -> tuple[dict[str, float], float, float]:
 def expected() -> dict[str, float]:
     """From the logits of each document alone."""
     found: dict[str, list[float]] = {}
-    with promoted(), torch.no_grad():
+    with compute_in_fp64(), torch.no_grad():
         for start, end in ((0, 26), (26, 40)):
             logits = small_model("llama")(input_ids=IDS[:, start:end]).logits[0, :-1]
             targets = LABELS[0, start + 1 : end]

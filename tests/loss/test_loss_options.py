@@ -14,7 +14,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -24,7 +24,7 @@ from tests.tolerances import FP64
 def _step(tiled: bool, smoothing: float, z: float) -> float:
     mesh = init_mesh(sp=2)
     plan = MemoryPlan(("save", "save"), (False, False), mlp_tile=5, loss_tile=4) if tiled else None
-    with promoted():
+    with compute_in_fp64():
         alone = small_model("gemma2")
         batch = small_batch(1, 23)
         logits = alone(input_ids=batch["input_ids"]).logits[0, :-1]
@@ -90,7 +90,7 @@ def test_loss_options_change_the_loss() -> None:
 
 def _changed_in_place(change: str) -> float:
     mesh = init_mesh(sp=1)
-    with promoted():
+    with compute_in_fp64():
         alone, batch = small_model("llama"), small_batch(1, 12)
         model = parallelize(small_model("llama"), mesh)
         losses = {alone: alone(**batch).loss, model: causal_loss(model, batch, mesh)}

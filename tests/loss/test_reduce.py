@@ -23,7 +23,7 @@ from ithaca.models.layers import hooks
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.sequence.batch import shard_batch
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.batches import right_padded
@@ -67,7 +67,7 @@ def _over_logits(weights: str, memory: Any, add: str) -> float:
     )
     truth = small_model("llama")
     model = parallelize(copy.deepcopy(truth), mesh, weights=weights, memory=memory)
-    with promoted():
+    with compute_in_fp64():
         flat = [batch for own in batches for batch in own]
         number = sum(int(batch["attention_mask"].sum()) for batch in flat)
         expected = 0.0
@@ -112,7 +112,7 @@ def _beside_causal_loss(weights: str, kind: str, place: str, memory: Any) -> flo
     own = small_model(kind, **NO_DROPOUT)
     own.get_submodule(place).register_forward_hook(look)
     model = parallelize(own, mesh, weights=weights, memory=memory)
-    with promoted():
+    with compute_in_fp64():
         number = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         expected = 0.0
@@ -227,7 +227,7 @@ def _measured() -> tuple[float, float, float]:
     plain = small_model("llama").eval()
     model = parallelize(copy.deepcopy(plain), mesh).eval()
     targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    with torch.no_grad(), promoted():
+    with torch.no_grad(), compute_in_fp64():
         hits = (plain(input_ids=batch["input_ids"]).logits.argmax(-1) == targets) & (targets != -100)
         shard = shard_batch(batch, mesh)
         own = (model(**shard.inputs).logits.argmax(-1) == shard.targets) & (shard.targets != -100)
@@ -264,7 +264,7 @@ def _hooked(what: str) -> dict[str, Any]:
         *truth.get_submodule(place)._forward_hooks.values(),
         *truth.get_submodule(place)._forward_pre_hooks.values(),
     ]
-    with promoted(), patch.object(hooks.logger, "warning", lambda text, *given: said.append(text % given)):
+    with compute_in_fp64(), patch.object(hooks.logger, "warning", lambda text, *given: said.append(text % given)):
         expected = truth(**batch, use_cache=False).loss
         expected.backward()
         for _ in range(2):

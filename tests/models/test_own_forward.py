@@ -15,7 +15,7 @@ from ithaca.models.binding import unbind
 from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import compare
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
@@ -96,7 +96,7 @@ def taken_off(place: str, kind: str, fuse_it: bool) -> tuple[bool, float]:
     model = patched(place, (0, 1), kind=kind)
     batch = small_batch(2, 16)
     before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
-    with promoted(), torch.no_grad():
+    with compute_in_fp64(), torch.no_grad():
         wanted = float(model(**batch).loss)
         unbind(parallelize(model, init_mesh(sp=1), fuse=fuse_it))
         after = {name: module.__dict__.get("forward") for name, module in model.named_modules()}

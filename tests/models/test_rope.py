@@ -15,7 +15,7 @@ from ithaca.mesh import init_mesh
 from ithaca.models.rope import pin_length
 from ithaca.parallelize import parallelize
 from ithaca.sequence.layout import SequenceLayout
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch
@@ -37,7 +37,7 @@ def _off(rope: dict[str, Any], sp: int) -> float:
     model = build(survey_config("cohere_compass_text", rope_parameters=settings, max_position_embeddings=8))
     worst = 0.0
     for batch in (small_batch(2, 13), small_batch(1, 6), packed(1, 14)):
-        with promoted():
+        with compute_in_fp64():
             expected = reference(copy.deepcopy(model), [[batch]])
             parallel = parallelize(copy.deepcopy(model), mesh)
             loss = causal_loss(parallel, batch, mesh)

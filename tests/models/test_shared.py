@@ -14,7 +14,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -85,7 +85,7 @@ def gradients_of(share: Any, plan: MemoryPlan | None, sp: int) -> float:
     """The largest error of a gradient, taken as DDP would, by the mean over ranks."""
     mesh = init_mesh(sp=sp)
     plain, batch = llama(share), small_batch()
-    with promoted():
+    with compute_in_fp64():
         wanted = reference(copy.deepcopy(plain), [[batch]]).gradients
         model = parallelize(plain, mesh, memory=plan, weights="none")
         causal_loss(model, batch, mesh).backward()

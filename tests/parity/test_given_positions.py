@@ -16,7 +16,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.sequence.batch import shard_batch
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -76,7 +76,7 @@ def _errors(kind: str, degree: int, memory: Any) -> dict[str, float]:
             continue
         truth = small_model(kind, **FAMILIES[kind])
         model = parallelize(copy.deepcopy(truth), mesh, memory=memory)
-        with promoted():
+        with compute_in_fp64():
             expected = truth(**batch, use_cache=False)
             expected.loss.backward()
             loss = causal_loss(model, batch, mesh)

@@ -28,7 +28,7 @@ from ithaca.models.binding_state import binding_of
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.state.weights.placement import recover
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import compare, gradient_errors
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import LISTED, WITH_EXPERTS, small_batch, small_model
@@ -223,7 +223,7 @@ def _from_a_thread() -> float:
     mesh = init_mesh(sp=2)
     model = small_model("llama", num_hidden_layers=LAYERS)
     batches = micro_batches(1, 2, ["plain"])
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), batches)
         parallel = parallelize(model, mesh, memory=plan("mixed"))
         loss = causal_loss(parallel, batches[0][0], mesh)
@@ -242,7 +242,7 @@ def _two_graphs_at_once() -> float:
     mesh = init_mesh(sp=2)
     model = small_model("llama", num_hidden_layers=LAYERS)
     batches = micro_batches(1, 1, ["plain", "packed"])
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), batches)
         parallel = parallelize(model, mesh, memory=plan("every second"))
         count = count_tokens(batches[0], mesh)
@@ -303,7 +303,7 @@ def _ragged() -> tuple[list[str], float]:
     """The plans of two steps in which ranks have rows of unequal lengths, and the worst error of the gradients."""
     mesh, batches = init_mesh(sp=1), [small_batch(1, length, seed=length) for length in RAGGED]
     model = small_model("llama", num_hidden_layers=6, max_position_embeddings=2048)
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), [[batch] for batch in batches])
         parallel = parallelize(model, mesh, memory="auto", memory_budget=RAGGED_BUDGET)
         installed: Any = binding_of(parallel).memory
@@ -375,7 +375,7 @@ def _after_an_exception(name: str) -> tuple[str, float, int]:
     mesh = init_mesh(sp=2)
     model = small_model("llama", num_hidden_layers=LAYERS)
     batches = micro_batches(1, 2, ["plain"])
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), batches)
         parallel = parallelize(model, mesh, memory=plan(name))
         fail = [True]

@@ -15,7 +15,7 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.binding_state import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.pairs import cover
@@ -79,7 +79,7 @@ def _gradients(model: Any) -> dict[str, Tensor]:
 def _worst(sp: int, plan: str, run: Callable[[Any, Mesh, int], None]) -> float:
     mesh, plain, model = init_mesh(sp=sp), llama(), llama()
     parallelize(model, mesh, memory=PLANS[plan])
-    with promoted():
+    with compute_in_fp64():
         wanted = reference(plain, [[SHORT, LONG]]).gradients
         run(model, mesh, count_tokens([SHORT, LONG], mesh))
     found = _gradients(model)

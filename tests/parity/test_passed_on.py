@@ -19,7 +19,7 @@ from ithaca.planning.memory_plan import Decisions, LayerMode, MemoryPlan
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.choose import feasible
 from ithaca.planning.terms.memory_terms import memory_of
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import compare, gradient_errors
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch
@@ -157,7 +157,7 @@ def doubled(model: Any) -> Any:
 def broken_later(by_hand: bool) -> float:
     """Something between two layers that was not there when the model was parallelized."""
     model, batch, mesh = build(survey_config("llama", num_hidden_layers=3)), small_batch(2, 24), init_mesh(sp=1)
-    with promoted():
+    with compute_in_fp64():
         expected = reference(doubled(copy.deepcopy(model)), [[batch]])
         parallel: Any = parallelize(model, mesh, memory={"layers": (S, B, B), "offload": False, "mlp_tile": 5})
         memory: Any = binding_of(parallel).memory

@@ -18,7 +18,7 @@ from ithaca.models.binding_state import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MODES, LayerMode, MemoryPlan, Weights
 from ithaca.sequence.batch import shard_batch
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -43,7 +43,7 @@ def plan(mode: LayerMode, tile: int) -> MemoryPlan:
 def drawn(kind: str, memory: MemoryPlan | None, *, training: bool) -> tuple[nn.Module, float]:
     """A model with gradients, its random numbers those of one seed, and its loss."""
     model = small_model(kind, **DRAWING[kind]).train(training)
-    with promoted():
+    with compute_in_fp64():
         model = parallelize(model, init_mesh(sp=1), memory=memory).train()
         loss = seeded_loss(model)
         torch.manual_seed(99)
@@ -91,7 +91,7 @@ def _along_a_line(kind: str, mode: LayerMode) -> tuple[float, float]:
     )
     losses = []
     for step in (1e-5, -2e-5):
-        with torch.no_grad(), promoted():
+        with torch.no_grad(), compute_in_fp64():
             for p, way in zip(model.parameters(), line, strict=True):
                 p.add_(way, alpha=step)
             losses.append(float(seeded_loss(model)))
@@ -114,7 +114,7 @@ def _planned_again(mode: LayerMode, tiles: tuple[int, int]) -> float:
     model = parallelize(small_model("starcoder2", **DRAWING["starcoder2"]).train(), init_mesh(sp=1), memory="auto")
     memory: Any = binding_of(model).memory
     plans = iter([plan(mode, then), plan("keep" if mode != "keep" else "save", now)])
-    with promoted(), patch.object(memory.planner, "plan_for", lambda layout: next(plans)):
+    with compute_in_fp64(), patch.object(memory.planner, "plan_for", lambda layout: next(plans)):
         loss = seeded_loss(model)
         with torch.no_grad():
             causal_loss(model, small_batch(2, 24), init_mesh(sp=1))
@@ -131,7 +131,7 @@ def test_replay_planned_anew_keeps_the_tiles_of_its_forward(mode: LayerMode, til
 
 def plain(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     model = small_model("llama")
-    with promoted():
+    with compute_in_fp64():
         model(**batch).loss.backward()
     return gradients(model)
 
@@ -139,7 +139,7 @@ def plain(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def _with_a_cache(mode: LayerMode) -> float:
     """Outside sequence parallelism transformers hands every layer a cache, and says so to nobody."""
     model = parallelize(small_model("llama"), init_mesh(sp=1), memory=plan(mode, 5))
-    with unsharded(model), promoted():
+    with unsharded(model), compute_in_fp64():
         model(**BATCH).loss.backward()
     return max(gradient_errors(model, plain(BATCH)).values())
 
@@ -153,7 +153,7 @@ def _copied(mode: LayerMode) -> tuple[float, bool]:
     mesh = init_mesh(sp=1)
     model = parallelize(small_model("llama"), mesh, memory=plan(mode, 5))
     other = copy.deepcopy(model)
-    with promoted():
+    with compute_in_fp64():
         causal_loss(other, BATCH, mesh).backward()
     return max(gradient_errors(other, plain(BATCH)).values()), bool(gradients(model))
 
@@ -227,7 +227,7 @@ def choose_other_and_go_back(model: Any) -> None:
 
 def _between(memory: MemoryPlan | None, change: Callable[[Any], None] | None, settings: dict[str, Any]) -> Any:
     """Gradients where something is done between forward and backward."""
-    with promoted():
+    with compute_in_fp64():
         model = parallelize(adapted(**settings), init_mesh(sp=1), memory=memory).train()
         loss = seeded_loss(model)
         if change is not None:
@@ -277,7 +277,7 @@ def test_replay_of_a_model_changed_back_is_exact(
 
 
 def _trained_at_last(memory: MemoryPlan) -> None:
-    with promoted():
+    with compute_in_fp64():
         model = parallelize(adapted(lora_dropout=0.2), init_mesh(sp=1), memory=memory).eval()
         loss = seeded_loss(model)
         model.train()
@@ -341,7 +341,7 @@ def _stepped_in_backward() -> float:
     for own in (plain, model):
         for weight in own.parameters():
             weight.register_post_accumulate_grad_hook(step)
-    with promoted():
+    with compute_in_fp64():
         for _ in range(2):
             loss = causal_loss(model, batch, mesh)
             with torch.no_grad():
@@ -377,7 +377,7 @@ def _adapted_parameters(mode: LayerMode, kind: str = "mixtral", *others: str) ->
     plain, model = (get_peft_model(small_model(kind), config) for _ in range(2))
     model.load_state_dict(plain.state_dict())
     model = parallelize(model, init_mesh(sp=1), memory=plan(mode, 5))
-    with promoted():
+    with compute_in_fp64():
         plain(**BATCH).loss.backward()
         loss = causal_loss(model, BATCH, init_mesh(sp=1))
         with torch.no_grad():

@@ -20,7 +20,7 @@ from ithaca.mesh import Mesh, init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.sequence.batch import shard_batch
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -65,7 +65,7 @@ def _error(degree: int, weights: str, plan: str, frozen: bool) -> float:
     truth = small_model("llama").requires_grad_(not frozen)
     model = parallelize(copy.deepcopy(truth), mesh, weights=weights, memory=PLANS[plan])
     plain, own = Front(32), Front(32)
-    with promoted():
+    with compute_in_fp64():
         steps = [plain.batch(*example) for data in range(mesh.dp) for example in _examples(data)]
         number = sum(int((step["labels"][:, 1:] != -100).sum()) for step in steps)
         expected = []
@@ -121,7 +121,7 @@ def _by_hand() -> float:
     model = parallelize(copy.deepcopy(truth), mesh)
     [(features, labels), _] = _examples(0)
     plain, noise = (features.clone().requires_grad_() for _ in range(2))
-    with promoted():
+    with compute_in_fp64():
         logits = truth(inputs_embeds=plain, use_cache=False).logits
         logits.square().mean().backward()
         shard = shard_batch({"inputs_embeds": noise, "labels": labels}, mesh)

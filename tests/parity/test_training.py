@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ithaca.loss.causal import causal_loss, count_tokens
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import compare, gradient_errors
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_model
@@ -122,7 +122,7 @@ def _checkpointed(kind: str) -> float:
     mesh = init_mesh(sp=2)
     model = small_model(kind)
     batches = micro_batches(1, 2, ["plain", "packed"])
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), batches)
         parallel = parallelize(copy.deepcopy(model), mesh, memory=None)
         parallel.gradient_checkpointing_enable()
@@ -142,7 +142,7 @@ def _ddp() -> float:
     mesh = init_mesh(dp=2, sp=2)
     model = small_model("llama")
     batches = micro_batches(2, 1, ["plain"])
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), batches)
         parallel = parallelize(copy.deepcopy(model), mesh, weights="none")
         wrapped = DistributedDataParallel(parallel)

@@ -15,7 +15,7 @@ from ithaca.models.binding import unbind
 from ithaca.models.files.write_weights import save_pretrained
 from ithaca.parallelize import parallelize
 from ithaca.sequence.batch import shard_batch
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch, small_config, small_model
 from tests.batches import packed
@@ -34,7 +34,7 @@ def _evaluated() -> tuple[float, float, int]:
     model = small_model("llama")
     batch = small_batch(2, 24)
     widths = []
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), [[batch]]).loss
         parallel = parallelize(model, mesh).eval()
         parallel.model.layers[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
@@ -225,6 +225,6 @@ def test_promotion_reaches_below_single_precision() -> None:
     model = small_model("llama", dtype=torch.float64)
     batch = small_batch(1, 16)
     single = model(**batch).loss
-    with promoted():
+    with compute_in_fp64():
         double = model(**batch).loss
     assert 1e-12 < relative_error(single, double) < 1e-5

@@ -24,7 +24,7 @@ from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.sequence.batch import shard_batch
 from ithaca.state.weights import placement as placement
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
@@ -91,7 +91,7 @@ def _batch() -> Batch:
 def _error(way: Callable[[nn.Module, Batch, Mesh], None], **options: Any) -> float:
     mesh = init_mesh(sp=2)
     model, batch = small_model("llama"), _batch()
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), [[batch]])
         parallel = parallelize(model, mesh, **options)
         way(parallel, batch, mesh)

@@ -19,7 +19,7 @@ from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.rehearse import rehearsal as rehearse_module
 from ithaca.rehearse.cut_model import RankJob
-from ithaca.rehearse.lone_group import alone
+from ithaca.rehearse.lone_group import simulated_world
 from ithaca.rehearse.measured_step import Figures, measure
 from ithaca.rehearse.rehearsal import rehearse
 from ithaca.verify.small_models.features import small_config
@@ -31,7 +31,7 @@ GROUPS = MemoryPlan(("save", "rebuild", "recompute", "keep"), (True, True, True,
 
 
 def figures(plan: MemoryPlan, kind: str = "llama", **changes: Any) -> Figures:
-    with alone(2, 1, like="gloo"):
+    with simulated_world(2, 1, like="gloo"):
         return measure(replace(job(kind), **changes), range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
 
 
@@ -148,7 +148,7 @@ def said_and_seen(kind: str, plan: MemoryPlan, **changes: Any) -> tuple[int, int
     full = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "sliding_window": 16384}
     config = small_config(kind, **{**WIDE, **full, **changes})
     of = RankJob(config, 16384, 1, torch.bfloat16, None, OptimizerSettings(), fake=True)
-    with alone(2, 1, like="gloo"):
+    with simulated_world(2, 1, like="gloo"):
         got = measure(of, range(LAYERS), plan, init_mesh(sp=2, device="cpu"))
     job = Job(16384, sp=2, fused=False)
     terms = memory_of(ModelSizes.from_config(config.to_dict()), job, plan).allocated
@@ -201,6 +201,6 @@ def test_fake_step_torchao_optimizer_makes_its_state(
     wide = small_config("llama", num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=256)
     of = {"config": wide, "optimizer": OptimizerSettings(name=name), "weights": weights}
     got = figures(SAVE, fake=True, **of).kinds["optimizer"]
-    with alone(2, 1, like="gloo"):
+    with simulated_world(2, 1, like="gloo"):
         sizes = [math.prod(shape) for shape in shards(replace(job(), **of), SAVE, 2).values()]
     assert got.optimizer == sum(map(state, sizes))

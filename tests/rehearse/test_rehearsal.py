@@ -33,7 +33,7 @@ from ithaca.planning.terms.traffic import Machine, exchanged
 from ithaca.rehearse import cut_model, measured_step, phases
 from ithaca.rehearse.cut_model import RankJob, build, keep_layers, running_only
 from ithaca.rehearse.extrapolate import PartialRun, blocks_of, choose_runs, cut_plan, derive, derive_timed
-from ithaca.rehearse.lone_group import LoneGroup, Sent, alone
+from ithaca.rehearse.lone_group import LoneGroup, TrafficCounter, simulated_world
 from ithaca.rehearse.measured_step import Figures, measure
 from ithaca.rehearse.phases import DevicePhases
 from ithaca.rehearse.prediction import RehearsalRequest, _budgets
@@ -68,7 +68,7 @@ def figures(of: RankJob, plan: MemoryPlan, sp: int) -> dict[str, Any]:
 
 
 def alone_as(rank: int, world: int, of: RankJob, plan: MemoryPlan, sp: int) -> dict[str, Any]:
-    with alone(world, rank, like="gloo"):
+    with simulated_world(world, rank, like="gloo"):
         return figures(of, plan, sp)
 
 
@@ -76,7 +76,7 @@ def test_lone_rank_has_shards_of_real_rank() -> None:
     odd = replace(job(), config=small_config("llama", num_hidden_layers=LAYERS, vocab_size=131))
     real = run_ranks(2, shards, odd, SAVE, 2)
     for rank in (0, 1):
-        with alone(2, rank):
+        with simulated_world(2, rank):
             assert shards(odd, SAVE, 2) == real[rank]
     assert real[0] != real[1]
 
@@ -101,7 +101,7 @@ def test_measure_again_frees_earlier_model() -> None:
         earlier.extend(weakref.ref(each) for each in model.modules())
         return model
 
-    with alone(2, 0), patch.object(measured_step, "build", watched):
+    with simulated_world(2, 0), patch.object(measured_step, "build", watched):
         for _ in range(2):
             measure(job(), range(LAYERS), SAVE, init_mesh(sp=2, device="cpu"))
     assert earlier
@@ -129,7 +129,7 @@ def test_lone_rank_loss_is_finite() -> None:
 
 
 def test_lone_group_collectives_fill_buffers_with_own_numbers() -> None:
-    with alone(4, 1):
+    with simulated_world(4, 1):
         group = init_mesh(sp=4, device="cpu").sp_group
         assert isinstance(group, LoneGroup)
         out, given = torch.full((6,), torch.nan), torch.arange(4.0)
@@ -150,9 +150,9 @@ def test_lone_group_collectives_fill_buffers_with_own_numbers() -> None:
 
 
 def test_alone_impossible_world_is_refused() -> None:
-    with pytest.raises(MeshError, match="rank 4 of a world of 4: ranks count from 0 to 3"), alone(4, 4):
+    with pytest.raises(MeshError, match="rank 4 of a world of 4: ranks count from 0 to 3"), simulated_world(4, 4):
         pass
-    with alone(2, 0), pytest.raises(MeshError, match="in a process group already"), alone(2, 1):
+    with simulated_world(2, 0), pytest.raises(MeshError, match="in a process group already"), simulated_world(2, 1):
         pass
 
 
@@ -205,7 +205,7 @@ def test_derive_mixed_plan_without_attention_gives_whole_bytes() -> None:
     of = replace(job(), config=small_config("llama", num_hidden_layers=12))
     runs = choose_runs(plan, (0,) * 12, more=1, bare=True)
     assert runs.derived
-    with alone(2, 0):
+    with simulated_world(2, 0):
         mesh = init_mesh(sp=2, device="cpu")
 
         def measured(run: PartialRun, *, bare: bool) -> Figures:
@@ -240,7 +240,7 @@ def test_measure_delayed_layer_has_the_delay_alone(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LocalAttention, "attend", late)
     monkeypatch.setattr(phases, "moment", tick)
-    with alone(2, 0):
+    with simulated_world(2, 0):
         got = measure(of, range(count), plan, init_mesh(sp=2, device="cpu"))
     forward, backward = got.layer_s["forward"], got.layer_s["backward"]
     assert forward[-1] is backward[0] is None
@@ -261,7 +261,7 @@ def test_device_phases_leave_out_filled_buffers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(phases, "moment", lambda _device: next(ticks) / 100)
     for name in ("synchronize", "reset_peak_memory_stats", "_sleep", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *_args: 7)
-    sent, fill = Sent(), (Fill(), Fill())
+    sent, fill = TrafficCounter(), (Fill(), Fill())
     sent.spans += [fill] * 5
     with DevicePhases(torch.device("cpu"), sent, []) as phase:
         sent.spans += [fill] * 2
@@ -283,7 +283,10 @@ def test_rehearse_fake_tensors_same_bytes_as_real() -> None:
 
 
 def test_measure_fake_experts_in_fp32_are_refused() -> None:
-    with alone(2, 0, like="gloo"), pytest.raises(UnsupportedError, match="use precision=mixed or precision=bf16"):
+    with (
+        simulated_world(2, 0, like="gloo"),
+        pytest.raises(UnsupportedError, match="use precision=mixed or precision=bf16"),
+    ):
         measure(replace(job("qwen3_moe"), fake=True), range(LAYERS), SAVE, init_mesh(sp=2, device="cpu"))
 
 
@@ -293,7 +296,7 @@ def test_rehearse_without_plan_is_refused() -> None:
 
 
 def test_measure_counts_bytes_of_planned_exchanges() -> None:
-    with alone(2, 0):
+    with simulated_world(2, 0):
         mesh = init_mesh(sp=2, device="cpu")
         for plan in (SAVE, MIXED):
             got = measure(job(), range(LAYERS), plan, mesh)
@@ -374,7 +377,7 @@ def test_keep_layers_gives_model_of_those_layers() -> None:
 @pytest.mark.parametrize("wanted", [(0,), (0, 3)])
 def test_running_only_runs_those_layers_and_restores_all(wanted: tuple[int, ...]) -> None:
     ids = {"input_ids": torch.arange(LENGTH)[None] % 32}
-    with alone(2, 0, like="gloo"):
+    with simulated_world(2, 0, like="gloo"):
         mesh = init_mesh(sp=2, device="cpu")
         model = build(job(), range(LAYERS), MIXED, mesh)
         materialize(model)

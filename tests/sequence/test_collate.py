@@ -15,7 +15,7 @@ from ithaca.constants import IGNORE_INDEX
 from ithaca.errors import ArgumentError, BatchError
 from ithaca.sequence.batch import count_targets, cut_batch
 from ithaca.sequence.collate import SequenceCollator
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_model
 
 N = IGNORE_INDEX
@@ -100,7 +100,7 @@ DOCUMENTS = [{"input_ids": [7 * i % 50 + 3 + t * i % 5 for t in range(n)]} for i
 
 def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> float:
     """transformers' mean, times the number of targets it has."""
-    with torch.no_grad(), promoted():
+    with torch.no_grad(), compute_in_fp64():
         return float(model(**batch, use_cache=False).loss) * int((batch["labels"][:, 1:] != N).sum())
 
 

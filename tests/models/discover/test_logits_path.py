@@ -17,7 +17,7 @@ from ithaca.memory.head_loss import LossSpec
 from ithaca.mesh import init_mesh
 from ithaca.models.layers.head import head_spec
 from ithaca.parallelize import parallelize
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import gradient_errors
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import build, small_batch, small_config
@@ -46,7 +46,7 @@ def test_head_spec_surveyed_type_is_its_scale_and_cap(kind: str) -> None:
 def _off(kind: str, settings: dict[str, Any], memory: str | None) -> tuple[float, float]:
     mesh, batch = init_mesh(sp=1), small_batch(2, 12)
     model = build(survey_config(kind, **settings))
-    with promoted():
+    with compute_in_fp64():
         expected = reference(copy.deepcopy(model), [[batch]])
         parallel = parallelize(model, mesh, memory=memory)  # type: ignore[arg-type]
         loss = causal_loss(parallel, batch, mesh)

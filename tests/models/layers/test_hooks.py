@@ -17,7 +17,7 @@ from ithaca.models.layers.hooks import drop_hooks
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.training.watch.layer_boundaries import put_boundaries
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import compare, gradient_errors
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
@@ -84,7 +84,7 @@ def _adapted_later() -> float:
     plain, own = small_model("llama"), parallelize(small_model("llama"), mesh, weights="none")
     alone, adapted = (get_peft_model(model, config, autocast_adapter_dtype=False) for model in (plain, own))
     adapted.load_state_dict(alone.state_dict())
-    with promoted():
+    with compute_in_fp64():
         expected = reference(alone.get_base_model(), [[batch]])
         loss = causal_loss(adapted, batch, mesh)
         loss.backward()

@@ -21,7 +21,7 @@ from ithaca.models.binding import unbind
 from ithaca.models.binding_state import binding_of, unsharded
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -91,7 +91,7 @@ def free(model: Any) -> None:
 
 
 def step(model: Any) -> Any:
-    with promoted():
+    with compute_in_fp64():
         loss = causal_loss(model, small_batch(), binding_of(model).mesh)
         loss.backward()
     return loss
@@ -142,7 +142,7 @@ def errors(before: Change, change: Change, plan: MemoryPlan | None, world: int =
     plain, model = llama(), llama()
     for each in (before, change):
         each(plain)
-    with promoted():
+    with compute_in_fp64():
         wanted = reference(plain, [[small_batch()]])
     before(model)
     parallelize(model, mesh, memory=plan)
@@ -208,7 +208,7 @@ def gathered_ahead() -> float:
 
 def test_weights_gathered_by_unshard_are_accepted() -> None:
     plain = llama()
-    with promoted():
+    with compute_in_fp64():
         wanted = reference(plain, [[small_batch()]]).loss
     assert all(abs(loss / wanted - 1) < FP64 for loss in run_ranks(2, gathered_ahead))
 

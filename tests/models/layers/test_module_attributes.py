@@ -23,7 +23,7 @@ from ithaca.models.discover.roles import signature
 from ithaca.models.layers import fuse
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import COMPILED, FP64
@@ -235,7 +235,7 @@ def shared_norm_weight(plan: MemoryPlan | None) -> float:
         model: Any = small_model("gemma2")
         for layer in model.model.layers:
             layer.post_feedforward_layernorm.weight = layer.pre_feedforward_layernorm.weight
-        with promoted():
+        with compute_in_fp64():
             model = parallelize(model, mesh, memory=memory, weights="none")
             found.append(gradients(causal_loss(model, BATCH, mesh), model))
     return farthest(*found)

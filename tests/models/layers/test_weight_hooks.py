@@ -16,7 +16,7 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import MemoryPlan
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
@@ -54,7 +54,7 @@ def with_hooks(mode: str, adapters: bool, fuse: bool) -> tuple[set[int], float, 
     put_on(plain)
     parallelize(model, mesh, memory=MemoryPlan(MODES[mode], (False, False), 8, 8), fuse=fuse)  # type: ignore[arg-type]
     seen = put_on(model)
-    with promoted():
+    with compute_in_fp64():
         wanted = reference(plain, [[small_batch()]]).gradients
         without = reference(untouched, [[small_batch()]]).gradients
         causal_loss(model, small_batch(), mesh).backward()

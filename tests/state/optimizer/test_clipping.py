@@ -16,7 +16,7 @@ from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.state.optimizer import clipping
 from ithaca.state.optimizer.clipping import clipped_step, gradient_norm
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import run_ranks
 from tests.tolerances import FAULT, FP64, NORM_BY_BLOCKS, NORM_RATIO
@@ -28,7 +28,7 @@ BATCH = small_batch(4, 24)
 def made(fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     """A model with gradients, its optimizer and its loss, on one process."""
     model = small_model("llama")
-    with promoted():
+    with compute_in_fp64():
         loss = model(**BATCH).loss
         loss.backward()
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), loss.detach()
@@ -121,7 +121,7 @@ def sharded(sp: int, replicas: int, counts_copies: bool = False) -> tuple[float,
     model = parallelize(small_model("llama"), mesh, replicas=replicas)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     rows = {name: value[mesh.dp_rank :: mesh.dp] for name, value in BATCH.items()}
-    with promoted():
+    with compute_in_fp64():
         loss = causal_loss(model, rows, mesh)
         loss.backward()
     with patch.object(clipping, "_summed", _everywhere if counts_copies else clipping._summed):

@@ -16,7 +16,7 @@ from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.optimizer.existing_optimizers import ExistingOptimizers
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FAULT, FP64
@@ -86,7 +86,7 @@ def trained(name: str, stepped: bool, **options: Any) -> float:
     plain, model = small_model("llama"), small_model("llama")
     optimizers = [OPTIMIZERS[name](each) for each in (plain, model)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
-    with promoted():
+    with compute_in_fp64():
         for at in range(3):
             batch = small_batch(2, 16, seed=at)
             if at == int(stepped):
@@ -152,7 +152,7 @@ def _several() -> tuple[float, float]:
     before = [id(p) for p in apart.param_groups[0]["params"]]
     parallelize(model, mesh)
     batch = small_batch(2, 16)
-    with promoted():
+    with compute_in_fp64():
         plain(**batch).loss.backward()
         causal_loss(model, batch, mesh).backward()
     for optimizers in pairs:
@@ -172,7 +172,7 @@ def _tied() -> float:
     plain, model = (small_model("llama", tie_word_embeddings=True) for _ in range(2))
     optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (plain, model)]
     parallelize(model, mesh)
-    with promoted():
+    with compute_in_fp64():
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             batch = small_batch(2, 16)
             step(each, each(**batch).loss if each is plain else causal_loss(each, batch, mesh), optimizer)
@@ -294,7 +294,7 @@ def _loaded(sp: int | None, name: str) -> dict[str, Any]:
 
 
 def _loaded_error(name: str) -> float:
-    with promoted():
+    with compute_in_fp64():
         mine, theirs = _loaded(2, name), _loaded(None, name)
     return max(float((mine[key] - theirs[key]).norm() / theirs[key].norm()) for key in theirs)
 

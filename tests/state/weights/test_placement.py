@@ -30,7 +30,7 @@ from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.state.optimizer.build import build_optimizer
 from ithaca.state.weights import placement as placement
 from ithaca.state.weights.placement import _sum_gradients
-from ithaca.verify.fp64 import promoted, relative_error
+from ithaca.verify.fp64 import compute_in_fp64, relative_error
 from ithaca.verify.reference import reference
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.batches import micro_batches
@@ -100,7 +100,7 @@ def _three_steps(degrees: tuple[int, int], replicas: int, lr: float) -> float:
     _clear_sharding_prop_cache()
     mesh = init_mesh(dp=degrees[0], sp=degrees[1])
     alone = small_model("llama")
-    with promoted():
+    with compute_in_fp64():
         parallel = parallelize(copy.deepcopy(alone), mesh, replicas=replicas)
         ours = build_optimizer(parallel, **SETTINGS)
         decayed = [p for p in alone.parameters() if p.ndim > 1]

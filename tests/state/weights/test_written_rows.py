@@ -12,7 +12,7 @@ from torch import Tensor
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
-from ithaca.verify.fp64 import promoted
+from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
@@ -98,7 +98,7 @@ def _written(sp: int | None, write: Write, replicas: int) -> dict[str, Tensor]:
 
 
 def _errors(write: Write, sp: int, replicas: int) -> float:
-    with promoted():
+    with compute_in_fp64():
         mine, theirs = _written(sp, write, replicas), _written(None, write, 1)
     return max(float((mine[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
 
