@@ -22,9 +22,10 @@ import transformers
 
 from ithaca.planning.model.architectures import verdicts
 from tools.survey.judge import TOLERANCE, Row, judge
+from tools.survey.measured import facts_row
 from tools.survey.page import page
 from tools.survey.run import Measured, Ranks
-from tools.survey.stated import stated, stated_kinds
+from tools.survey.stated import stated_kinds
 from tools.survey.static import aliases, kinds, look
 from tools.survey.structures import structures
 
@@ -69,7 +70,8 @@ def survey(chosen: list[str]) -> dict[str, Row]:
 
 def facts(chosen: list[str]) -> dict[str, Row]:
     """Return facts of every type, and structures of the chosen exact ones, by type."""
-    rows: dict[str, Row] = {kind: {"facts": found} for kind in stated_kinds() if (found := stated(kind))}
+    others = set(kinds()) - set(chosen)
+    rows: dict[str, Row] = {kind: {"facts": row} for kind in stated_kinds() - others if (row := facts_row(kind))}
     exact = [kind for kind in chosen if verdicts().get(kind, {}).get("memory") == "exact"]
     # Two processes: a type takes seconds, of which its config and its module's import are a good part.
     context = get_context("spawn")

@@ -20,8 +20,7 @@ import hashlib
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -75,7 +74,7 @@ class Structure:
             weights = [id(p) for inner in within for p in inner._parameters.values() if p is not None]
             if len(weights) != len(set(weights)):
                 raise UnknownStructure("a weight at two places")
-            files = [*sorted(map(_digest, code.files)), *sorted(code.given)]
+            files = code.lines()
             each = tuple(_key([*files, *_lines(layer, None, frozenset(), frozenset())]) for layer in layers)
             stacked = frozenset(layers)
             around = [*_lines(model, code.names, within - stacked, stacked), *_config_lines(model, code.names)]
@@ -86,12 +85,6 @@ class Structure:
 
 def _key(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-@cache
-def _digest(file: str) -> str:
-    # Line ends may differ between installations of one version.
-    return hashlib.sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
 
 
 def _lines(

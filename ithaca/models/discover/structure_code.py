@@ -11,11 +11,12 @@ functions that torch defines in C are not looked at, and neither are edits of a 
 from __future__ import annotations
 
 import dis
+import hashlib
 import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ _INTO_FORWARD = (
     "forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__", "__setattr__",
 )  # fmt: skip
 _NOT_RUN = ("__init__", "_init_weights", "__init_subclass__", "__repr__", "extra_repr")
+_CONTAINERS = (tuple, list, dict, set, frozenset, type(None))
 PLAIN = (bool, int, float, str)
 _LruCache = type(cache(lambda: None))
 
@@ -44,13 +46,19 @@ class UnknownStructure(Exception):
 
 @dataclass(eq=False)
 class SourceCode:
-    """The source files that a model's classes come from, the names that their functions read, and the functions that
-    decorators have given to the classes."""
+    """The source files that a model's classes come from, the names that their functions read, the functions that
+    decorators have given to the classes, and values of the classes themselves, by name."""
 
     files: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
+    values: set[tuple[str, str]] = field(default_factory=set)
     seen: set[Any] = field(default_factory=set)
+
+    def lines(self) -> list[str]:
+        """Return what two models with the same code share; classes have caches too, which no function here reads."""
+        values = sorted(line for name, line in self.values if name in self.names)
+        return [*sorted(map(_digest, self.files)), *sorted(self.given), *values]
 
     def add_class(self, kind: type) -> None:
         """Take in a class and what it inherits; UnknownStructure if any of it is not what its file defines."""
@@ -94,7 +102,7 @@ class SourceCode:
                 elif callable(function) or hasattr(function, "__get__"):
                     raise UnknownStructure(f"{base.__qualname__}.{name}")
                 elif isinstance(function, PLAIN) and not name.startswith("__"):
-                    self.given.add(f"{base.__qualname__}.{name}={function!r}")
+                    self.values.add((name, f"{base.__qualname__}.{name}={function!r}"))
 
     def _add_function(self, function: FunctionType, home: ModuleType, qualified: str, *, reads: bool) -> None:
         *wrappers, innermost = wrapped_functions(function)
@@ -140,7 +148,7 @@ class SourceCode:
                 raise UnknownStructure(full)
         elif isinstance(value, PLAIN):
             self.given.add(f"{full}={value!r}")
-        elif not _is_known(type(value).__module__) or isinstance(value, partial):
+        elif not _is_object_of_library(value):
             raise UnknownStructure(full)
 
     def _add_paths(self, function: FunctionType) -> None:
@@ -168,6 +176,12 @@ class SourceCode:
             self.files.add(file)
 
 
+@cache
+def _digest(file: str) -> str:
+    # Line ends may differ between installations of one version.
+    return hashlib.sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+
+
 def wrapped_functions(function: FunctionType) -> list[FunctionType]:
     """Return the function and what it wraps: functools.wraps copies names, so every link is looked at."""
     links: list[FunctionType] = [function]
@@ -181,6 +195,15 @@ def wrapped_functions(function: FunctionType) -> list[FunctionType]:
 def _is_known(module: str) -> bool:
     root = module.partition(".")[0]
     return root in ("torch", "transformers", "builtins") or root in sys.stdlib_module_names
+
+
+def _is_object_of_library(value: Any) -> bool:
+    """True if the object can be no function or module of somebody else's, under another type."""
+    return type(value) in _CONTAINERS or type(value).__module__.partition(".")[0] in (
+        "torch",
+        "transformers",
+        "logging",
+    )
 
 
 def is_library(function: FunctionType) -> bool:
