@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 import ithaca
 from ithaca.cli import app
-from ithaca.config.schema import Run, read_run
+from ithaca.config.schema import RunSettings, read_run
 from tools.lint.tree import ROOT, read_pages
 
 PAGES = read_pages()[0]
@@ -26,7 +26,7 @@ MODULES = re.compile(r"python -m ((?:benchmarks|tools|tests)[\w.]*)")
 
 def missing_setting(path: str) -> bool:
     """True if a dotted key is not one of a run file."""
-    kind: Any = Run
+    kind: Any = RunSettings
     for part in (part for part in path.split(".") if not part.isdigit()):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             field = kind.model_fields.get(part)
@@ -50,7 +50,9 @@ def _section(annotation: Any) -> Any:
 def dotted_settings(page: str) -> set[str]:
     """Return the settings that a page shows: `memory.host_budget`, `mesh.sp=4`, `memory.budget: 60GB`."""
     # In Python code `model` and `mesh` are objects: a setting of these sections is followed by its value.
-    sections = "|".join(rf"{name}(?=[\w.]*[=:])" if name in ("model", "mesh") else name for name in Run.model_fields)
+    sections = "|".join(
+        rf"{name}(?=[\w.]*[=:])" if name in ("model", "mesh") else name for name in RunSettings.model_fields
+    )
     shown = re.findall(rf"(?<![\w./-])((?:{sections})(?:\.\w+)+)(?![\w/(.])", page)
     return {name for name in shown if not name.endswith((".py", ".json", ".md", ".png", ".jsonl", ".yaml"))}
 

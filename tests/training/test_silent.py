@@ -11,7 +11,7 @@ import torch
 
 from ithaca.cli.train import describe_end
 from ithaca.report.loss_picture import draw_loss
-from ithaca.state.checkpoint.dcp import SavedTensors
+from ithaca.state.checkpoint.dcp import CheckpointTensors
 from ithaca.training.run.progress import RunProgress
 from ithaca.training.run.run_folder import RunFolder
 from ithaca.training.trainer import RunResult
@@ -46,7 +46,7 @@ def silent_run(folder: Path, name: str, **more: Any) -> Any:
 
 
 def state(root: Path, step: int) -> dict[str, torch.Tensor]:
-    saved = SavedTensors(root / "checkpoints" / f"step-{step:08d}")
+    saved = CheckpointTensors(root / "checkpoints" / f"step-{step:08d}")
     return {key: saved.whole(key) for key in saved.tensors}
 
 
