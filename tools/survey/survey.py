@@ -72,7 +72,8 @@ def facts(chosen: list[str]) -> dict[str, Row]:
     """Return facts of every type, and structures of the chosen exact ones, by type."""
     others = set(kinds()) - set(chosen)
     rows: dict[str, Row] = {kind: {"facts": row} for kind in stated_kinds() - others if (row := facts_row(kind))}
-    exact = [kind for kind in chosen if verdicts().get(kind, {}).get("memory") == "exact"]
+    measured = verdicts()
+    exact = [kind for kind in chosen if kind in measured and measured[kind].get("memory") == "exact"]
     # Two processes: a type takes seconds, of which its config and its module's import are a good part.
     context = get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
