@@ -366,7 +366,7 @@ class OwnRouting(torch.autograd.Function):
     pass
 
 
-MLP, NORM = modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm
+MLP, NORM, LAYER = modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaDecoderLayer
 IN_THE_CODE: list[tuple[str, str, Callable[[], Any]]] = [
     ("forward of a class", "llama", lambda: patch.object(MLP, "forward", unwrapped_forward)),
     ("forward with the names of the old one", "llama", lambda: patch.object(MLP, "forward", wrapped_forward)),
@@ -379,7 +379,7 @@ IN_THE_CODE: list[tuple[str, str, Callable[[], Any]]] = [
     ("getattr of modules", "llama", lambda: patch.object(nn.Module, "__getattr__", lambda self, name: None)),
     ("forward of Linear", "llama", lambda: patch.object(nn.Linear, "forward", lambda self, x: x)),
     ("call of modules", "llama", lambda: patch.object(nn.Module, "__call__", lambda self, *a, **k: None)),
-    ("flag of a class", "llama", lambda: patch.object(MLP, "flag", True, create=True)),
+    ("flag of a class", "llama", lambda: patch.object(LAYER, "gradient_checkpointing", True)),
     ("cached forward", "llama", lambda: patch.object(MLP, "extra", property(unwrapped_forward), create=True)),
     ("descriptor", "llama", lambda: patch.object(MLP, "forward", types.MethodType(unwrapped_forward, None.__class__))),
     ("function of the file", "llama", lambda: other_function("apply_rotary_pos_emb", rotary_of_ones_own)),
