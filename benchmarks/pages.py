@@ -133,84 +133,111 @@ def training_overhead(found: dict[str, Any]) -> str:
 
 def claims() -> str:
     """Return every claim with its figure and where the figure comes from."""
-    kernels, ulysses, training = result("kernels"), result("ulysses"), result("training")
+    parity = [
+        (
+            "loss, logits, every gradient against one process, fp64",
+            "within 1e-10",
+            "CPU ranks over gloo, `tests/parity`",
+        ),
+        ("20 clipped AdamW steps, fp32", "losses within 1e-5", "CPU ranks over gloo"),
+    ]
+    heading = ("claim", "result", "ran on")
+    return markdown([heading, *parity, *_attention_claims(), *_exact_claims(), *_training_claims(), *_plan_claims()])
+
+
+Claim = tuple[str, str, str]
+CARD, SAME_FILE = "one H200", "one H200, same file"
+
+
+def _link(name: str) -> str:
+    return f"[{name}.json](benchmarks/results/{name}.json)"
+
+
+def _attention_claims() -> list[Claim]:
+    """Return the claims about kernels and the exchange."""
+    kernels, ulysses = result("kernels"), result("ulysses")
     worst_kernel = max(max(row["ratios"].values()) for row in kernels["rows"] if "ratios" in row)
     worst_shared = max(row["worst"] for name in ("shared_2", "shared_4") for row in ulysses[name])
     shares = [row[key] for row in ulysses["pack"] for key in row if key.endswith("_share")]
-    exact = result("exact")["cells"]
-    pairs = [(cell["error"][name], cell["flash_error"][name]) for cell in exact for name in cell["error"]]
-    lengths = [cell["length"] // 1024 for cell in exact]
+    return [
+        (
+            "bf16 error of each kernel against one device's",
+            f"at most {worst_kernel:.2f}x",
+            f"{CARD}, torch 2.11, {_link('kernels')}",
+        ),
+        (
+            "the same through the exchange, 2 and 4 ranks",
+            f"at most {worst_shared:.2f}x",
+            f"{CARD} shared over gloo, {_link('ulysses')}",
+        ),
+        (
+            "packing and unpacking for the exchange",
+            f"{min(shares) * 100:.0f} to {max(shares) * 100:.0f}% of a plain copy",
+            SAME_FILE,
+        ),
+        ("what Ulysses adds to the kernel at sp=1, 32K tokens", f"{ulysses['overhead']['ratio'] - 1:.1%}", SAME_FILE),
+        ("the NCCL path", "a world of one", SAME_FILE),
+    ]
+
+
+def _exact_claims() -> list[Claim]:
+    """Return the claims about attention and the loss at long lengths, against fp32."""
+    cells = result("exact")["cells"]
+    pairs = [(cell["error"][name], cell["flash_error"][name]) for cell in cells for name in cell["error"]]
+    lengths = [cell["length"] // 1024 for cell in cells]
+    return [
+        (
+            f"out, dq, dk, dv of sampled rows against fp32, {min(lengths)}K to {max(lengths):,}K tokens",
+            f"{max(own for own, _ in pairs):.2%} of the largest value at most, "
+            f"{max(own / flash for own, flash in pairs):.2f}x FlashAttention's",
+            f"{CARD}, {_link('exact')}",
+        ),
+        (
+            "the loss over all those tokens, tiled, against fp32",
+            f"within {max(cell['loss_error']['loss'] for cell in cells):.1e}",
+            SAME_FILE,
+        ),
+    ]
+
+
+def _training_claims() -> list[Claim]:
+    """Return the claims about runs of `ithaca train`."""
+    training = result("training")
     run, added = training["run"], training["overhead"]
+    return [
+        (
+            f"{len(run['taken'])} steps of a {run['model']} at {run['length'] // 1024}K through `ithaca train`",
+            f"{run['median']['tokens_per_second']:,.0f} tokens/s, {run['median']['utilisation']:.1%} utilisation",
+            f"{CARD}, {_link('training')}",
+        ),
+        (
+            f"what the trainer adds to a bare loop, {added['model']} at {added['length'] // 1024}K, "
+            f"{added['bare_s'] * 1e3:.0f} ms a step",
+            f"{added['overhead']:.1%}",
+            SAME_FILE,
+        ),
+    ]
+
+
+def _plan_claims() -> list[Claim]:
+    """Return the claims about rehearsals and the plans made for them."""
     rehearsed = result("rehearsals")["cells"]
     [whole] = [c for c in rehearsed if c["group"] == "whole"]
     planned = [c for c in rehearsed if c["group"] == "plan"]
     memory, time = (max(abs(c[error]) for c in planned) for error in ("memory_error", "time_error"))
-
-    def link(name: str) -> str:
-        return f"[{name}.json](benchmarks/results/{name}.json)"
-
-    card, same = "one H200", "one H200, same file"
-    return markdown(
-        [
-            ("claim", "result", "ran on"),
-            (
-                "loss, logits, every gradient against one process, fp64",
-                "within 1e-10",
-                "CPU ranks over gloo, `tests/parity`",
-            ),
-            ("20 clipped AdamW steps, fp32", "losses within 1e-5", "CPU ranks over gloo"),
-            (
-                "bf16 error of each kernel against one device's",
-                f"at most {worst_kernel:.2f}x",
-                f"{card}, torch 2.11, {link('kernels')}",
-            ),
-            (
-                "the same through the exchange, 2 and 4 ranks",
-                f"at most {worst_shared:.2f}x",
-                f"{card} shared over gloo, {link('ulysses')}",
-            ),
-            (
-                "packing and unpacking for the exchange",
-                f"{min(shares) * 100:.0f} to {max(shares) * 100:.0f}% of a plain copy",
-                same,
-            ),
-            ("what Ulysses adds to the kernel at sp=1, 32K tokens", f"{ulysses['overhead']['ratio'] - 1:.1%}", same),
-            ("the NCCL path", "a world of one", same),
-            (
-                f"out, dq, dk, dv of sampled rows against fp32, {min(lengths)}K to {max(lengths):,}K tokens",
-                f"{max(own for own, _ in pairs):.2%} of the largest value at most, "
-                f"{max(own / flash for own, flash in pairs):.2f}x FlashAttention's",
-                f"{card}, {link('exact')}",
-            ),
-            (
-                "the loss over all those tokens, tiled, against fp32",
-                f"within {max(cell['loss_error']['loss'] for cell in exact):.1e}",
-                same,
-            ),
-            (
-                f"{len(run['taken'])} steps of a {run['model']} at {run['length'] // 1024}K through `ithaca train`",
-                f"{run['median']['tokens_per_second']:,.0f} tokens/s, {run['median']['utilisation']:.1%} utilisation",
-                f"{card}, {link('training')}",
-            ),
-            (
-                f"what the trainer adds to a bare loop, {added['model']} at {added['length'] // 1024}K, "
-                f"{added['bare_s'] * 1e3:.0f} ms a step",
-                f"{added['overhead']:.1%}",
-                same,
-            ),
-            (
-                f"one rank of {rehearsal_page.short_name(whole)} over {NUMBERS[whole['sp']]} at {whole['length']:,} tokens, "
-                "every layer, states on the host",
-                f"{whole['step_s']:.1f} s a step, {whole['reserved'] / 1e9:.1f} GB reserved",
-                f"{card}, exchanges predicted, {link('rehearsals')}",
-            ),
-            (
-                f"the plan against {len(planned)} rehearsals, 32K to 1M tokens",
-                f"memory within {memory:.1%}, time within {time:.1%}",
-                same,
-            ),
-        ]
-    )
+    return [
+        (
+            f"one rank of {rehearsal_page.short_name(whole)} over {NUMBERS[whole['sp']]} at {whole['length']:,} tokens, "
+            "every layer, states on the host",
+            f"{whole['step_s']:.1f} s a step, {whole['reserved'] / 1e9:.1f} GB reserved",
+            f"{CARD}, exchanges predicted, {_link('rehearsals')}",
+        ),
+        (
+            f"the plan against {len(planned)} rehearsals, 32K to 1M tokens",
+            f"memory within {memory:.1%}, time within {time:.1%}",
+            SAME_FILE,
+        ),
+    ]
 
 
 NUMBERS = {2: "two", 4: "four", 8: "eight"}

@@ -31,12 +31,13 @@ from benchmarks.kernels import machine
 from benchmarks.stamps import mark, save
 from ithaca.attention import exchange
 from ithaca.attention.kernels import choose
-from ithaca.attention.kernels.interface import AttentionSpec
+from ithaca.attention.kernels.interface import QKV, AttentionSpec
 from ithaca.attention.ulysses import ulysses_attention
 from ithaca.heads import split_heads
 from ithaca.mesh import init_mesh
 from ithaca.sequence.layout import SequenceLayout
 
+DEVICE = "cuda"
 LIMIT = 240
 SHAPES = [
     (131_072, 1, 32, 8, 128, 8),
@@ -70,7 +71,7 @@ def pack() -> list[dict[str, Any]]:
 def _pack_shares(length: int, batch: int, heads: int, kv: int, size: int, sp: int) -> dict[str, Any]:
     split = split_heads(heads, kv, sp)
     lanes = [exchange.Lane(split.q, heads, size), *[exchange.Lane(split.kv, kv, size)] * 2]
-    tensors = [torch.randn(batch, length, lane.heads, size, device="cuda", dtype=torch.bfloat16) for lane in lanes]
+    tensors = [torch.randn(batch, length, lane.heads, size, device=DEVICE, dtype=torch.bfloat16) for lane in lanes]
     row = {"tokens": length, "batch": batch, "heads": [heads, kv], "head_size": size, "sp": sp}
     ways = {"pack_share": lanes, "unpack_share": lanes[:1], "unpack_gradients_share": lanes}
     for name, travelling in ways.items():
@@ -81,7 +82,10 @@ def _pack_shares(length: int, batch: int, heads: int, kv: int, size: int, sp: in
             spent = gpu_seconds(partial(exchange._pack, wire, tensors, travelling, widths))
             row["copy_TB_s"] = 2 * wire.nbytes / copy_s / 1e12
         else:
-            spent = gpu_seconds(partial(exchange._unpack, wire, travelling, widths, batch, length))
+            # Gradients of kv heads that several ranks send are added.
+            shared = [sum(end - start for start, end in lane.ranges) > lane.heads for lane in travelling]
+            into = [x.float() if add else x for x, add in zip(tensors, shared, strict=False)]
+            spent = gpu_seconds(partial(exchange._unpack, wire, travelling, widths, into, shared))
         row[name] = copy_s / spent
     return row
 
@@ -90,14 +94,15 @@ def overhead(length: int = 32_768) -> dict[str, Any]:
     """Forward and backward of one layer, Llama-3-8B heads, with and without Ulysses around the kernel."""
     mesh = init_mesh(sp=1)
     layout = SequenceLayout.whole_rows(1, length, 1)
-    q, k, v = (torch.randn(1, length, n, 128, device="cuda", dtype=torch.bfloat16) for n in (32, 8, 8))
+    q, k, v = (torch.randn(1, length, n, 128, device=DEVICE, dtype=torch.bfloat16) for n in (32, 8, 8))
     dout = torch.randn_like(q)
     spec = AttentionSpec(scale=128**-0.5)
     kernel = choose("auto", q, v, spec)
 
     def alone() -> None:
-        out, lse = kernel.forward(q, k, v, spec)
-        kernel.backward(dout, q, k, v, out, lse, spec)
+        qkv = QKV(q, k, v)
+        out, lse = kernel.forward(qkv, spec)
+        kernel.backward(dout, qkv, out, lse, spec)
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
@@ -118,7 +123,7 @@ def nccl() -> dict[str, Any]:
     import ithaca
 
     mesh = init_mesh(sp=1)
-    x = torch.randn(2, 512, 8, 64, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 512, 8, 64, device=DEVICE, dtype=torch.bfloat16)
     lane = exchange.Lane(split_heads(8, 8, 1).q, 8, 64)
     there = exchange.start_to_heads([x], [lane], mesh.sp_group).wait()
     back = exchange.start_to_tokens(there, [lane], mesh.sp_group, [torch.empty_like(x)], [False]).wait()[0]
@@ -169,10 +174,10 @@ def _shared_errors(mesh: Any, kernel: str, options: dict[str, Any]) -> dict[str,
     if options.pop("documents", False):
         numbers = torch.repeat_interleave(torch.arange(5), torch.tensor([700, 1, 300, 35, 500])).expand(2, -1)
         layout = SequenceLayout.packed(numbers, mesh.sp, length - 1)
-    sinks = torch.linspace(-1, 3, heads, device="cuda") if options.pop("sinks", False) else None
+    sinks = torch.linspace(-1, 3, heads, device=DEVICE) if options.pop("sinks", False) else None
     generator = torch.Generator("cuda").manual_seed(1)
     whole = [
-        torch.randn(2, length, n, size, device="cuda", dtype=torch.bfloat16, generator=generator)
+        torch.randn(2, length, n, size, device=DEVICE, dtype=torch.bfloat16, generator=generator)
         for n in (heads, kv, kv, heads)
     ]
     exact = _dense([x.float() for x in whole], layout, sinks, **options)

@@ -12,8 +12,10 @@ even ranges. Example, 28 query and 4 kv heads over 8 ranks:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import inf
+from operator import add
 
 from ithaca.errors import MeshError
 
@@ -28,7 +30,8 @@ class HeadRun:
     kv: Range
 
 
-@dataclass(frozen=True, slots=True)
+# Without slots: the planner reads the cached properties thousands of times.
+@dataclass(frozen=True)
 class HeadSplit:
     """Split of all heads: `q[r]` and `kv[r]` are rank r's heads, as ranges of the model's heads."""
 
@@ -37,17 +40,17 @@ class HeadSplit:
     q: tuple[Range, ...]
     kv: tuple[Range, ...]
 
-    @property
+    @cached_property
     def kv_copies(self) -> int:
         """Number of kv heads sent; more than the model has if ranks share a kv head."""
         return sum(end - start for start, end in self.kv)
 
-    @property
+    @cached_property
     def most_groups(self) -> int:
         """Largest number of head groups: each needs a whole kv head of every rank."""
         return min(end - start for start, end in self.kv)
 
-    @property
+    @cached_property
     def most(self) -> tuple[int, int]:
         """Largest numbers of query heads and of key-value heads on a rank."""
         return max(end - start for start, end in self.q), max(end - start for start, end in self.kv)
@@ -102,19 +105,23 @@ def split_heads(heads: int, kv_heads: int, sp: int) -> HeadSplit:
 def _best_cuts(heads: int, group: int, sp: int) -> tuple[int, ...]:
     """Return the best cut points from 0 to `heads`, by dynamic programming; a cut inside a group costs a kv copy."""
     largest = -(-heads // sp)
-    # best[end] = (cuts inside groups, sum of squared sizes, negated sizes, cuts): sizes tie-break larger first.
-    best: dict[int, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {0: (0, 0, (), (0,))}
-    for rank in range(sp):
-        left = sp - rank - 1
-        reached: dict[int, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {}
-        for start, (inside, squares, order, cuts) in best.items():
-            for size in range(1, largest + 1):
-                end = start + size
-                if not left <= heads - end <= left * largest:
-                    continue
-                cost = inside + (end % group != 0)
-                candidate = (cost, squares + size * size, (*order, -size), (*cuts, end))
-                if end not in reached or candidate < reached[end]:
-                    reached[end] = candidate
-        best = reached
-    return best[heads][3]
+    squares = [size * size for size in range(1, largest + 1)]
+    # One kv copy outweighs any sum of squared sizes.
+    prices_of_cut = [(heads * heads + 1) * (end % group != 0) for end in range(heads + 1)]
+    # For each rank from the last: the least price of the ranges that follow, by the head where they begin.
+    following: list[float] = [*[inf] * heads, 0, *[inf] * largest]
+    tables = [following]
+    for rank in range(sp - 1, 0, -1):
+        prices = [inf] * len(following)
+        left = sp - rank
+        for start in range(max(rank, heads - left * largest), min(rank * largest, heads - left) + 1):
+            ends = following[start + 1 : start + 1 + largest]
+            prices[start] = prices_of_cut[start] + min(map(add, ends, squares))
+        tables.append(following := prices)
+    cuts = [0]
+    for following in reversed(tables):
+        ends = following[cuts[-1] + 1 : cuts[-1] + 1 + largest]
+        totals = list(map(add, ends, squares))
+        # Of equal prices the largest range comes first.
+        cuts.append(cuts[-1] + largest - totals[::-1].index(min(totals)))
+    return tuple(cuts)

@@ -23,7 +23,7 @@ from ithaca.models.binding import bind
 from ithaca.models.bound import Binding
 from ithaca.models.discover.findings import surveyed
 from ithaca.models.discover.mixing import check_mixing
-from ithaca.models.discover.passing import passing_of
+from ithaca.models.discover.passing import find_passing
 from ithaca.models.discover.random_weights import randomized
 from ithaca.models.experts import has_experts
 from ithaca.models.layers.install import install_memory
@@ -144,7 +144,7 @@ def _apply_memory_plan(
     plan: MemoryPlan | Decided,
 ) -> None:
     """Put the layers under a memory plan: the given one, or one that is made when the first batch comes."""
-    model, base, layers, mesh = parts.model, parts.base, parts.layers, placing.mesh
+    model, layers, mesh = parts.model, parts.layers, placing.mesh
     if not placing.offloaded:
         move(model, mesh.device)
     job = job_of(
@@ -157,7 +157,7 @@ def _apply_memory_plan(
         replicas=placing.replicas,
         on_host=placing.offloaded,
     )
-    planner = AutoMemory.of(model, base, mesh, job, planning.budget, plan, planning.host_budget)
+    planner = AutoMemory.of(parts, mesh, job, planning.budget, plan, planning.host_budget)
     device = torch.device("cpu") if placing.offloaded else mesh.device
     install_memory(binding, layers, planner, fuse=planning.fuse, sharded=placing.sharded, device=device)
 
@@ -166,7 +166,7 @@ def _refuse_copied_arguments(binding: Binding, parts: ModelParts) -> None:
     """Refuse an unmeasured model whose layers change their arguments: FSDP2 hands them copies."""
     if surveyed(parts.base, parts.layers) is None:
         with randomized(parts.base, parts.layers, torch.device("cpu")):
-            passing_of(binding, parts.layers).refuse_copies()
+            find_passing(binding, parts.layers).refuse_copies()
 
 
 def check_flags(*, fuse: object, allow_untested: object) -> None:

@@ -83,7 +83,7 @@ def plan(
     option = _chosen(request, length, known)
     run = run_of(known, request, option, tokens=total, lora_rank=rank)
     facts = _facts(request, option, known, run, total, price, target_tok_s)
-    reach = [(label, min(tokens, known.ends or tokens)) for label, tokens in _reach(request, option)]
+    reach = [(label, min(tokens, known.longest_row or tokens)) for label, tokens in _reach(request, option)]
     rows = _compared(request, option) if compare else None
     if as_json:
         typer.echo(json.dumps(_as_json(request, option, known, reach, facts, rows), indent=1))
@@ -162,13 +162,13 @@ def _chosen(request: PlanRequest, length: str, known: KnownModel) -> Option:
         best = longest_of_all(request)
         if best is None:
             raise refusal(request, 1024)
-        tokens = min(best.length, known.ends or best.length)
+        tokens = min(best.length, known.longest_row or best.length)
     else:
         tokens = read_length(length)
-    if known.ends is not None and tokens > known.ends:
+    if known.longest_row is not None and tokens > known.longest_row:
         raise ConfigError(
-            f"--length {length}: {known.kind} has learned positions up to {known.ends:,}, which no rope stretches: use "
-            f"--length {known.ends}"
+            f"--length {length}: {known.kind} has learned positions up to {known.longest_row:,}, which no rope stretches: use "
+            f"--length {known.longest_row}"
         )
     options = best_options(request, tokens)
     if not options:

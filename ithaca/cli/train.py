@@ -117,10 +117,10 @@ def _read_text_config(run: RunSettings) -> dict[str, Any]:
     """Return the text model's part of config.json; empty if it cannot be read, which the ranks report."""
     from ithaca.errors import IthacaError
     from ithaca.planning.model.config_check import read_content
-    from ithaca.planning.model.config_names import text_of
+    from ithaca.planning.model.config_names import common_config
 
     try:
-        return dict(text_of(read_content(Path(run.model.name).expanduser() / "config.json")))
+        return dict(common_config(read_content(Path(run.model.name).expanduser() / "config.json")))
     except (IthacaError, TypeError, ValueError):
         return {}
 

@@ -36,7 +36,7 @@ from ithaca.integrations.targets import named_once
 from ithaca.integrations.whole_tokens import whole_tokens
 from ithaca.mesh import Mesh
 from ithaca.models.bound import LAYOUT, Binding, binding_of
-from ithaca.models.experts import auxiliary_loss
+from ithaca.models.experts import load_balancing_loss
 from ithaca.models.refusals.own_loss import refuse_own_loss
 from ithaca.models.shard_loss import loss_inputs, loss_of, shown_sum
 from ithaca.sequence.agree import CutBatch, agree
@@ -203,8 +203,7 @@ class WholeBatches:
     def _fused_auxiliary(self, call: Call) -> Tensor:
         """Return the auxiliary loss without its coefficient, since TRL multiplies by its own."""
         model = self.binding.model
-        coefficient = float(model.config.get_text_config().router_aux_loss_coef)
-        term = auxiliary_loss(model, self.binding.router_logits, call.shard.real, self.mesh) / coefficient
+        term = load_balancing_loss(model, self.binding.router_logits, call.shard.real, self.mesh)
         return shown_sum(term, self.mesh.world_group, self.binding)
 
     def _named(self, args: tuple[Any, ...]) -> dict[str, Any]:

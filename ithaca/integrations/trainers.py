@@ -25,7 +25,6 @@ EXACT = (
     "SFTTrainer",
     "DPOTrainer",
     "KTOTrainer",
-    "RewardTrainer",
     "ORPOTrainer",
     "CPOTrainer",
     "TPOTrainer",

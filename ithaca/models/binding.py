@@ -45,10 +45,10 @@ from ithaca.errors import UnsupportedError
 from ithaca.handle import KEY, Handle
 from ithaca.mesh import Mesh
 from ithaca.models.bound import CALL, LAYOUT, NAME, Binding, binding_of
-from ithaca.models.called_alone import watch_parts
-from ithaca.models.experts import wants_auxiliary_loss
+from ithaca.models.called_alone import refuse_parts_alone
+from ithaca.models.experts import adds_auxiliary_loss
 from ithaca.models.generate import WholeGenerate
-from ithaca.models.layers.hooks import ShownToHooks
+from ithaca.models.layers.hooks import CopyingHooks
 from ithaca.models.learned_positions import learned_positions, refuse_beyond_table
 from ithaca.models.reduction_marks import mark_output, with_gradient_times
 from ithaca.models.refusals.calls import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
@@ -83,14 +83,14 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
     for module in configs:
         module.config._attn_implementation = NAME
     # `partial`, not a closure: a deep copy of the model must ask the copy's own binding.
-    binding.shown = ShownToHooks(model, partial(_needs_reduction_now, binding))
+    binding.copying_hooks = CopyingHooks(model, partial(_needs_reduction_now, binding))
     for step in (
         model.register_forward_pre_hook(_enter, with_kwargs=True),
         model.register_forward_hook(_leave, always_call=True),
         *watch_rates(model),
         *pin_length(model, partial(_layout_of, binding)),
-        *watch_parts(model, binding),
-        binding.shown,
+        *refuse_parts_alone(model, binding),
+        binding.copying_hooks,
     ):
         handle.add(step)
     handle.replace_method(model, "generate", WholeGenerate(binding, model.generate))
@@ -175,8 +175,8 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         refuse_checkpointing(model)
         binding.memory.begin(layout)
     binding.call, binding.attended, binding.router_logits = AttentionCall(layout), 0, []
-    if binding.shown is not None and binding.needs_reduction:
-        binding.shown.begin(binding.mesh.rank)
+    if binding.copying_hooks is not None and binding.needs_reduction:
+        binding.copying_hooks.begin(binding.mesh.rank)
     binding.begin_drawing()
     if binding.averages and kwargs.get("inputs_embeds") is not None:
         # Every rank gets the gradient of its whole sequence group, so a mean over all ranks counts it `shards` times.
@@ -200,7 +200,7 @@ def _check_whole_call(binding: Binding, kwargs: dict[str, Any]) -> dict[str, Any
 
 def _refuse_router_logits(binding: Binding, kwargs: dict[str, Any]) -> None:
     """Refuse router logits that transformers records of tiled or recomputed layers: they have no graph."""
-    if is_grad_enabled() and wants_auxiliary_loss(binding.model, kwargs.get("output_router_logits")):
+    if is_grad_enabled() and adds_auxiliary_loss(binding.model, kwargs.get("output_router_logits")):
         raise UnsupportedError(
             "router logits would have no gradient here, for layers are run in tiles or again: use ithaca.causal_loss, "
             "output_router_logits=False, torch.no_grad(), or parallelize(..., memory=None)"

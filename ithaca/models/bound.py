@@ -24,7 +24,7 @@ from ithaca.heads import split_heads
 from ithaca.memory.random_state import ShardRng
 from ithaca.mesh import Mesh, check_mesh
 from ithaca.models.experts import has_experts
-from ithaca.models.layers.hooks import ShownToHooks
+from ithaca.models.layers.hooks import CopyingHooks
 from ithaca.models.layers.installed import Installed
 from ithaca.models.layers.module_attributes import dropping
 from ithaca.models.refusals.calls import checkpoints
@@ -52,7 +52,7 @@ class Binding:
     configs: dict[Any, Any]
     positions: int | None = None
     takes_kwargs: bool = True
-    shown: ShownToHooks | None = None
+    copying_hooks: CopyingHooks | None = None
     sharded: bool = True
 
     call: AttentionCall | None = None

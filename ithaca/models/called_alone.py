@@ -1,8 +1,11 @@
-"""Parts of a parallelized model that are called by themselves: the decoder, the embeddings, the head.
+"""Refusals for parts of a parallelized model that are called by themselves: the decoder, the embeddings, the head.
 
-FSDP2 gathers their weights in a forward of the whole model alone, and only there the decoder's attention knows where a
-shard lies in its sequence. `model.model(ids)` would end in torch's words about DTensors; it ends in one sentence that
-says what to call instead. Where weights are whole and sequences too, parts may be called as ever.
+    model(ids)            runs
+    model.model(ids)      UnsupportedError: call the whole model ...
+
+FSDP2 gathers the parts' weights in a forward of the whole model only, and only there the attention has the layout of the
+shards. Without these hooks `model.model(ids)` would fail inside torch, in an error about DTensors. If weights and
+sequences are whole, the parts may be called as usual.
 """
 
 from __future__ import annotations
@@ -23,34 +26,37 @@ _INSTEAD = (
 )
 
 
-def watch_parts(model: PreTrainedModel, binding: Binding) -> list[Any]:
-    """Hook the parts; gives the hooks' handles."""
+def refuse_parts_alone(model: PreTrainedModel, binding: Binding) -> list[Any]:
+    """Register the refusing hooks on the parts; return the hooks' handles."""
     embeddings, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model
-    watched: list[tuple[Any, Any, Binding | None]] = [(embeddings, embeddings, None), (head, head, None)]
+    hooked_parts: list[tuple[Any, Any, Binding | None]] = [(embeddings, embeddings, None), (head, head, None)]
     if decoder is not model:
-        watched.append((decoder, embeddings, binding))
+        hooked_parts.append((decoder, embeddings, binding))
     return [
-        part.register_forward_pre_hook(RefuseAlone(held, attends))
-        for part, held, attends in watched
+        part.register_forward_pre_hook(_RefuseAlone(gathered_with, attention_of))
+        for part, gathered_with, attention_of in hooked_parts
         if part is not None
     ]
 
 
 @dataclass(eq=False, slots=True)
-class RefuseAlone:
-    """A hook on one part. `held`: the module whose weights tell whether the part's are gathered. `attends`: the binding,
-    for a part with attention in it."""
+class _RefuseAlone:
+    """The forward pre-hook of one part.
 
-    held: nn.Module
-    attends: Binding | None
+    `gathered_with`: the module whose weights are gathered together with the part's. `attention_of`: the binding, for a
+    part with attention, or None.
+    """
+
+    gathered_with: nn.Module
+    attention_of: Binding | None
 
     def __call__(self, part: nn.Module, args: Any) -> None:
-        if isinstance(next(self.held.parameters(), None), DTensor):
+        if isinstance(next(self.gathered_with.parameters(), None), DTensor):
             raise UnsupportedError(
                 f"{type(part).__name__} was called by itself, and its weights are spread over ranks: {_INSTEAD}; for "
                 "values without gradients, call model.unshard() before, model.reshard() after it"
             )
-        if self.attends is not None and self.attends.sharded and self.attends.call is None:
+        if self.attention_of is not None and self.attention_of.sharded and self.attention_of.call is None:
             raise UnsupportedError(
                 f"{type(part).__name__} was called by itself, and attends to shards in a pass of the whole model alone: "
                 f"{_INSTEAD}"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ithaca.memory.head_loss import Each, token_loss
 from ithaca.models.bound import Binding
-from ithaca.models.experts import auxiliary_loss, wants_auxiliary_loss
+from ithaca.models.experts import adds_auxiliary_loss, auxiliary_loss
 from ithaca.models.layers.head import EACH, SMOOTHING, TARGETS, Z
 from ithaca.models.reduction_marks import with_local_gradient
 from ithaca.sequence.batch import Shard
@@ -73,7 +73,7 @@ def loss_of(
     else:
         # Taken off the binding: a loss without backward is freed with its graph.
         router_logits, binding.router_logits = binding.router_logits, []
-    if wants_auxiliary_loss(binding.model, routers):
+    if adds_auxiliary_loss(binding.model, routers):
         total = total + auxiliary_loss(binding.model, router_logits, shard.real, binding.mesh) * weight
     return total
 

@@ -1,7 +1,7 @@
-"""Which models are exact here, and why the others are refused.
+"""Models that are exact under sequence parallelism, and the reasons why others are refused.
 
-Three checks run before the first collective: of the wrapping (what may stand around a model), of the architecture (the
-verdicts of the survey, `planning/model/architectures.json`), and of the settings in the config.
+Three checks run before the first collective: of the wrapping (a compiled, sharded or dispatched model is refused), of the
+architecture (the survey's verdicts in `planning/model/architectures.json`), and of the settings in the config.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMPILES = "parallelize itself compiles norms, activations and rotary embedding
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, taken out of a PEFT model."""
+    """Return the transformers model inside a PEFT model, or the model itself; raise UnsupportedError for any other."""
     inner: Any = model
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         inner = inner.get_base_model()
@@ -54,7 +54,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """Parts of a model, found once: the model as given, the transformers model inside, and its decoder layers."""
+    """Parts of a model: the model as given, the transformers model inside, and its decoder layers."""
 
     model: nn.Module
     base: PreTrainedModel
@@ -67,7 +67,7 @@ class ModelParts:
 
 
 def memory_refusal(base: PreTrainedModel) -> str | None:
-    """Why layers of this architecture are not run again, None where that is exact."""
+    """Return the reason why layers of this architecture cannot run again; None if replays are exact."""
     kind = str(base.config.model_type)
     known = verdicts().get(kind)
     said = known.get("memory", "not measured") if known else "not measured"
@@ -81,15 +81,15 @@ def check_model(parts: ModelParts, *, allow_untested: bool) -> None:
     check_adapters(parts.model, allow_untested=allow_untested)
     _check_architecture(base, allow_untested)
     _check_settings(base)
-    _check_parts(parts.layers)
+    _check_shared_modules(parts.layers)
     refuse_dropped_layers(base, measured=str(base.config.model_type) in verdicts())
 
 
 def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, found by the class names transformers itself never splits over devices."""
+    """Return the repeated blocks: list entries of the classes in transformers' `_no_split_modules`."""
     names = set(base._no_split_modules or ())
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
-    # FSDP2 puts its own name before the class's.
+    # fully_shard renames LlamaDecoderLayer to FSDPLlamaDecoderLayer.
     return [layer for blocks in lists for layer in blocks if type(layer).__name__.removeprefix("FSDP") in names]
 
 
@@ -97,7 +97,7 @@ def _check_wrapping(model: nn.Module, base: PreTrainedModel) -> None:
     name = type(base).__name__.removeprefix("FSDP")
     sharded = next((key for key, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if is_bound(base):
-        # What unbind takes off is not the sharding: weights stay where they are.
+        # unbind leaves weights sharded.
         instead = "call ithaca.unbind(model) first" if sharded is None else "build or load it anew"
         raise UnsupportedError(f"{name} is parallelized already: {instead}")
     if getattr(base, "_tp_size", None) or getattr(base, "tp_size", None):
@@ -141,7 +141,7 @@ def _check_architecture(base: PreTrainedModel, allow_untested: bool) -> None:
 
 
 def _exact_as_set(base: PreTrainedModel, row: ParityVerdict) -> bool:
-    """Whether what makes the architecture inexact is switched off in this config."""
+    """True if the config switches off the only part of the architecture that is not exact."""
     config: Any = base.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     windowed = bool(getattr(config, "sliding_window", None)) and (kinds is None or "sliding_attention" in kinds)
@@ -177,14 +177,14 @@ def _check_settings(base: PreTrainedModel) -> None:
         )
 
 
-def _check_parts(layers: list[nn.Module]) -> None:
-    """A layer, or a part of one, runs under what its own layer does: at two places it could heed one of them only."""
+def _check_shared_modules(layers: list[nn.Module]) -> None:
+    """Raise UnsupportedError if two layers share a module with weights: the module could follow one layer's mode only."""
     owners: dict[nn.Module, int] = {}
     for index, layer in enumerate(layers):
-        for name, part in (("", layer), *layer.named_children()):
-            if next(part.parameters(), None) is None:
+        for name, module in (("", layer), *layer.named_children()):
+            if next(module.parameters(), None) is None:
                 continue
-            first = owners.setdefault(part, index)
+            first = owners.setdefault(module, index)
             if first != index:
                 what = f"share one {name}" if name else "are one module"
                 raise UnsupportedError(f"layers {first} and {index} {what}: give each its own, by copy.deepcopy")

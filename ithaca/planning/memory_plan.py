@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from ithaca.arguments import named_arguments
@@ -102,7 +102,11 @@ class Job:
 
 def layers_from_roots(modes: Sequence[LayerMode]) -> tuple[int, ...]:
     """Return the number of layers between each layer and the root its input is rebuilt from; 0 where its own input is saved."""
-    return tuple(accumulate(modes, lambda behind, mode: behind + 1 if mode == "rebuild" else 0, initial=0))[1:]
+    behind, found = 0, []
+    for mode in modes:
+        behind = behind + 1 if mode == "rebuild" else 0
+        found.append(behind)
+    return tuple(found)
 
 
 @named_arguments

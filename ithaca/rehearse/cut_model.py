@@ -110,7 +110,7 @@ def running_only(model: nn.Module, layers: Sequence[int]) -> Iterator[None]:
     def put(modules: Any, layers: int) -> None:
         blocks._modules, binding.layers = modules, layers
         if binding.memory is not None:
-            binding.memory.note_parts()
+            binding.memory.record_modules()
 
     put({str(number): every[index] for number, index in enumerate(layers)}, len(layers))
     try:

@@ -19,14 +19,15 @@ from ithaca.config.schema import RunSettings
 from ithaca.constants import GIB
 from ithaca.mesh import Mesh
 from ithaca.models.files.pretrained import add_adapters, empty_model
-from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.plan_in_force import MOST, SHARE, host_share, job_of, more_device
-from ithaca.models.support import base_model
+from ithaca.models.support import ModelParts
 from ithaca.planning.memory_plan import Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import RUN_FILE, Phrases
-from ithaca.planning.terms.memory_terms import StepMemory, Term, memory_of
+from ithaca.planning.terms.memory_terms import memory_of
+from ithaca.planning.terms.step_memory import StepMemory, Term
 from ithaca.planning.terms.step_time import step_time
 from ithaca.planning.terms.traffic import Machine
 from ithaca.rehearse.cut_model import RankJob
@@ -85,7 +86,7 @@ def predict(request: RehearsalRequest, rank_job: RankJob, mesh: Mesh) -> tuple[M
     model: Any = empty_model(rank_job.config, dtype=rank_job.weights)
     if rank_job.lora is not None:
         model = add_adapters(model, rank_job.lora, seed=rank_job.seed)
-    sizes = sizes_of(model, base_model(model))
+    sizes = loaded_sizes(ModelParts.of(model))
     gpu = mesh.device.type == "cuda"
     job = job_of(
         model,

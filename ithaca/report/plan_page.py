@@ -14,7 +14,7 @@ from ithaca.planning.machine.hardware import Device
 from ithaca.planning.search.best_mesh import Compared, Option
 from ithaca.planning.search.phrases import show_length, show_used
 from ithaca.planning.search.request import PlanRequest
-from ithaca.planning.terms.memory_terms import Term
+from ithaca.planning.terms.step_memory import Term
 from ithaca.planning.terms.terms_table import bar
 from ithaca.planning.terms.traffic import LINK_SHARE, Machine
 from ithaca.report.plan_files import launch_line, script_change

@@ -21,9 +21,9 @@ from ithaca.data.rows.feed import Feed, open_feed
 from ithaca.mesh import Mesh, init_mesh
 from ithaca.models.files.pretrained import add_adapters, empty_model, read_config
 from ithaca.models.files.read_weights import init_weights, load_weights
-from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.plan_in_force import planner_of
-from ithaca.models.support import base_model
+from ithaca.models.support import ModelParts
 from ithaca.parallelize import parallelize
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.phrases import RUN_FILE, Phrases
@@ -140,7 +140,7 @@ def build_session(
         feed=opened(split="train", state=feed_state),
         held_out=opened(split="validation") if prepared.has_validation else None,
         tensors=state_tensors(model, optimizer),
-        sizes=sizes_of(model, base_model(model)),
+        sizes=loaded_sizes(ModelParts.of(model)),
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ithaca.models.experts import has_experts, wants_auxiliary_loss
+from ithaca.models.experts import adds_auxiliary_loss, has_experts
 from ithaca.models.files.write_weights import save_pretrained
 from ithaca.models.rope import depends_on_length
 from ithaca.state.checkpoint.checkpoints import Checkpoints
@@ -193,7 +193,7 @@ def evaluation(case: Case) -> Iterator[Line]:
 
 def router_loss(case: Case) -> Iterator[Line]:
     """Compare the auxiliary loss over the whole batch, with its gradient through the routers."""
-    if not wants_auxiliary_loss(case.pair.base, True):
+    if not adds_auxiliary_loss(case.pair.base, True):
         return
     batch: Any = {**case.sample.right_padded, "output_router_logits": True}
     yield case.compare("router loss", [batch], "auxiliary loss of the whole batch", logits=False)

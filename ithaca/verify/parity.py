@@ -14,6 +14,7 @@ is raised on every rank.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -228,8 +229,9 @@ class Pair:
         def act() -> Any:
             assert self.plain is not None
             threads = torch.get_num_threads()
-            # The other ranks wait: their cores are free.
-            torch.set_num_threads(threads * self.mesh.local_ranks)
+            # The other ranks wait: their cores are free, as far as this process may use them.
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            torch.set_num_threads(max(threads, min(threads * self.mesh.local_ranks, cores)))
             try:
                 return action(self.plain)
             finally:

@@ -204,7 +204,7 @@ HABITS: list[Habit] = [
         "RLOOTrainer", "train", partial(policy, kind=RLOOTrainer, arguments=RLOOConfig, beta=0.0),
         says=_LATER, note=_NOT_YET, slow=True,
     ),
-    absent("RewardTrainer", "train", "its model is a classifier, which `parallelize` refuses"),
+    absent("RewardTrainer", "train", "its model is a classifier; refused by name like GRPOTrainer"),
     *(
         absent(name, "train", _GENERATES)
         for name in (

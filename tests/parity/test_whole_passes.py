@@ -134,7 +134,7 @@ def _routed(kind: str, mode: LayerMode, sharded: bool) -> tuple[float, int, list
     installed: Any = binding_of(model).memory
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     worst = max(gradient_errors(model, wanted).values())
-    return worst, len(given.router_logits), [len(runner.aside) for runner in installed.runners]
+    return worst, len(given.router_logits), [len(runner.router_logits) for runner in installed.runners]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])

@@ -24,9 +24,9 @@ from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.files.pretrained import empty_model
 from ithaca.models.files.read_weights import local, materialize
-from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.plan_in_force import job_of
-from ithaca.models.support import decoder_layers
+from ithaca.models.support import ModelParts, decoder_layers
 from ithaca.planning.machine.hardware import find_device, find_link
 from ithaca.planning.memory_plan import MemoryPlan
 from ithaca.planning.terms.traffic import Machine, exchanged
@@ -299,7 +299,7 @@ def test_measure_counts_bytes_of_planned_exchanges() -> None:
             got = measure(job(), range(LAYERS), plan, mesh)
             model = empty_model(job().config, dtype=torch.float32)
             planned = job_of(model, mesh, "shard", "adamw", fused=False, compute_dtype=None)
-            planned, sizes = replace(planned, length=LENGTH), sizes_of(model, model)
+            planned, sizes = replace(planned, length=LENGTH), loaded_sizes(ModelParts.of(model))
             assert got.sent["all-to-all"] == sum(exchanged(sizes, planned, mode, 1).total for mode in plan.layers)
 
 

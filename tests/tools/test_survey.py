@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tools.survey.judge import FEATURES_ON, TOLERANCE, explain, is_exact, judge
 from tools.survey.page import page
 from tools.survey.run import Measured, bind_unchecked, bind_with_memory, measure
-from tools.survey.static import CAUSES, aliases, kinds, look, static_cause
+from tools.survey.static import CAUSES, aliases, kinds, read_source, static_cause
 from tools.survey.survey import PAGE
 from tools.survey.survey import TABLE as FILE
 
@@ -71,7 +71,7 @@ def test_page_is_made_from_the_table() -> None:
     ],
 )
 def test_source_of_a_type_gives_its_cause(kind: str, cause: str | None) -> None:
-    found = static_cause(look(kind))
+    found = static_cause(read_source(kind))
     assert (found and found[0]) == cause
 
 
@@ -79,7 +79,7 @@ def test_type_refused_by_its_source_never_runs() -> None:
     def never(world: int, kind: str, **overrides: Any) -> Measured:
         raise AssertionError(f"{kind} ran")
 
-    assert judge(look("mamba"), never, (2, 4))["verdict"] == "refused"
+    assert judge(read_source("mamba"), never, (2, 4))["verdict"] == "refused"
 
 
 def test_verdict_with_one_case_off_is_not_exact() -> None:
@@ -93,11 +93,11 @@ def test_verdict_with_one_case_off_is_not_exact() -> None:
 
 def test_reason_has_the_number() -> None:
     errors = {"plain: loss": 1e-15, "plain: logits": 3e-2, "plain: gradients": 2e-1}
-    assert explain(look("llama"), Measured(errors), 2) == (
+    assert explain(read_source("llama"), Measured(errors), 2) == (
         "measured",
         "measured: plain: logits off by 3e-02 at sp=2",
     )
-    cause, reason = explain(look("qwen2_moe"), Measured(errors), 2)
+    cause, reason = explain(read_source("qwen2_moe"), Measured(errors), 2)
     assert cause == "window in the mask"
     assert "off by 3e-02" in reason
 
@@ -138,7 +138,7 @@ def test_type_refused_while_it_runs_has_a_cause() -> None:
     def refused(world: int, kind: str, **overrides: Any) -> Measured:
         return Measured(failure="plain: UnsupportedError: DogeAttention built an attention mask [1, 8, 12, 12]")
 
-    row = judge(look("doge"), refused, (2,))
+    row = judge(read_source("doge"), refused, (2,))
     assert row["verdict"] == "refused"
     assert row["cause"] == "bias"
 
@@ -153,7 +153,7 @@ def test_type_that_fails_with_its_features_on_is_refused() -> None:
 
         return run
 
-    seen = look("granite_swa")
+    seen = read_source("granite_swa")
     assert features_on("granite_swa")["residual_multiplier"] == 0.5
     row = judge(seen, off_with("parity"), (2,))
     assert row["verdict"] == "refused"

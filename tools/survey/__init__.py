@@ -1,1 +1,1 @@
-"""The survey: a measured verdict on every causal-LM type of the installed transformers."""
+"""Survey: a measured verdict on every causal-LM type of the installed transformers."""

@@ -1,4 +1,4 @@
-"""`docs/architectures.md`, made from the verdict table and from nothing else, so that the two cannot disagree."""
+"""Generator of `docs/architectures.md` from the verdict table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ its attention: there `memory="auto"` saves memory; elsewhere autograd keeps ever
 
 
 def page(table: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the whole page as Markdown."""
     measured = {kind: row for kind, row in table["architectures"].items() if "verdict" in row}
     rows: dict[str, dict[str, Any]] = {kind: row["verdict"] for kind, row in measured.items()}
     exact = {kind: row for kind, row in rows.items() if row["verdict"] == "exact"}
@@ -37,34 +37,35 @@ def page(table: dict[str, Any]) -> str:
     opening = _OPENING.format(**versions, exact=len(exact), refused=len(refused))
     parts = [opening, "## Exact\n", _exact(exact), "## Refused\n"]
     for cause, about in CAUSES.items():
-        those = {kind: row for kind, row in refused.items() if row["cause"] == cause}
-        if those:
-            parts += [f"### {about.heading}\n", _refused(those)]
+        with_cause = {kind: row for kind, row in refused.items() if row["cause"] == cause}
+        if with_cause:
+            parts += [f"### {about.heading}\n", _refused(with_cause)]
     return "\n".join(parts)
 
 
 def _exact(rows: dict[str, dict[str, Any]]) -> str:
     cells = (
-        (f"`{kind}`", row["classes"], _features(row), f"{row['worst']:.0e}", _escaped(row["memory"]))
+        (
+            f"`{kind}`",
+            row["classes"],
+            row["features"] + (", experts" if row["experts"] else ""),
+            f"{row['worst']:.0e}",
+            _escaped(row["memory"]),
+        )
         for kind, row in rows.items()
     )
     return _table(("Type", "Class", "Exercised", "Worst error", "Run again"), cells)
 
 
-def _features(row: dict[str, Any]) -> str:
-    return row["features"] + (", experts" if row["experts"] else "")
-
-
 def _refused(rows: dict[str, dict[str, Any]]) -> str:
-    together: dict[str, list[str]] = {}
+    """Return a table with a line for each reason: types with equal reasons share a line."""
+    by_reason: dict[str, list[str]] = {}
     for kind, row in rows.items():
-        together.setdefault(_reason(row), []).append(f"`{kind}`")
-    return _table(("Types", "Why"), ((", ".join(those), reason) for reason, those in together.items()))
-
-
-def _reason(row: dict[str, Any]) -> str:
-    text = _escaped(row["reason"])
-    return f"{text}. Exact without {row['exact_without']}" if "exact_without" in row else text
+        reason = _escaped(row["reason"])
+        if "exact_without" in row:
+            reason += f". Exact without {row['exact_without']}"
+        by_reason.setdefault(reason, []).append(f"`{kind}`")
+    return _table(("Types", "Why"), ((", ".join(kinds), reason) for reason, kinds in by_reason.items()))
 
 
 def _escaped(text: str) -> str:

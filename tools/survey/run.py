@@ -1,9 +1,10 @@
-"""The survey's parity runs: one architecture at a time on sets of CPU ranks that may fail or hang without harm.
+"""Parity runs of the survey: one architecture at a time, on CPU ranks that may fail or hang without harm.
 
-`measure` runs on every rank of a joined world and compares one small model over the cases with one process.
-`Ranks` keeps `world` processes, hands them one architecture after the other, and gives the worst of their answers.
-Each architecture has a process group of its own; a rank that fails leaves it, which ends its peers' collectives, and
-a set of ranks that does not answer in time is killed and started anew.
+    Ranks(2).measure("llama") --Pipe--> 2 processes: serve -> measure     compares all cases with one process
+              Measured        <-------- worst error of each case
+
+Each architecture has a process group of its own. A rank that fails leaves the group, which ends its peers' collectives. If
+ranks do not answer in time, all ranks are killed, and the next architecture starts new ones.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LENGTH = 23
 
 @dataclass(slots=True)
 class Measured:
-    """What the runs of one architecture showed: errors by "case: part", features seen, why it stopped if it did."""
+    """Result of one architecture's runs: errors by "case: part", features that ran, and the exception of a failed run."""
 
     errors: dict[str, float] = field(default_factory=dict)
     features: list[str] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Measured:
         return max(self.errors.values(), default=inf)
 
     def add(self, other: Measured) -> None:
-        """Take in what another rank, or another world, saw of the same architecture."""
+        """Merge the result of another rank or world size: the larger errors, all features, the first failure."""
         for key, error in other.errors.items():
             self.errors[key] = max(error, self.errors.get(key, 0.0))
         self.features += [feature for feature in other.features if feature not in self.features]
@@ -66,7 +67,7 @@ class Measured:
 
 
 def cases(model: PreTrainedModel) -> dict[str, Batch]:
-    """The batches every architecture must carry."""
+    """Return the batches that every architecture runs, by the name of the case."""
     found: dict[str, Batch] = {
         "plain": small_batch(1, LENGTH),
         "right-padded": _padded(left=False),
@@ -83,7 +84,7 @@ def _padded(*, left: bool) -> dict[str, Tensor]:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, slice(0, 7) if left else slice(LENGTH - 7, LENGTH)] = 0
     first = mask.cumsum(1) == 1
-    # Padding would teach a document's first token in transformers, and nothing does here: leave both out.
+    # transformers trains a document's first token from the padding before it, Ithaca does not: both skip that label.
     labels = batch["labels"].masked_fill((mask == 0) | first, -100)
     return {"input_ids": batch["input_ids"].masked_fill(mask == 0, 0), "labels": labels, "attention_mask": mask}
 
@@ -95,14 +96,14 @@ def _packed(lengths: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def bind_unchecked(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
-    """`parallelize` without its verdicts, which are what the survey is there to find."""
+    """Parallelize the model without checking verdicts, which the survey has yet to find."""
     bind(model, mesh)
     place_weights(model, decoder_layers(model), WeightOptions(mesh))
     return model
 
 
 def bind_with_memory(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
-    """The same with work in tiles and layers run again from what they saved, one in two its attention too."""
+    """Parallelize with tiles and replayed layers; every second layer recomputes its attention too."""
     layers = decoder_layers(model)
     modes: tuple[LayerMode, ...] = tuple("recompute" if index % 2 else "save" for index in range(len(layers)))
     plan = MemoryPlan(modes, (True,) * len(layers), mlp_tile=5, loss_tile=7)
@@ -114,14 +115,14 @@ def bind_with_memory(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
 def measure(
     config: PreTrainedConfig, mesh: Mesh, *, prepare: Callable[..., PreTrainedModel] = bind_unchecked
 ) -> Measured:
-    """Run every case of a small model on this rank; a failure ends the run and is part of the answer."""
+    """Run every case of a small model on this rank; an exception ends the run and is part of the result."""
     measured = Measured()
     where = "building it"
     try:
         model = build(config)
         for name, batch in cases(model).items():
             where = name
-            errors = compare(model, [[batch]], mesh, prepare=_watched(prepare, measured.features))
+            errors = compare(model, [[batch]], mesh, prepare=_recording_features(prepare, measured.features))
             gradient = max(errors.gradients.values(), default=inf)
             parts = {"loss": errors.loss, "logits": errors.logits, "gradients": gradient}
             # NaN compares as neither large nor small: it counts as infinitely wrong.
@@ -131,33 +132,33 @@ def measure(
     return measured
 
 
-def _watched(prepare: Callable[..., PreTrainedModel], features: list[str]) -> Callable[..., PreTrainedModel]:
-    """`prepare`, and what its attention function is asked for is noted in `features`."""
+def _recording_features(prepare: Callable[..., PreTrainedModel], features: list[str]) -> Callable[..., PreTrainedModel]:
+    """Return `prepare` with an attention function that appends the features of its calls to `features`."""
 
-    def prepare_and_watch(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
+    def prepare_recording(model: PreTrainedModel, mesh: Mesh) -> PreTrainedModel:
         prepared = prepare(model, mesh)
         bound = ALL_ATTENTION_FUNCTIONS[NAME]
 
-        def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen = {
+        def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = {
                 f"{query.shape[1]}/{key.shape[1]} heads": True,
                 "window": kwargs.get("sliding_window") is not None,
                 "softcap": kwargs.get("softcap") is not None,
                 "sinks": kwargs.get("s_aux") is not None,
                 "values of another size": query.shape[-1] != value.shape[-1],
             }
-            features.extend(name for name, there in seen.items() if there and name not in features)
+            features.extend(name for name, present in found.items() if present and name not in features)
             return bound(module, query, key, value, *args, **kwargs)
 
-        # Binding registers the plain function anew each time, so nothing of this outlives the run.
-        ALL_ATTENTION_FUNCTIONS.register(NAME, note)
+        # The next `bind` registers the plain function again.
+        ALL_ATTENTION_FUNCTIONS.register(NAME, record)
         return prepared
 
-    return prepare_and_watch
+    return prepare_recording
 
 
 def serve(connection: Connection, rank: int, world: int, port: int) -> None:
-    """The life of one rank: take a kind, join its group, measure, leave, answer; until the parent closes."""
+    """Run one rank until the parent closes the pipe: receive a kind, join its group, measure, leave, send the result."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
@@ -191,13 +192,14 @@ class Ranks:
         self.connections: list[Connection] = []
 
     def measure(self, kind: str, *, memory: bool = False, **overrides: Any) -> Measured:
-        """The worst of all ranks on a small `kind`; ranks that do not answer in time are killed."""
+        """Return the merged results of all ranks for a small `kind`; ranks that do not answer in time are killed."""
         if not self.processes:
             self._start()
         for connection in self.connections:
             connection.send((kind, memory, overrides))
         answers = self._collect()
         measured = Measured()
+        # The first failure is reported: a peer's "Connection closed" only follows from it.
         for rank in sorted(answers, key=lambda rank: "Connection closed" in (answers[rank].failure or "")):
             measured.add(answers[rank])
         if len(answers) < self.world:

@@ -1,9 +1,9 @@
-"""Facts about types that the survey takes from this table rather than from a run: its hand-written input.
+"""Hand-written facts about types, which the survey takes from this table rather than from a run.
 
-A row names what a type's modules have and its config does not say. Gates, norms and switches of types whose parameters
-plans count are measured (`measured.py`), and stand here for other types alone. `--facts --write` puts the rows into
-`architectures.json`, from where plans are counted. Tests hold the table to transformers' modules: parameters to a percent
-(`tests/planning/model`), windows layer by layer, defaults value by value.
+A row names properties of a type's modules that its config does not hold. Gates, norms and switches of types whose
+parameters plans count are measured (`measured.py`); the table has them for other types alone. `--facts --write` puts the
+rows into `architectures.json`, from which plans are counted. Tests compare the table with transformers' modules:
+parameters to a percent (`tests/planning/model`), windows layer by layer, defaults value by value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from ithaca.planning.model.architectures import ArchitectureFacts
 
-# Parameters follow from the config, at any size.
+# Types whose parameters can be counted from the config, at any size.
 _COUNTED = (
     "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cwm", "deepseek_v2",
     "deepseek_v3", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "flint",
@@ -28,7 +28,7 @@ _TIED = (
     "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified",
     "gemma4_unified_assistant", "gemma4_unified_text", "gpt2", "gpt_bigcode",
 )  # fmt: skip
-# Norms and linear maps with biases.
+# Types with biases in norms and linear layers.
 _BIASED = ("starcoder2", "gpt2", "gpt_bigcode")
 _UNGATED = ("biogpt", "gpt_neox", "nemotron", "persimmon", "phi")
 _HEAD_NORMS = {
@@ -56,7 +56,7 @@ _DEFAULT_KEYS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "max_position_embeddings", "sliding_window", "tie_word_embeddings",
 )  # fmt: skip
-# Defaults of text models that stand inside other models' configs, which leave them out.
+# Defaults of text models, which multimodal configs leave out.
 _DEFAULTS = {
     "llama": (4096, 32, 32, None, None, 11008, 32000, 2048, None, False),
     "mistral": (4096, 32, 32, 8, None, 14336, 32000, 131072, 4096, False),

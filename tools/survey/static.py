@@ -1,8 +1,11 @@
-"""What the source of an architecture says about sequence parallelism, before anything runs.
+"""Properties of an architecture that its source shows, before anything runs.
 
-`look` reads the modeling module and the config class of a causal-LM type; `static_cause` names the first property that
-rules exactness out, if there is one. What the source does not rule out is measured. `CAUSES` also holds the causes
-that only a measurement shows, so that every refusal has a heading and a sentence.
+    static_cause(read_source("mamba"))     ("state", "MambaMixer layers carry a state from token to token ...")
+    static_cause(read_source("llama"))     None: measure it
+
+`read_source` reads the modeling file and the config class of a causal-LM type. `static_cause` returns the first property
+that rules exactness out. `CAUSES` also holds the causes that only a measurement shows: every refusal has a heading and a
+sentence there.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Arguments of a forward pass that are no tokens: images, audio, the states of another model.
+# Arguments of a forward that are not tokens: images, audio, states of another model.
 _OTHER_INPUTS = {
     "pixel_values", "image_pixel_values", "image_patches", "input_features", "audio_input_features",
     "cross_attention_states", "shared_kv_states",
@@ -34,7 +37,7 @@ _EXPERTS = re.compile(r"^class \w*(?:Experts?|MoE|Moe|MoeBlock|MOE)\(", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why architectures are refused: the heading of their table, and the sentence a user reads."""
+    """Reason for refusing architectures: the heading of their table, and the sentence in the user's error."""
 
     heading: str
     sentence: str
@@ -116,54 +119,54 @@ CAUSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """An architecture as its source has it."""
+class ArchitectureSource:
+    """Source of an architecture: class name, text of the modeling file, arguments of the forward."""
 
     kind: str
     cls: str
-    source: str
+    text: str
     inputs: frozenset[str]
     encoder_decoder: bool
 
     @property
     def routes(self) -> bool:
-        """Whether attention goes through transformers' attention interface."""
-        return "ALL_ATTENTION_FUNCTIONS" in self.source
+        """True if attention goes through transformers' attention interface."""
+        return "ALL_ATTENTION_FUNCTIONS" in self.text
 
     @property
     def experts(self) -> bool:
-        """Whether it is, or can be configured to be, a mixture of experts."""
-        return bool(_EXPERTS.search(self.source))
+        """True if the modeling file has classes for experts."""
+        return bool(_EXPERTS.search(self.text))
 
 
 def kinds() -> list[str]:
-    """Every causal-LM model type of the installed transformers."""
+    """Return every causal-LM model type of the installed transformers."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def aliases(kind: str) -> list[str]:
-    """Other model types under which a model of `kind` calls itself: the text part of a config with several parts."""
+    """Return the model_type of a multimodal kind's text model, if it differs from every causal-LM type."""
     config = _class(kind).config_class
     return [config.model_type] if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else []
 
 
-def look(kind: str) -> Look:
-    """Read the class, the module and the config class of `kind`."""
+def read_source(kind: str) -> ArchitectureSource:
+    """Return the source of `kind`: its class, modeling file and config class."""
     cls = _class(kind)
-    source = inspect.getsource(sys.modules[cls.__module__])
+    text = inspect.getsource(sys.modules[cls.__module__])
     inputs = frozenset(inspect.signature(cls.forward).parameters)
     encoder_decoder = bool(getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False))
-    return Look(kind, cls.__name__, source, inputs, encoder_decoder)
+    return ArchitectureSource(kind, cls.__name__, text, inputs, encoder_decoder)
 
 
-def static_cause(seen: Look) -> tuple[str, str] | None:
-    """The cause that the source alone shows, and its sentence; None where only a run can tell."""
-    cause, what = _find(seen)
+def static_cause(source: ArchitectureSource) -> tuple[str, str] | None:
+    """Return the cause for refusal that the source shows, and its sentence; None if only a run can decide."""
+    cause, what = _find_cause(source)
     return (cause, sentence(cause, what)) if cause else None
 
 
 def sentence(cause: str, what: str) -> str:
-    """The cause in words; `what` is the part of the architecture that is to blame."""
+    """Return the sentence of a cause; `what` names the part of the architecture that is not exact."""
     return CAUSES[cause].sentence.format(what=what)
 
 
@@ -171,17 +174,17 @@ def _class(kind: str) -> Any:
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
 
 
-def _find(seen: Look) -> tuple[str, str]:
+def _find_cause(source: ArchitectureSource) -> tuple[str, str]:
     for cause, pattern in (("state", _STATE), ("patches", _PATCHES), ("chosen keys", _CHOOSES_KEYS)):
-        found = pattern.search(seen.source)
+        found = pattern.search(source.text)
         if found:
             return cause, next(filter(None, found.groups()))
-    if seen.cls.endswith("ForConditionalGeneration") or seen.inputs & _OTHER_INPUTS:
+    if source.cls.endswith("ForConditionalGeneration") or source.inputs & _OTHER_INPUTS:
         return "other inputs", ""
-    if "create_chunked_causal_mask" in seen.source:
+    if "create_chunked_causal_mask" in source.text:
         return "chunks", ""
-    if seen.encoder_decoder or ("position_ids" not in seen.inputs and seen.routes):
+    if source.encoder_decoder or ("position_ids" not in source.inputs and source.routes):
         return "decoder half", ""
-    if not seen.routes:
-        return ("alibi" if "alibi" in seen.source.lower() else "own attention"), ""
+    if not source.routes:
+        return ("alibi" if "alibi" in source.text.lower() else "own attention"), ""
     return "", ""

@@ -1,13 +1,14 @@
-"""Findings of `ithaca.models.discover` for every exact type, under the keys by which `parallelize` looks them up.
+"""Findings of `ithaca.models.discover` for every exact type, under the structure keys that `parallelize` looks up.
 
-Each type is built small in several variants: as its config's defaults have it, with features on together and one by one,
-without its window, and as the models that Ithaca knows by name have it. Every variant with a new key is run and watched; a layer
-that two variants share is checked by both, and left out if they differ.
+Small models of each type are built in several variants: with the config's defaults, with optional features together and
+one by one, without a window, and with the values of every known model of the type. Discovery runs on each variant with a
+new key. If two variants share a layer's key and their findings differ, the layer is left out of the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,22 +31,23 @@ from ithaca.verify.small_models.types import shrunk, survey_config, without_wind
 from ithaca.verify.small_models.variants import features_on
 
 Rows = dict[str, Any]
-_OTHER_VALUE = 1.7
+# The factor by which a float is changed to see whether the logits depend on it.
+_FACTOR = 1.7
 
 
 class NotStored(Exception):
-    """A finding that is no fact about the structure, or none that the table can hold."""
+    """Raised for a finding that depends on more than the structure, or that the table cannot hold."""
 
 
 def configs(kind: str) -> Iterator[PreTrainedConfig]:
-    """Yield small configs of a type, with everything that a user may switch on or off."""
+    """Yield small configs of a type in all variants."""
     on = features_on(kind)
     overrides: list[dict[str, Any]] = [{}, on, without_window(kind), *({key: value} for key, value in on.items())]
     for given in overrides:
         try:
             yield survey_config(kind, **given)
         except (ValueError, TypeError, StrictDataclassError):
-            # Config classes refuse some of the combinations.
+            # Some config classes refuse some combinations.
             continue
     for known in map(known_config, known_names()):
         if known is not None and known["model_type"] == kind:
@@ -54,7 +56,7 @@ def configs(kind: str) -> Iterator[PreTrainedConfig]:
 
 
 def structures(kind: str) -> tuple[Rows, list[str]]:
-    """Return the rows of one type, and what is left out of them."""
+    """Return the rows of one type, and the reasons why findings are left out."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -66,7 +68,7 @@ def structures(kind: str) -> tuple[Rows, list[str]]:
                 model = build(config)
                 add(rows, model, mesh)
                 if any(getattr(config, key, None) for key in EXPERT_COUNTS):
-                    # Experts run through one matrix product for all of them, unless the numbers are fp64.
+                    # Unless weights are fp64, all experts run in one grouped matrix product.
                     _use_default_experts(model.float())
                     add(rows, model, mesh)
             except Exception as error:
@@ -86,7 +88,7 @@ def _use_default_experts(model: PreTrainedModel) -> None:
 
 
 def add(rows: Rows, model: PreTrainedModel, mesh: Mesh) -> None:
-    """Watch one model, and put what is found into the rows."""
+    """Run discovery on one model, and add its findings to the rows."""
     layers = decoder_layers(model)
     structure = Structure.of(model, layers)
     if structure is None or not layers:
@@ -107,7 +109,7 @@ def add(rows: Rows, model: PreTrainedModel, mesh: Mesh) -> None:
 
 
 def find(model: PreTrainedModel, mesh: Mesh) -> Findings:
-    """Run discovery on a model with weights of its own, and leave the model as it was."""
+    """Run discovery on a model with real weights; the model is unbound again afterwards."""
     binding = bind(model, mesh)
     try:
         return discovered(binding, decoder_layers(model), partial(on_trial, binding), None)
@@ -120,7 +122,11 @@ def _put(rows: Rows, key: str, row: Any) -> None:
 
 
 def logits_row(model: PreTrainedModel, findings: Findings) -> dict[str, Any] | None:
-    """Return the rule that gives the model's scale and cap at any value of the numbers that its forward reads."""
+    """Return the config values that determine the scale and cap of the logits; None if the logits are computed whole.
+
+    Each number that the forward reads is changed by itself: the scale must change by the same factor, by its inverse, or
+    not at all.
+    """
     if findings.logits is None:
         return None
     rule = LogitsRule()
@@ -131,7 +137,7 @@ def logits_row(model: PreTrainedModel, findings: Findings) -> dict[str, Any] | N
     for name, value in numbers.items():
         if same and name.startswith("text."):
             continue
-        with _changed(model, name, value * _OTHER_VALUE if isinstance(value, float) else value * 3):
+        with _changed(model, name, value * _FACTOR if isinstance(value, float) else value * 3):
             spec, factor = head_spec(model), dict(numbers_read(model))[name] / value
         if spec is None:
             raise NotStored(f"its logits depend on {name} otherwise than by a factor")
@@ -145,25 +151,23 @@ def logits_row(model: PreTrainedModel, findings: Findings) -> dict[str, Any] | N
         if spec.softcap != findings.logits.softcap:
             rule = LogitsRule(rule.times, rule.over, name)
     for name, value in [*numbers.items(), ("", 0)]:
-        with _changed(model, name, value * _OTHER_VALUE if isinstance(value, float) else value * 3):
+        with _changed(model, name, value * _FACTOR if isinstance(value, float) else value * 3):
             if rule.spec(model) != head_spec(model):
                 raise NotStored(f"its logits follow from {name or 'its numbers'} by no product")
     return {"times": list(rule.times), "over": list(rule.over), "softcap": rule.softcap}
 
 
-class _changed:
-    """Give a number that the model's forward reads another value for a while."""
-
-    def __init__(self, model: PreTrainedModel, name: str, value: Any) -> None:
-        place, _, self.name = name.partition(".")
-        owners = {"model": model, "config": model.config, "text": model.config.get_text_config()}
-        self.owner, self.value = owners.get(place), value
-
-    def __enter__(self) -> None:
-        if self.owner is not None:
-            self.before = getattr(self.owner, self.name)
-            setattr(self.owner, self.name, self.value)
-
-    def __exit__(self, *_: Any) -> None:
-        if self.owner is not None:
-            setattr(self.owner, self.name, self.before)
+@contextmanager
+def _changed(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
+    """Inside, the number that the model's forward reads as `name` is `value`; an empty name changes nothing."""
+    prefix, _, attribute = name.partition(".")
+    owner = {"model": model, "config": model.config, "text": model.config.get_text_config()}.get(prefix)
+    if owner is None:
+        yield
+        return
+    before = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)

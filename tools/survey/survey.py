@@ -1,10 +1,11 @@
-"""The survey: a verdict on every causal-LM type of the installed transformers, by source and by measurement.
+"""Command line of the survey: a verdict on every causal-LM type of the installed transformers.
 
     python -m tools.survey.survey [--facts] [--kinds llama,bloom] [--write]
 
-Prints a line for each type. `--write` puts the verdicts into `ithaca/planning/model/architectures.json` (with `--kinds`:
-those rows alone) and makes `docs/architectures.md` from it. About a quarter of an hour on two cores. `--facts` leaves the
-verdicts as they are, and measures what `parallelize` and plans read beside them: three minutes.
+Prints a line for each type, in about a quarter of an hour on two cores. `--write` writes the verdicts into
+`ithaca/planning/model/architectures.json` (with `--kinds`: these rows alone) and generates `docs/architectures.md`.
+`--facts` measures facts and structures instead, which `parallelize` and plans read, and leaves the verdicts unchanged:
+three minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tools.survey.measured import facts_row
 from tools.survey.page import page
 from tools.survey.run import Measured, Ranks
 from tools.survey.stated import stated_kinds
-from tools.survey.static import aliases, kinds, look
+from tools.survey.static import aliases, kinds, read_source
 from tools.survey.structures import structures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ PROCESSES = 2
 
 
 class Fleet:
-    """One set of ranks a world size, started when first needed."""
+    """One set of ranks for each world size, started at its first measurement."""
 
     def __init__(self) -> None:
         self.ranks = {world: Ranks(world) for world in WORLDS}
@@ -51,13 +52,13 @@ class Fleet:
 
 
 def survey(chosen: list[str]) -> dict[str, Row]:
-    """The rows of the chosen types, and of the other names their models go by."""
+    """Return the rows of the chosen types and of their aliases."""
     rows: dict[str, Row] = {}
     fleet = Fleet()
     try:
         for number, kind in enumerate(chosen, 1):
             started = time.monotonic()
-            row = judge(look(kind), fleet.measure, WORLDS)
+            row = judge(read_source(kind), fleet.measure, WORLDS)
             rows |= dict.fromkeys((kind, *aliases(kind)), row)
             shown = f"off by {row['worst']:.0e} at most" if row["verdict"] == "exact" else row["reason"]
             shown += f", memory: {row['memory']}" if "memory" in row else ""
@@ -133,7 +134,7 @@ def main() -> None:
         rows = {kind: {"verdict": row} for kind, row in found.items()}
         keep |= {**versions, "tolerance": TOLERANCE}
         if not arguments.kinds:
-            # A type that this transformers has not loses its verdict.
+            # A type that the installed transformers no longer has loses its verdict.
             for row in keep["architectures"].values():
                 row.pop("verdict", None)
     if arguments.write:

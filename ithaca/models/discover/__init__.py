@@ -1,1 +1,1 @@
-"""Facts about an architecture found by watching one run of a few tokens on the meta device."""
+"""Discovery: facts about an architecture, found by recording runs of a few tokens."""

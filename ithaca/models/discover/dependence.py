@@ -1,14 +1,17 @@
-"""Dependence of values on values, found with NaN as the marker: no tolerance, and no inputs that happen to hide it.
+"""Dependence of outputs on inputs, found with NaN as the marker: no tolerance, and no lucky inputs that hide a reader.
 
-A NaN in one token of a module's input comes out wherever that token is read, be the weights small, neutral or zero. So
+    input           MLP (token-wise)     convolution over tokens
+    x x N x x  ->   y y N y y            y y N N N                  N: a token of NaN
 
-    token-wise       a marked token leaves all others, before and after it and in other rows, without a mark
-    read elsewhere   a module's output is replaced by marks, and its one known reader by the value it gave: marks in
-                     what the layer gives, or a mark that is still held afterwards, show another reader
+A NaN in one input token appears in every output that reads the token, even if a weight is small or zero. Two tests:
 
-Comparisons (a top-k, an arg-max) can swallow a mark, and a value may depend on its place alone. Therefore values are
-compared too, of random tokens in several draws: parts of a row alone, tokens and rows in another order, and one token
-exchanged must each give what the whole gave, to the rounding of the dtype that is computed in.
+    token-wise      a NaN token must leave every other token, earlier, later and in other rows, without NaN
+    other readers   a module's output is replaced by NaN, and its known reader by the reader's recorded output: a NaN in
+                    the layer's output, or a NaN tensor that is still referenced afterwards, shows another reader
+
+Comparisons (top-k, arg-max) can swallow a NaN, and an output may depend on a token's position alone. Therefore outputs
+of random tokens are compared too: for parts of a row, for permuted tokens and rows, and after exchanging one token, each
+token's output must equal its output in the whole batch, to the rounding of the dtype.
 """
 
 from __future__ import annotations
@@ -20,35 +23,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 ROWS, LENGTH = 2, 6
-# Sizes of the random inputs.
+# Standard deviations of the random inputs.
 _DRAWS = (1.0, 4.0)
-# Sums of a few thousand products in another order, in units of the last place of the largest.
+# The error of a sum in another order, in units in the last place (ulp): the largest one measured on small models.
 _ULPS = 16
-# The longest sums of the small models that the number above was found on.
+# The number of terms in the longest sums of those models.
 _TERMS = 64
 Outputs = list[Tensor]
 
 
 def is_tokenwise(module: nn.Module, like: Tensor) -> bool:
-    """True if the module maps `[B, t, C]` (of `like`'s C, dtype and device) token by token, in every draw."""
+    """True if the module maps `[B, t, C]` token by token, in every draw; C, dtype and device are those of `like`."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for size in _DRAWS:
             x = size * torch.randn(ROWS, LENGTH, like.shape[-1], generator=draw, dtype=torch.float64)
             other = size * torch.randn(like.shape[-1], generator=draw, dtype=torch.float64)
-            if not _RandomTokens(module, x.to(like), other.to(like)).passes():
+            if not _TokenwiseTrial(module, x.to(like), other.to(like)).passes():
                 return False
     return True
 
 
-class _RandomTokens:
-    """One draw: `x_BtC`, and a token to put in the place of another."""
+class _TokenwiseTrial:
+    """Comparisons for one random draw: `x_BtC`, and a token `other_C` that replaces one of its tokens."""
 
     def __init__(self, module: nn.Module, x_BtC: Tensor, other_C: Tensor) -> None:
-        self.module, self.x, self.other, self.room = module, x_BtC, other_C, rounding(module, x_BtC)
+        self.module, self.x, self.other, self.tolerance = module, x_BtC, other_C, rounding_tolerance(module, x_BtC)
         self.whole = self.run(x_BtC)
 
     def passes(self) -> bool:
@@ -66,10 +69,11 @@ class _RandomTokens:
             self._agrees(self.x[:, order], [out[:, order] for out in whole]),
             self._agrees(self.x[rows], [out[rows] for out in whole]),
         )
-        return all(same) and self._alone(0, 2, torch.full_like(self.other, torch.nan)) and self._alone(1, 3, self.other)
+        nan = torch.full_like(self.other, torch.nan)
+        return all(same) and self._stays_in_token(0, 2, nan) and self._stays_in_token(1, 3, self.other)
 
     def run(self, x_BtC: Tensor) -> Outputs | None:
-        """All outputs as `[B, t, ...]`; None where one has no such form, or the input was written to."""
+        """Return all outputs as `[B, t, ...]`; None if an output has another form, or the input was written in place."""
         given = x_BtC.contiguous().clone()
         version = given._version
         outputs = self.module(given)
@@ -88,8 +92,8 @@ class _RandomTokens:
         got = self.run(x_BtC)
         return got is not None and len(got) == len(expected) and self._same(got, expected)
 
-    def _alone(self, row: int, token: int, value_C: Tensor) -> bool:
-        """True if another value of one token leaves all others as they were."""
+    def _stays_in_token(self, row: int, token: int, value_C: Tensor) -> bool:
+        """True if `value_C` in one token leaves the outputs of all other tokens unchanged."""
         x_BtC = self.x.clone()
         x_BtC[row, token] = value_C
         got = self.run(x_BtC)
@@ -99,63 +103,56 @@ class _RandomTokens:
         return got is not None and self._same([out[kept][None] for out in got], [out[kept][None] for out in self.whole])
 
     def _same(self, got: Outputs, expected: Outputs) -> bool:
-        """True if all tokens are equal to rounding."""
+        """True if all tokens are equal, to rounding."""
         for ours, theirs, whole in zip(got, expected, self.whole or (), strict=True):
             if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not bool(ours.isfinite().all()):
                 return False
             off_Bt = (ours.double() - theirs.double()).abs().flatten(2).amax(-1)
-            wrong = int((off_Bt > self.room * float(whole.double().abs().max())).sum())
-            # In half precision two experts of one token may be equal to rounding, and either be chosen.
+            wrong = int((off_Bt > self.tolerance * float(whole.double().abs().max())).sum())
+            # In half precision the router may score two experts of a token equally and choose either.
             if wrong > (1 if self.x.dtype in (torch.bfloat16, torch.float16) else 0):
                 return False
         return True
 
 
-def rounding(module: nn.Module, x: Tensor) -> float:
-    """The relative room that rounding needs: of the coarsest dtype that is computed in, fp32 among them, to which norms
-    and routers cast whatever they are given. The rounding of a sum grows with the root of the number of its terms."""
+def rounding_tolerance(module: nn.Module, x: Tensor) -> float:
+    """Return the relative error that rounding may cause: that of the coarsest dtype the module computes in."""
     floating = [p for p in module.parameters() if p.is_floating_point()]
+    # Norms and routers cast to fp32 whatever the dtype of their input, fp64 included.
     dtypes = {x.dtype, torch.float32, *(p.dtype for p in floating)}
+    # The rounding error of a sum grows with the square root of the number of its terms.
     terms = max((size for p in floating for size in p.shape), default=1)
     return _ULPS * max(1.0, (terms / _TERMS) ** 0.5) * max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def read_elsewhere(layer: nn.Module, args: Any, kwargs: Any, giver: nn.Module, reader: nn.Module, value: Any) -> bool:
-    """True if anything but `reader`, which gave `value`, reads what `giver` gives in a run of the layer."""
-    held: list[weakref.ref[Tensor]] = []
-    forward = giver.forward
+def has_other_readers(
+    layer: nn.Module, args: Any, kwargs: Any, producer: nn.Module, reader: nn.Module, output: Any
+) -> bool:
+    """True if a run of the layer reads the output of `producer` anywhere but in `reader`, whose recorded output is `output`."""
+    marks: list[weakref.ref[Tensor]] = []
+    forward = producer.forward
 
     def marked(*args: Any, **kwargs: Any) -> Tensor:
         mark = torch.full_like(forward(*args, **kwargs), torch.nan)
-        held.append(weakref.ref(mark))
+        marks.append(weakref.ref(mark))
         return mark
 
-    with torch.no_grad(), _forward(giver, marked), _forward(reader, lambda *args, **kwargs: _copied(value)):
-        output = layer(*args, **kwargs)
-    # What a layer passes on beside its output stands in what it was called with.
-    spread = any(bool(x.isnan().any()) for x in _floats((output, args, kwargs)))
-    del output
-    return spread or any(mark() is not None for mark in held)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return tree_map_only(Tensor, torch.clone, output)
 
-
-def _copied(value: Any) -> Any:
-    return (
-        tuple(map(_copied, value))
-        if isinstance(value, tuple)
-        else value.clone()
-        if isinstance(value, Tensor)
-        else value
-    )
-
-
-def _floats(tree: Any) -> Iterator[Tensor]:
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield leaf
+    with torch.no_grad(), _forward_replaced(producer, marked), _forward_replaced(reader, recorded):
+        result = layer(*args, **kwargs)
+    # The arguments too: a layer may hand tensors on in a dict or list that it was called with.
+    leaves = tree_flatten((result, args, kwargs))[0]
+    spread = any(isinstance(x, Tensor) and x.is_floating_point() and bool(x.isnan().any()) for x in leaves)
+    # Without these references, a mark that is still alive is held by a module or an object of the model.
+    del result, leaves
+    return spread or any(mark() is not None for mark in marks)
 
 
 @contextmanager
-def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the module instance runs `forward`."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

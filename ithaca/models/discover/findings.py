@@ -1,14 +1,18 @@
-"""Everything that memory plans need to know of a model's layers, from the survey's table or from runs of the model.
+"""Findings: the facts about a model's layers that memory plans need, from the survey's table or from runs of the model.
 
-    findings = surveyed(model, layers)                           no run: the table has this structure (`structure.py`)
-    findings = discovered(binding, layers, on_trial, device)     runs of a few tokens, on random weights if there are none
+    findings = surveyed(model, layers)                           no run: architectures.json has this structure
+    findings = discovered(binding, layers, on_trial, device)     runs of a few tokens, on random weights if need be
 
-Both give the same for the models that the survey has measured; a test holds them to each other.
+        roles     [[norm, MLP], [norm, MLP], ...]     tiled units of each layer                 roles.py, trials.py
+        around    [(model.model, norm)]               norms beside the layers                   roles.py
+        passing   linked, nothing passed on           tensors that layers hand to each other    passing.py
+        logits    scale 1, no cap                     operations between head and logits        logits_path.py
+
+Both functions return the same for every surveyed model: tests/models/discover/test_structure.py compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from math import prod
@@ -21,7 +25,7 @@ from transformers import PreTrainedModel
 from ithaca.memory.head_loss import LossSpec
 from ithaca.models.bound import Binding, unsharded
 from ithaca.models.discover.logits_path import numbers_read
-from ithaca.models.discover.passing import Passing, found_by, watching
+from ithaca.models.discover.passing import Passing, passing_from, watching
 from ithaca.models.discover.random_weights import randomized
 from ithaca.models.discover.roles import UnitRole, norms_around
 from ithaca.models.discover.structure import Structure
@@ -32,8 +36,11 @@ from ithaca.planning.model.architectures import structures_of
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Roles of each layer's children, norms beside the layers with the module that they hang on, what layers pass to each
-    other, and what happens to the logits (None: more than a scale and a cap)."""
+    """Facts about one model's layers.
+
+    `roles`: units of each layer. `around`: norms beside the layers, each with its parent module. `passing`: tensors that
+    layers hand to each other. `logits`: scale and softcap of the logits, None if the model does anything else to them.
+    """
 
     roles: list[list[UnitRole]]
     around: list[tuple[nn.Module, UnitRole]]
@@ -43,60 +50,56 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class LogitsRule:
-    """The numbers on a model's way to its logits, by name: their product over another product, and a cap."""
+    """Names of the config values that scale the logits: a product of `times` divided by a product of `over`, and a cap."""
 
     times: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
     softcap: str | None = None
 
     def spec(self, model: PreTrainedModel) -> LossSpec:
-        """Return the specification that these numbers give for one model."""
+        """Return the scale and softcap for one model's config values."""
         numbers: dict[str, Any] = dict(numbers_read(model))
         times, over = (prod((numbers[name] for name in names), start=1.0) for names in (self.times, self.over))
         return LossSpec(scale=times / over, softcap=None if self.softcap is None else numbers[self.softcap])
 
 
 def surveyed(model: PreTrainedModel, layers: list[nn.Module]) -> Findings | None:
-    """Return the survey's findings, None if its table lacks this type or this structure."""
+    """Return the survey's findings; None if its table lacks this type or this structure."""
     table = structures_of(str(model.config.model_type))
-    # Buffers on the meta device take no part, and neither do devices and dtypes.
     structure = Structure.of(model, layers) if table and layers else None
     if structure is None or structure.model not in table["models"] or not set(structure.layers) <= set(table["layers"]):
         return None
-    return _from_rows(model, structure, table)
-
-
-def _from_rows(model: PreTrainedModel, structure: Structure, table: Mapping[str, Any]) -> Findings:
     row = table["models"][structure.model]
     around = [(model.get_submodule(path), UnitRole((name,), name, wide=False)) for path, name in row["around"]]
+    roles = [
+        [UnitRole(**{**unit, "names": tuple(unit["names"])}) for unit in table["layers"][key]]
+        for key in structure.layers
+    ]
     rule = None if row["logits"] is None or bare_head(model) is None else LogitsRule(**row["logits"])
     return Findings(
-        [[_role(unit) for unit in table["layers"][key]] for key in structure.layers],
+        roles,
         around,
+        # The survey stores no structure whose layers pass more than hidden states to each other.
         Passing(),
         None if rule is None else rule.spec(model),
     )
 
 
-def _role(unit: Mapping[str, Any]) -> UnitRole:
-    return UnitRole(**{**unit, "names": tuple(unit["names"])})
-
-
 def row_of_role(role: UnitRole) -> dict[str, Any]:
-    """Return a role as the table has it: what differs from a role's defaults, `draws` never."""
+    """Return the role's row in the table: its names, and the fields that differ from their defaults."""
     return {key: value for key, value in asdict(role).items() if key in ("names", "main", "wide") or value}
 
 
 def discovered(binding: Binding, layers: list[nn.Module], on_trial: OnTrial, device: torch.device | None) -> Findings:
-    """Run the model on a few tokens, watch its layers, and try their units.
+    """Run the model on a few tokens, record its layers, and try their units.
 
-    `device`: where weights on the meta device get random numbers for the time of the runs; None if all weights are real.
+    `device`: the device of random weights for a model on the meta device; None if all weights are real.
     """
     model = binding.model
     weights = nullcontext() if device is None else randomized(model, layers, device)
     with weights, unsharded(model):
         with watching(model, layers) as watch:
             around = norms_around(model, layers)
-        passing = found_by(watch)
-        roles = roles_of(model, layers, on_trial, silence=passing.refused is None)
+        passing = passing_from(watch)
+        roles = roles_of(model, layers, on_trial, find_silent=passing.refused is None)
         return Findings(roles, around, passing, head_spec(model))

@@ -1,14 +1,15 @@
-"""A trial of architectures that were never measured: nothing but attention may read another token.
+"""A trial of architectures that were never measured: no module but attention may read another token.
 
-Tokens are split over ranks, and attention alone is run over all of them. The model is run on a few tokens with a function
-in attention's place that treats every token alone, and then
+Tokens are split over ranks, and attention alone is exchanged between ranks. The trial runs the model on a few tokens, with
+an attention function that computes each token's output from the token's own query, key and value. Two tests:
 
-    mixing      a NaN in one token must stay in that token, in evaluation and in training (a batch norm, code that asks
-                `self.training`): a convolution over tokens, a state that runs along them, or attention in code of its
-                own carries it on, and the first module that does is named
-    positions   the second half of the tokens, alone and with its own position_ids, must give what it gives in the whole
+    mixing      a NaN in one token must stay in that token, in evaluation and in training mode (batch norm, or code that
+                reads `self.training`). A convolution over tokens, a recurrent state or attention in code of its own
+                carries the NaN to other tokens, and the error names the first such module
+    positions   the second half of the tokens, alone and with its own position_ids, must give the same logits as inside
+                the whole row
 
-What stands in a mask alone (a window, chunks) is not seen here: the mask is for the function that is replaced.
+The trial does not see a limit that exists in a mask alone (a window, chunks): the replaced function ignores masks.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ithaca.errors import UnsupportedError
 from ithaca.mesh import Mesh
-from ithaca.models.discover.dependence import rounding
+from ithaca.models.discover.dependence import rounding_tolerance
 from ithaca.models.discover.random_weights import randomized
-from ithaca.models.discover.roles import switched
+from ithaca.models.discover.roles import training_mode
 from ithaca.models.refusals.foreign_code import foreign_within
 from ithaca.planning.model.architectures import verdicts
 
@@ -36,7 +37,10 @@ _ROWS, _LENGTH, _MARKED = 2, 8, 3
 
 
 def check_mixing(model: PreTrainedModel, layers: list[nn.Module], mesh: Mesh) -> None:
-    """Try a model whose architecture was never measured, or that has code of the user's own where tokens are split."""
+    """Refuse a mixing model if its architecture was never measured, or if its modules have code of the user's own.
+
+    User code on a single rank is not tried: that rank has all tokens.
+    """
     foreign = foreign_within(model) if mesh.shards > 1 else None
     if foreign is not None or str(model.config.model_type) not in verdicts():
         with randomized(model, layers, torch.device("cpu")):
@@ -44,9 +48,9 @@ def check_mixing(model: PreTrainedModel, layers: list[nn.Module], mesh: Mesh) ->
 
 
 def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
-    """Raise where a token's logits read other tokens by anything but attention, or its place by anything but position_ids.
+    """Raise UnsupportedError if a token's logits depend on other tokens beside attention, or on its index in the input.
 
-    `foreign`: the module of the user's own for which a measured architecture is tried again.
+    `foreign`: the user's module because of which a measured architecture is tried again.
     """
     embedding: Any = model.get_input_embeddings()
     kind = str(model.config.model_type)
@@ -55,16 +59,16 @@ def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
         raise UnsupportedError(
             f"{tried}, and the model's forward takes no position_ids: every shard would begin at position 0"
         )
-    seen: list[str] = []
+    mixing: list[str] = []
     handles: list[Any] = []
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
-        with torch.no_grad(), switched(model, training=False), _token_by_token(model):
+        with torch.no_grad(), training_mode(model, training=False), _tokenwise_attention(model):
             whole, half = _logits(model, 0), _logits(model, _LENGTH // 2)
-            handles = [embedding.register_forward_hook(_mark), *_watch(model, seen)]
-            spread = _spread(_logits(model, 0))
-            with switched(model, training=True), torch.enable_grad(), torch.random.fork_rng(devices=devices):
-                spread |= _spread(_logits(model, 0))
+            handles = [embedding.register_forward_hook(_mark_one_token), *_find_mixing(model, mixing)]
+            spread = _reaches_others(_logits(model, 0))
+            with training_mode(model, training=True), torch.enable_grad(), torch.random.fork_rng(devices=devices):
+                spread |= _reaches_others(_logits(model, 0))
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise UnsupportedError(
             f"{tried}, and the model does not run with attention token by token "
@@ -74,13 +78,13 @@ def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
         for handle in handles:
             handle.remove()
     if spread:
-        what = f"{seen[0]} reads" if seen else "something in it reads"
+        what = f"{mixing[0]} reads" if mixing else "something in it reads"
         raise UnsupportedError(
             f"{tried}, and {what} tokens of the row beside attention: on every shard "
             "but the first it would begin from nothing; architectures whose tokens meet in attention alone are exact"
         )
     alone, within = half.double(), whole[:, _LENGTH // 2 :].double()
-    if float((alone - within).norm()) > rounding(model, whole) * float(within.norm()):
+    if float((alone - within).norm()) > rounding_tolerance(model, whole) * float(within.norm()):
         raise UnsupportedError(
             f"{tried}, and the model counts positions from the start of what it is given rather "
             "than from position_ids: every shard would begin at position 0"
@@ -88,7 +92,7 @@ def refuse_mixing(model: PreTrainedModel, foreign: str | None = None) -> None:
 
 
 def _logits(model: PreTrainedModel, start: int) -> Tensor:
-    """Of the tokens from `start` on, at their own positions."""
+    """Return the logits of the tokens from `start` on, run with their positions in the whole row."""
     device = next(model.parameters()).device
     ids = torch.arange(3, 3 + _ROWS * _LENGTH, device=device).view(_ROWS, _LENGTH)
     positions = torch.arange(_LENGTH, device=device).expand(_ROWS, -1)
@@ -98,21 +102,24 @@ def _logits(model: PreTrainedModel, start: int) -> Tensor:
     return logits
 
 
-def _alone(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **kwargs: Any) -> tuple[Tensor, None]:
-    """In attention's place: `[B, H, L, D]` in, `[B, L, H, E]` out, of each token's own query, key and value."""
-    copies = q.shape[1] // k.shape[1]
-    weigh_D = torch.linspace(0.5, 1.5, q.shape[-1], device=q.device, dtype=q.dtype)
-    turned = (q * weigh_D).mean(-1) + (k * weigh_D).mean(-1).repeat_interleave(copies, dim=1)
-    out = v.repeat_interleave(copies, dim=1) + turned[..., None]
-    return out.transpose(1, 2).contiguous(), None
+def _attend_to_self(
+    module: nn.Module, q_BHLD: Tensor, k_BKLD: Tensor, v_BKLE: Tensor, mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return attention's `[B, L, H, E]` output, each token's from the token's own query, key and value."""
+    copies = q_BHLD.shape[1] // k_BKLD.shape[1]
+    weights_D = torch.linspace(0.5, 1.5, q_BHLD.shape[-1], device=q_BHLD.device, dtype=q_BHLD.dtype)
+    shift_BHL = (q_BHLD * weights_D).mean(-1) + (k_BKLD * weights_D).mean(-1).repeat_interleave(copies, dim=1)
+    out_BHLE = v_BKLE.repeat_interleave(copies, dim=1) + shift_BHL[..., None]
+    return out_BHLE.transpose(1, 2).contiguous(), None
 
 
-# Once for the process, so that a trial leaves the registry as it was.
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _alone)
+# Registered at import rather than in the trial, so that a trial leaves the registry unchanged.
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend_to_self)
 
 
 @contextmanager
-def _token_by_token(model: PreTrainedModel) -> Iterator[None]:
+def _tokenwise_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model's attention layers call `_attend_to_self`."""
     configs = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in before:
@@ -124,33 +131,39 @@ def _token_by_token(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation = name
 
 
-def _mark(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _mark_one_token(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     marked = output.clone()
     marked[0, _MARKED] = torch.nan
     return marked
 
 
-def _spread(x: Tensor) -> bool:
-    """True if a token other than the marked one holds a mark; `[B, L, ...]`."""
+def _reaches_others(x: Tensor) -> bool:
+    """True if any token of `[B, L, ...]` other than the marked one has a NaN."""
     marks_BL = x.isnan().flatten(2).any(-1)
     marks_BL[0, _MARKED] = False
     return bool(marks_BL.any())
 
 
-def _watch(model: nn.Module, seen: list[str]) -> list[Any]:
-    """Hook every module; the first whose output is marked where its input is not goes into `seen`, by path and class."""
+def _find_mixing(model: nn.Module, mixing: list[str]) -> list[Any]:
+    """Hook every module; the first that carries the NaN to another token is appended to `mixing`, by path and class."""
 
-    def look(name: str) -> Any:
+    def compare(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = [x for x in (*args, *kwargs.values()) if _of_tokens(x)]
+            given = [x for x in (*args, *kwargs.values()) if _is_per_token(x)]
             first = output[0] if isinstance(output, tuple) else output
-            if not seen and given and _of_tokens(first) and _spread(first) and not any(map(_spread, given)):
-                seen.append(f"{name} ({type(module).__name__})")
+            if (
+                not mixing
+                and given
+                and _is_per_token(first)
+                and _reaches_others(first)
+                and not any(map(_reaches_others, given))
+            ):
+                mixing.append(f"{name} ({type(module).__name__})")
 
         return hook
 
-    return [m.register_forward_hook(look(name), with_kwargs=True) for name, m in model.named_modules() if name]
+    return [m.register_forward_hook(compare(name), with_kwargs=True) for name, m in model.named_modules() if name]
 
 
-def _of_tokens(x: Any) -> bool:
+def _is_per_token(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= 3 and x.shape[:2] == (_ROWS, _LENGTH)

@@ -1,13 +1,16 @@
-"""What decoder layers pass to each other, found by watching one run of a few tokens rather than by class names.
+r"""Tensors that decoder layers pass to each other, found by recording one run of a few tokens.
 
-A layer can be run again in backward from what it was given, if what it was given is still what it was, and what it
-handed on came back from it. So for every call of every layer the watch notes
+    layer 0 --hidden--> layer 1 --hidden--> norm --> layer 2        layer 2 is unlinked: its input is the norm's output
+         \-- shared["kv"] = (k, v) ------------------^             a dict of tensors: replays follow it
 
-    links     whether its input is the very output of the layer before it: else "rebuild" would make another input. A
-              stack of layers that begins anew, a norm or a sum between two layers breaks the link
-    changes   tensors written to, objects changed, tensors left on modules: state that a replay would write twice, or
-              whose readers would get no gradient. Dicts and lists of tensors are no such thing: replays follow them
-              (`memory/layer_arguments.py`)
+Backward can run a layer again if the layer's arguments are still what they were, and if everything the layer hands on is
+part of its output. Every call of every layer is checked for both:
+
+    links     the layer's input must be the very output of the layer before, or the mode "rebuild" would start from another
+              tensor. A second stack of layers, or a norm or a sum between two layers, breaks the link
+    changes   tensors written in place, objects changed and tensors left on modules are refused: a replay would repeat
+              the write, or the tensor's readers would get no gradient. Dicts and lists of tensors are allowed: replays
+              follow them (`memory/layer_arguments.py`)
 """
 
 from __future__ import annotations
@@ -31,30 +34,32 @@ from ithaca.models.planner.plan_in_force import AutoMemory
 from ithaca.planning.memory_plan import Decided, MemoryPlan
 
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
-# Their objects on modules are configs and the like: large, and without tensors.
-_NOT_ENTERED = ("transformers.", "torch.", "ithaca.")
+# Objects of these packages on modules are configs and the like: large, and without tensors.
+_NOT_SEARCHED = ("transformers.", "torch.", "ithaca.")
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """What was found of one model. `unlinked`: layers whose input is not the output of the layer before. `refused`: why
-    no layer can be run again, None if layers can. `copied`: a layer that puts something into a dict or list that FSDP2
-    would hand it a copy of, None if there is none."""
+    """Findings about one model's layers.
+
+    `unlinked`: layers whose input is not the output of the layer before. `refused`: the reason why no layer can run
+    again, None if layers can. `copied`: a layer that changes a dict or list of which FSDP2 would pass a copy, or None.
+    """
 
     unlinked: frozenset[int] = frozenset()
     refused: str | None = None
     copied: str | None = None
 
     def refuse_copies(self) -> None:
-        """Refuse a model whose layers would not see, under FSDP2, what other layers leave for them."""
+        """Raise UnsupportedError if FSDP2's copies would hide one layer's changes from the others."""
         if self.copied is not None:
             raise UnsupportedError(
                 f"{self.copied}, and FSDP2 gives every layer a copy of its own: use weights='none', or a "
                 "collections.UserDict in the model's code"
             )
 
-    def settled(self, given: MemoryPlan | Decided, count: int) -> MemoryPlan | Decided:
-        """What is given, checked; where modes are left to a plan and no layer can be run again, all of them are "keep"."""
+    def checked_plan(self, given: MemoryPlan | Decided, count: int) -> MemoryPlan | Decided:
+        """Return the plan after checking it; modes left to the planner become "keep" if no layer can run again."""
         modes = given.layers if isinstance(given, MemoryPlan) else given.spread(count).modes(count)
         if modes is None:
             return given if self.refused is None else replace(given, layers="keep")  # type: ignore[arg-type]
@@ -65,8 +70,8 @@ class Passing:
                 raise UnsupportedError(rebuild_refusal(index))
         return given
 
-    def inform(self, auto: AutoMemory, given: MemoryPlan | Decided) -> None:
-        """Let plans be made for what was found; `given` is what `settled` gave."""
+    def restrict(self, auto: AutoMemory, given: MemoryPlan | Decided) -> None:
+        """Restrict the planner to these findings; `given` is the result of `checked_plan`."""
         if given is not auto.given and auto.mesh.rank == 0:
             logger.warning("memory: every layer is under 'keep', for %s: %s", self.refused, INSTEAD)
         auto.given = given
@@ -75,37 +80,41 @@ class Passing:
 
 @dataclass(eq=False)
 class PassingWatch:
-    """A pass of a model under watch, layer by layer."""
+    """Hooks that record one forward of a model.
+
+    `last_index`: the layer that ran last. `unlinked`, `refused`, `copied`: as in `Passing`. `left_on_module`: a layer that
+    leaves tensors on a module. `outside`: modules that belong to no layer.
+    """
 
     model: PreTrainedModel
     layers: list[nn.Module]
     chain: ReplayChain = field(default_factory=ReplayChain)
-    before: int = -1
+    last_index: int = -1
     unlinked: set[int] = field(default_factory=set)
     refused: str | None = None
     copied: str | None = None
-    left: str | None = None
+    left_on_module: str | None = None
 
     def __post_init__(self) -> None:
         within = {module for layer in self.layers for module in layer.modules()}
         self.outside = [(name, module) for name, module in self.model.named_modules() if module not in within]
 
     def hooks(self, index: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What is done ahead of a call of layer `index`, and after it."""
+        """Return the forward pre-hook and the forward hook of layer `index`."""
         calls: list[tuple[Arguments, list[Any], list[list[ObjectVersion]], dict[str, list[ObjectVersion]]]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             arguments, containers = Arguments.of(args, kwargs)
             hidden = arguments.flat[arguments.differentiable[0]]
-            if self.before != index - 1 or not self.chain.is_last_output(hidden):
+            if self.last_index != index - 1 or not self.chain.is_last_output(hidden):
                 self.unlinked.add(index)
             calls.append((arguments, containers, arguments.object_versions(arguments.flat), self._attributes(index)))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            arguments, containers, seen, attributes = calls.pop()
+            arguments, containers, versions, attributes = calls.pop()
             outputs = tree_flatten(output)[0]
-            self.before, self.chain.last_output = index, (outputs[0], version(outputs[0]))
-            changed = arguments.changed_in_place(arguments.flat, seen)
+            self.last_index, self.chain.last_output = index, (outputs[0], version(outputs[0]))
+            changed = arguments.changed_in_place(arguments.flat, versions)
             if changed is not None:
                 self.refused = self.refused or f"layer {index} {changed}"
             try:
@@ -119,12 +128,12 @@ class PassingWatch:
             now = self._attributes(index)
             name = next((name for name in now if not same_versions(now[name], attributes.get(name, []))), None)
             if name is not None:
-                self.left = self.left or f"layer {index} leaves tensors on a module ({name})"
+                self.left_on_module = self.left_on_module or f"layer {index} leaves tensors on a module ({name})"
 
         return enter, leave
 
     def _attributes(self, index: int) -> dict[str, list[ObjectVersion]]:
-        """Tensors on the layer's modules, and on those outside the layers, beside their parameters."""
+        """Return the tensors and their versions on the layer's modules and on modules outside the layers, without parameters."""
         within = [(f"layer {index}: {name}", module) for name, module in self.layers[index].named_modules()]
         found: dict[str, list[ObjectVersion]] = {}
         for path, module in (*within, *self.outside):
@@ -132,14 +141,14 @@ class PassingWatch:
             for key, value in (own | module._buffers).items():
                 if isinstance(value, Tensor):
                     found[f"{path}.{key}"] = [(value, version(value))]
-                elif not isinstance(value, nn.Module) and not type(value).__module__.startswith(_NOT_ENTERED):
+                elif not isinstance(value, nn.Module) and not type(value).__module__.startswith(_NOT_SEARCHED):
                     found[f"{path}.{key}"] = [each for each in reachable(value) if isinstance(each[0], Tensor)]
         return found
 
 
 @contextmanager
 def watching(model: PreTrainedModel, layers: list[nn.Module]) -> Iterator[PassingWatch]:
-    """Inside, a pass of the model is watched."""
+    """Inside, a forward of the model is recorded."""
     watch = PassingWatch(model, layers)
     handles = []
     for index, layer in enumerate(layers):
@@ -154,28 +163,29 @@ def watching(model: PreTrainedModel, layers: list[nn.Module]) -> Iterator[Passin
             handle.remove()
 
 
-def found_by(watch: PassingWatch) -> Passing:
-    """What a watched pass showed. Tensors left on a module may be a table made once: a second pass decides."""
+def passing_from(watch: PassingWatch) -> Passing:
+    """Return the findings of a recorded forward."""
     refused = watch.refused
-    if refused is None and watch.left is not None:
+    # A tensor left on a module may be a table that is made once: a second run decides.
+    if refused is None and watch.left_on_module is not None:
         with torch.no_grad(), watching(watch.model, watch.layers) as again:
             watch.model(input_ids=few_tokens(watch.model), use_cache=False)
-        refused = again.left
+        refused = again.left_on_module
     return Passing(frozenset(watch.unlinked - {0}), refused, watch.copied)
 
 
-def passing_of(binding: Binding, layers: list[nn.Module]) -> Passing:
-    """What the layers of a model pass to each other, in a run of its own."""
+def find_passing(binding: Binding, layers: list[nn.Module]) -> Passing:
+    """Run the model on a few tokens; return the tensors that its layers pass to each other."""
     model = binding.model
     if not layers:
         return Passing()
     with unsharded(model), torch.no_grad(), watching(model, layers) as watch:
         model(input_ids=few_tokens(model), use_cache=False)
-    return found_by(watch)
+    return passing_from(watch)
 
 
-def hands_on(layer: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a layer gives more than hidden states, in its output or in what it shares: any of it may hold the value."""
+def has_side_outputs(layer: nn.Module, args: Any, kwargs: Any) -> bool:
+    """True if a layer returns more than hidden states, or leaves tensors in a shared dict or list."""
     arguments = Arguments.of(args, kwargs)[0]
     run = arguments.run_with([], [])
     with torch.no_grad():
@@ -185,5 +195,5 @@ def hands_on(layer: nn.Module, args: Any, kwargs: Any) -> bool:
     try:
         return bool(arguments.changes(run.flat, run.containers, outputs)[0])
     except UnsupportedError:
-        # Such a layer is not run again.
+        # A layer with such changes is never run again, so its outputs need no more detail.
         return True

@@ -1,17 +1,20 @@
-"""Keys of what a model is made of, under which the survey's findings hold for it.
+"""Structure keys: hashes of a model's code and module tree, under which the survey stores its findings.
 
     structure = Structure.of(model, layers)
     structure.layers   ["3f0c...", "3f0c...", ...]   a key for each layer
     structure.model    "91ab..."                     a key for everything around the layers
 
-A key covers the text of every source file that the model's classes come from, the tree of modules with their classes,
-names and numbers of dimensions of weights, and every switch that the code reads by name. Sizes are left out: of a number
-the key has only its sign, of a float also whether it is 0 or 1. Two models with equal keys run the same code: no file of a
-stored type compares such a number with anything but 0 (`repeat_kv` apart, which is attention's).
+    hashed                                              not hashed
+    the text of the source files of the model's classes sizes: of a number only the sign, of a float also 0 and 1
+    the module tree: classes, names, weight dimensions  devices, dtypes, values of weights and buffers
+    every attribute and config switch that code reads   windows, token ids, a layer's index
 
-Anything that could make the code another one gives no key at all: a class from outside transformers and torch, a
+Two models with equal keys run the same code: no modeling file of a stored type compares a size with anything but 0
+(`repeat_kv` apart, which belongs to attention).
+
+`Structure.of` returns None for anything that could change the code: a class from outside transformers and torch, a
 function that is not the one its file defines, a forward on an instance, a hook, a weight of another kind. Without a key
-the model is run and watched (`findings.py`): a missing key costs a second, a wrong one would be a silent error.
+the model is run instead (`findings.py`). A missing key costs a second; a wrong key would be a silent error.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from ithaca.models.discover.structure_code import PLAIN, SourceCode, UnknownStru
 from ithaca.models.layers.hooks import hooked
 
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
-# Special tokens, the place in the stack, plans of other libraries and marks of loading, which steer no child of a layer.
+# Special tokens, the layer's index, sharding plans and flags of loading: none changes what a layer's children compute.
 _NOT_KEYED = frozenset((
     "padding_idx", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "layer_idx", "layer_id", "dtype",
     "generation_config", "_is_hf_initialized", "_tp_plan", "_pp_plan", "_ep_plan", "_fsdp_plan",
@@ -44,7 +47,7 @@ _TORCH_SIZES = frozenset(
 )
 # The inner model, whose output the head takes, hangs on the model by this name.
 _ALWAYS_READ = frozenset(("base_model_prefix",))
-# The only private switch of a config that steers more than attention.
+# The only private switch of a config that selects code outside attention.
 _EXPERTS = "_experts_implementation_internal"
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
@@ -53,14 +56,14 @@ _GLOBAL_HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The keys of one model."""
+    """Structure keys of one model: one for the model around its layers, one for each layer."""
 
     model: str
     layers: tuple[str, ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: list[nn.Module]) -> Structure | None:
-        """Return the keys, None if the model has anything that a key cannot cover."""
+        """Return the keys; None if the model has anything that a key cannot cover."""
         try:
             if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
                 raise UnknownStructure("hooks on every module")
@@ -120,11 +123,11 @@ def _weight(name: str, weight: Tensor | None) -> str:
 
 
 def _attributes(module: nn.Module, names: set[str] | None) -> Iterator[str]:
-    """Yield the switches of a module that the code may read, and what it can call by an attribute."""
+    """Yield the module's attributes that the code may read: switches by value, functions by name."""
     of_torch = type(module).__module__.startswith("torch.")
     for key, value in sorted(vars(module).items()):
         home = type(value).__module__
-        # What hangs on the model from a handle is put around it, and taken off by `unbind`.
+        # Attributes of `parallelize` wrap the forward and come off with `unbind`.
         if key in _OF_ANY_MODULE or key in _NOT_KEYED or home.startswith("ithaca."):
             continue
         if callable(value) and not isinstance(value, nn.Module | type) and hasattr(type(module), key):
@@ -154,7 +157,7 @@ def _function(key: str, value: Any) -> str:
 
 
 def _config_lines(model: PreTrainedModel, names: set[str]) -> list[str]:
-    """Return the switches of the config that the code may read; lists are per layer, and each layer has its own key."""
+    """Return the config's switches that the code may read; lists are per layer, and each layer has its own key."""
     configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
     found = {f"{name}={'1' if value == 1 else _shown(name, value)}" for name, value in numbers_read(model)}
     for config in [*configs.values(), model.config.get_text_config()]:
@@ -180,9 +183,9 @@ def _value(config: PretrainedConfig, key: str) -> Any:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Return what a key has of a value: words and switches whole, of numbers the sign, of all else the type."""
+    """Return the part of a value that a key covers: strings and bools in full, the sign of a number, else the type."""
     if isinstance(value, bool | str) or value is None:
-        # Windows are the attention function's business.
+        # Only the attention function, which `parallelize` replaces, reads a window.
         return "" if "window" in key else repr(value)
     if isinstance(value, int | float):
         if "window" in key:

@@ -26,7 +26,8 @@ import transformers
 
 _ROOTS = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (torch, transformers))
 _STANDARD = str(Path(inspect.__file__).parent) + "/"
-# Of these transformers classes only the ways into a forward are looked at: the rest is loading, generating and saving.
+# Classes of these transformers modules are checked for the functions that lead into a forward, and for no others: the
+# rest of their code loads, generates and saves.
 _GENERAL = (
     "transformers.modeling_utils", "transformers.generation", "transformers.utils", "transformers.integrations",
     "transformers.distributed",
@@ -41,7 +42,7 @@ _LruCache = type(cache(lambda: None))
 
 
 class UnknownStructure(Exception):
-    """The model has code or objects that no key covers."""
+    """Raised for code or objects that no key covers."""
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class SourceCode:
         return [*sorted(map(_digest, self.files)), *sorted(self.given), *values]
 
     def add_class(self, kind: type) -> None:
-        """Take in a class and what it inherits; UnknownStructure if any of it is not what its file defines."""
+        """Add a class and its base classes; raise UnknownStructure if one of them is not the class that its file defines."""
         for base in kind.__mro__:
             if base in self.seen:
                 continue
@@ -126,7 +127,7 @@ class SourceCode:
         self._add_paths(innermost)
 
     def _add_global(self, name: str, value: Any, home: ModuleType) -> None:
-        """Take in a function of the same file; check that any other is what its own file defines."""
+        """Add a global that a function reads: code of the same file, and objects of a known library by name."""
         if (home, name, id(value)) in self.seen:
             return
         self.seen.add((home, name, id(value)))
@@ -167,7 +168,7 @@ class SourceCode:
                             self._add_library(".".join((name, *attributes)), each)
 
     def _add_library(self, name: str, function: FunctionType) -> None:
-        """Take in the file of a function of transformers, and that the code knows the function by this name."""
+        """Add the file of a function of transformers, and the name under which the code calls the function."""
         file = function.__code__.co_filename
         if not is_library(function):
             raise UnknownStructure(f"{name} is from {file}")
@@ -178,12 +179,12 @@ class SourceCode:
 
 @cache
 def _digest(file: str) -> str:
-    # Line ends may differ between installations of one version.
+    # Line ends differ between Windows and Unix installations of one version.
     return hashlib.sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
 
 
 def wrapped_functions(function: FunctionType) -> list[FunctionType]:
-    """Return the function and what it wraps: functools.wraps copies names, so every link is looked at."""
+    """Return the function and the functions it wraps: functools.wraps copies names, so every link must be checked."""
     links: list[FunctionType] = [function]
     while (inner := getattr(links[-1], "__wrapped__", None)) is not None:
         if not isinstance(inner, FunctionType):

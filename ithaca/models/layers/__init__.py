@@ -1,1 +1,1 @@
-"""Everything that is put on decoder layers: replay, tiled units, fused chains, the head with its loss."""
+"""Changes to decoder layers: replay, tiled units, compiled code, the head with its loss."""

@@ -1,11 +1,15 @@
-"""The head and the loss in one, inside the model's own forward.
+"""Head and loss in one, inside the model's own forward: the logits of a whole shard never exist at once.
+
+    model(input_ids)                          -> the model's own output
+    model(input_ids, loss_targets=targets)    -> (sum of losses, count of targets), tile by tile
 
 A call with `loss_targets` (and `loss_smoothing`, `loss_z`, `loss_each`) runs the decoder, then head and cross-entropy
-tile by tile, and gives `(sum, count)`; any other call is the model's own. It has to happen inside the model's forward,
-where FSDP2 has gathered the head's weight, and give a plain tuple: FSDP2 of torch 2.11 hooks tensors in tuples, lists
-and dicts only, and without a hook the root's weights would not be gathered for backward. The scale and the softcap that
-an architecture puts on its logits are read from its own forward (`logits.py`); one that does anything else keeps its
-whole logits.
+tile by tile (`memory/head_loss.py`). The loss is computed inside the model's forward because FSDP2 gathers the head's
+weight there. The result is a plain tuple because FSDP2 of torch 2.11 registers its backward hooks on tensors in tuples,
+lists and dicts only; without such a hook the root's weights would not be gathered for backward.
+
+The scale and softcap of an architecture's logits are read from its own forward (`discover/logits_path.py`). A model that
+does anything else to its logits keeps its own forward.
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ TARGETS, SMOOTHING, Z, EACH = "loss_targets", "loss_smoothing", "loss_z", "loss_
 
 @dataclass(eq=False)
 class HeadForward:
-    """In place of the model's forward. `head`, `spec`: as `head_spec` found them; `numbers`: what they follow from."""
+    """The forward of a model whose head and loss are tiled.
+
+    `head`: the output head. `spec`: scale and softcap of its logits. `numbers`: the config values behind `spec`.
+    """
 
     model: PreTrainedModel
     head: Any
@@ -43,7 +50,8 @@ class HeadForward:
 
     @property
     def reads_weight(self) -> bool:
-        """Whether the head is still its weight and no more: hooks, adapters, another softcap may come at any time."""
+        """True if the head is still a plain weight with the same scale and softcap."""
+        # Hooks, adapters and another softcap may be set between any two passes.
         same = self.model.get_output_embeddings() is self.head and numbers_read(self.model) == self.numbers
         return same and _is_bare(self.head)
 
@@ -60,16 +68,16 @@ class HeadForward:
 
 
 def bare_head(model: PreTrainedModel) -> Any | None:
-    """The output head, where it is a weight and no more: no hooks, no forward of its own, no adapter."""
+    """Return the output head; None unless it is a plain weight, without hooks, a forward of its own or an adapter."""
     head: Any = model.get_output_embeddings()
-    # A head with an adapter is more than its weight, though not yet while the adapter is new and adds nothing.
+    # A new adapter adds zero, so only the attribute of PEFT's wrapper shows it.
     if head is None or getattr(head, "weight", None) is None or hasattr(head, "base_layer") or not _is_bare(head):
         return None
     return head
 
 
 def head_spec(model: PreTrainedModel) -> LossSpec | None:
-    """What the model's forward does to the product of hidden states and head; None where logits are computed whole."""
+    """Return the scale and softcap of the model's logits; None if the model computes its logits whole."""
     head = bare_head(model)
     return None if head is None else read_logits(model, head)
 

@@ -1,7 +1,7 @@
-"""Hooks on a model's modules: whether a module has any, and a run without them.
+"""Hooks of users and other libraries on a model's modules: finding them, copying their inputs, running without them.
 
-A hook sees what its module is called with and may change what it gives. Work that is cut into tiles, compiled, done by
-another module or left out would show it something else, so what has hooks is run as it stands.
+A hook reads a module's input and may change its output. Work that is cut into tiles, compiled, moved to another module
+or skipped would show the hook other tensors, so a module with hooks runs as the module it was.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from ithaca.errors import UnsupportedError
 from ithaca.models.reduction_marks import current_backward, leaves_below, mark_copies
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# transformers leaves these on a model once it has recorded outputs; they look on, and only while it records. Ours look
-# at how a part of the model is called.
+# transformers leaves its recorders on a model after recording outputs; they change nothing. `called_alone` only raises.
 _RECORDERS = ("transformers.utils.output_capturing", "ithaca.models.called_alone")
-# Around a layer FSDP2 gathers its weights, and a run notes where it is: neither changes what goes in or out.
+# FSDP2 gathers a layer's weights, and a training run records its progress: neither changes a layer's input or output.
 AROUND_LAYERS = ("torch.distributed.fsdp", "ithaca.training")
-# Hooks of libraries, which make no losses of what they see.
+# Hooks of these packages compute no losses.
 _LIBRARIES = ("ithaca.", "torch.", "transformers.", "accelerate.", "peft.", "deepspeed.")
 logger = logging.getLogger("ithaca")
 
@@ -35,20 +34,20 @@ HOOKED_INSIDE = (
 )
 
 
-def hooked(module: nn.Module, besides: tuple[str, ...] = ()) -> bool:
-    """Whether a call of the module's forward alone would pass somebody's hook by. `besides`: whose hooks may be."""
-    # Asked nearly always for nothing.
+def hooked(module: nn.Module, ignored: tuple[str, ...] = ()) -> bool:
+    """True if the module has hooks, other than recorders and hooks of the packages in `ignored`."""
+    # A fast path: most modules have no hooks.
     if not (module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks):
         return False
-    return any(_asks(hook, besides) for kind in _KINDS for hook in module.__dict__[kind].values())
+    return any(_is_foreign(hook, ignored) for kind in _KINDS for hook in module.__dict__[kind].values())
 
 
 def forward_hooked(layer: nn.Module, path: str = "") -> str | None:
-    """The first module inside a layer that has somebody's forward hook, by its name there."""
+    """Return the path of the first module inside a layer that has a forward hook; None if there is none."""
     for name, child in layer._modules.items():
         if child is None:
             continue
-        if child._forward_hooks and any(_asks(hook) for hook in child._forward_hooks.values()):
+        if child._forward_hooks and any(_is_foreign(hook) for hook in child._forward_hooks.values()):
             return path + name
         if (found := forward_hooked(child, f"{path}{name}.")) is not None:
             return found
@@ -56,11 +55,12 @@ def forward_hooked(layer: nn.Module, path: str = "") -> str | None:
 
 
 def hooked_inside(module: nn.Module) -> bool:
-    """Whether it, a module in it or one of their weights has hooks: that of a weight is to see the sum, and once."""
-    # Asked of every unit in every pass: plain loops, for modules() and any() take three times as long.
+    """True if the module, a module inside or one of their weights has hooks."""
+    # Plain loops, as every unit of every pass calls this: modules() and any() take three times as long.
     if hooked(module):
         return True
     for weight in module._parameters.values():
+        # A tensor hook must see the sum of the gradients of all tiles, once.
         if weight is not None and weight._backward_hooks:
             return True
     for child in module._modules.values():  # noqa: SIM110
@@ -69,13 +69,14 @@ def hooked_inside(module: nn.Module) -> bool:
     return False
 
 
-def _asks(hook: Any, besides: tuple[str, ...] = ()) -> bool:
-    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith((*_RECORDERS, *besides))
+def _is_foreign(hook: Any, ignored: tuple[str, ...] = ()) -> bool:
+    """True if the hook is no recorder and not from a package in `ignored`."""
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith((*_RECORDERS, *ignored))
 
 
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the modules have no hooks but transformers' recorders, and those put on them there, which stay."""
+    """Inside, the modules have no hooks but recorders; hooks that are registered inside stay afterwards."""
     kept = [(module, {kind: module.__dict__[kind] for kind in _KINDS}) for module in modules]
     drop_hooks(module for module, _ in kept)
     try:
@@ -88,59 +89,63 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def drop_hooks(modules: Iterable[nn.Module]) -> None:
-    """Leave the modules without hooks, transformers' recorders aside; who else has the same hooks keeps them."""
+    """Take all hooks but recorders off the modules; other modules that share a dict of hooks keep theirs."""
     for module in modules:
         for kind in _KINDS:
             hooks = module.__dict__[kind]
-            module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not _asks(hook))
+            module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_foreign(hook))
 
 
-def _is_followed(copy: Any) -> bool:
-    """True if a hook asked for the gradient of what it was shown: by `register_hook` or `retain_grad`."""
+def _gradient_requested(copy: Any) -> bool:
+    """True if a hook called `register_hook` or `retain_grad` on its copy of a tensor."""
     if not isinstance(copy, Tensor) or not copy.requires_grad:
         return False
-    # One hook is the mark's own.
+    # The mark itself has registered one hook.
     return len(copy._backward_hooks or ()) > 1 or copy.retains_grad
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """In place of somebody's hook: it is shown copies, so that a loss made of them can be told from the model's own use."""
+class _CopyingHook:
+    """A user's hook, called with marked copies of its arguments: backward can tell a loss made of copies from the model's
+    own gradients."""
 
     func: Callable[..., Any]
     name: str
-    before: bool
+    is_pre_hook: bool
     active: Callable[[], bool]
     model: nn.Module
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        # In backward, and where a layer keeps no graph, nothing that is shown can come into a loss.
+        # In backward, or without a graph, no tensor that the hook sees can become part of a loss.
         if not is_grad_enabled() or current_backward() >= 0 or not self.active():
-            again = is_grad_enabled() and current_backward() >= 0
-            before = leaves_below(tree_leaves(given)) if again else []
+            replaying = is_grad_enabled() and current_backward() >= 0
+            before = leaves_below(tree_leaves(given)) if replaying else []
             changed = self.func(module, *given)
-            if again:
+            if replaying:
                 self._refuse_trained((given, changed), before)
             return changed
-        shown, marks = mark_copies(given, f"what a hook on {self.name} was shown")
-        goes_on = shown if self.before and len(shown) > 1 else shown[-1]
-        copies = tree_leaves(goes_on)
-        changed = self.func(module, *shown)
-        self._refuse_trained((goes_on, changed))
-        if changed is None or changed is goes_on:
-            left = tree_leaves(goes_on)
+        copied, marks = mark_copies(given, f"what a hook on {self.name} was shown")
+        passed_on = copied if self.is_pre_hook and len(copied) > 1 else copied[-1]
+        copies = tree_leaves(passed_on)
+        changed = self.func(module, *copied)
+        self._refuse_trained((passed_on, changed))
+        if changed is None or changed is passed_on:
+            left = tree_leaves(passed_on)
             same = len(left) == len(copies) and all(mine is theirs for mine, theirs in zip(copies, left, strict=True))
-            if same and not any(map(_is_followed, copies)):
+            if same and not any(map(_gradient_requested, copies)):
                 return None
-            # A container was changed in place, or the hook asked for the gradient that the model's own use has.
-            changed = goes_on
+            # The hook changed a container in place, or requested the gradient that the model's own use has.
+            changed = passed_on
+        # The model itself continues with the copies, so gradients through them are the model's own.
         for mark in marks:
-            # The model goes on with what the hook made of them.
             mark.free = True
         return changed
 
     def _refuse_trained(self, changed: Any, before: Sequence[Tensor] = ()) -> None:
-        """What a hook brings in may be trained as a weight of the model only: of all else no rank has the gradient."""
+        """Raise UnsupportedError if a hook adds a trained tensor that is no parameter of the model.
+
+        Only the model's parameters have their gradients summed over ranks.
+        """
         found = leaves_below(tree_leaves(changed))
         if not found:
             return
@@ -154,40 +159,42 @@ class _Shown:
 
 
 @dataclass(eq=False)
-class ShownToHooks:
-    """The hooks of others on one model's inner modules, each behind a `_Shown`; `remove` gives them back."""
+class CopyingHooks:
+    """Users' hooks on one model's inner modules, each wrapped in a `_CopyingHook`; `remove` unwraps them."""
 
     model: nn.Module
     active: Callable[[], bool]
-    said: bool = False
-    kept: list[tuple[dict[int, Callable[..., Any]], int]] = field(default_factory=list)
+    warned: bool = False
+    wrapped: list[tuple[dict[int, Callable[..., Any]], int]] = field(default_factory=list)
 
     def begin(self, rank: int) -> None:
-        """Before a pass: hooks may have come since the last one."""
+        """Wrap the hooks that were registered since the last pass."""
         for module in self.model.modules():
             if not (module._forward_hooks or module._forward_pre_hooks) or module is self.model:
                 continue
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in hooks.items():
-                    if not isinstance(hook, _Shown) and _asks(hook, _LIBRARIES):
+                    if not isinstance(hook, _CopyingHook) and _is_foreign(hook, _LIBRARIES):
                         name = next(name for name, each in self.model.named_modules() if each is module)
-                        hooks[key] = _Shown(hook, name, hooks is module._forward_pre_hooks, self.active, self.model)
-                        self.kept.append((hooks, key))
-                        self._say(name, rank)
+                        hooks[key] = _CopyingHook(
+                            hook, name, hooks is module._forward_pre_hooks, self.active, self.model
+                        )
+                        self.wrapped.append((hooks, key))
+                        self._warn(name, rank)
 
-    def _say(self, name: str, rank: int) -> None:
-        if not self.said and rank == 0:
+    def _warn(self, name: str, rank: int) -> None:
+        if not self.warned and rank == 0:
             logger.warning(
                 "%s has a hook, which is shown the tokens of its own rank alone: a loss made of them is exact as "
                 "ithaca.reduce_mean(model, total, count, mesh), of their sum and their number",
                 name,
             )
-        self.said = True
+        self.warned = True
 
     def remove(self) -> None:
-        """Put the hooks back that are still there."""
-        for hooks, key in self.kept:
+        """Unwrap the hooks that are still registered."""
+        for hooks, key in self.wrapped:
             hook = hooks.get(key)
-            if isinstance(hook, _Shown):
+            if isinstance(hook, _CopyingHook):
                 hooks[key] = hook.func
-        self.kept.clear()
+        self.wrapped.clear()

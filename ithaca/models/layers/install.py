@@ -1,7 +1,16 @@
-"""What is put on decoder layers: tiled units in place of their token-wise children, and a replay around each layer.
+"""Installation of a memory plan on decoder layers: tiled units, compiled code and a replay around each layer.
 
-Only `forward` attributes of module instances are set, so everything comes off again and FSDP2's hooks, which sit on
-`__call__`, stay around it: weights are gathered when a layer is replayed, because its backward gathered them.
+    layer.forward = Layer                 saves and replays the layer as its mode says           memory/replay.py
+      LayerRunner -> the layer's own forward, with a tape for its attention                      attention/tape.py
+        input_layernorm.forward           tiled
+        self_attn.forward                 rotary embedding and norms of q and k compiled
+        post_attention_layernorm.forward = NormInUnit   returns its input: the MLP's unit runs the norm
+        mlp.forward = TiledChild          runs norm and MLP, tile by tile                        memory/tiles.py
+    model.forward = HeadForward           head and loss, tile by tile                            layers/head.py
+
+Only `forward` attributes of module instances are set, so everything can be taken off again. FSDP2's hooks run in
+`__call__`, around these forwards: a layer's weights are gathered for its replay, because they are gathered for its
+backward.
 """
 
 from __future__ import annotations
@@ -37,37 +46,40 @@ from ithaca.planning.memory_plan import MemoryPlan
 
 @dataclass(eq=False)
 class LayerRunner:
-    """Runs one decoder layer through its own forward, with a tape for its attention."""
+    """Runs one decoder layer through its own forward, with a tape for its attention.
+
+    `keeps`: the layer's mode is "keep". `value`: silent units compute their output. `router_logits`: those of this run.
+    """
 
     binding: Binding
     forward: Callable[..., Any]
     keeps: bool = False
     value: bool = True
-    aside: list[Tensor] = field(default_factory=list)
+    router_logits: list[Tensor] = field(default_factory=list)
 
     def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> LayerResult:
-        own = kwargs.get(CALL) or self.binding.call
-        if own is None:
+        outer = kwargs.get(CALL) or self.binding.call
+        if outer is None:
             try:
                 return LayerResult(self.forward(*args, **kwargs), [], [])
             finally:
-                # transformers gathers those of a whole pass itself.
-                self.aside.clear()
+                # In a pass over whole sequences transformers collects router logits itself.
+                self.router_logits.clear()
         tape = Tape([Anchor.of(anchors)], replaying=True) if anchors else None if self.keeps else Tape()
-        call = AttentionCall(own.layout, tape)
+        call = AttentionCall(outer.layout, tape)
         if CALL in kwargs:
             kwargs = {**kwargs, CALL: call}
         before, self.binding.call = self.binding.call, call
-        self.value, self.aside = value, []
+        self.value, self.router_logits = value, []
         try:
             output = self.forward(*args, **kwargs)
         finally:
             self.binding.call, self.value = before, True
-        left = [] if tape is None else tape.anchors
-        if len(left) > 1:
-            raise UnsupportedError(f"a layer attends {len(left)} times: only 'keep' is exact for this architecture")
-        aside, self.aside = self.aside, []
-        return LayerResult(output, aside, [t for anchor in left for t in anchor.tensors])
+        recorded = [] if tape is None else tape.anchors
+        if len(recorded) > 1:
+            raise UnsupportedError(f"a layer attends {len(recorded)} times: only 'keep' is exact for this architecture")
+        router_logits, self.router_logits = self.router_logits, []
+        return LayerResult(output, router_logits, [t for anchor in recorded for t in anchor.tensors])
 
     def emit_side_outputs(self, tensors: list[Tensor]) -> None:
         self.binding.router_logits += tensors
@@ -78,49 +90,52 @@ class LayerRunner:
 
 @dataclass(eq=False)
 class TiledChild:
-    """A unit's forward, in place of its main child's; the unit's norms hand through."""
+    """The forward of a unit's main child: runs the whole unit, tile by tile."""
 
-    own: UnitForward
+    unit_forward: UnitForward
     main: nn.Module
     runner: LayerRunner
     unit: Unit
     silent: bool
-    routers: bool
+    has_router: bool
 
     def __call__(self, x_BLC: Tensor) -> Any:
-        if self.own.apart:
-            given = self.own.alone(self.main, x_BLC)
-        elif self.runner.keeps and self._in_one(x_BLC):
-            # Nothing of this layer is to be run again: autograd keeps what it needs.
-            given = self.own(x_BLC)
+        if self.unit_forward.runs_separately:
+            result = self.unit_forward.run_child(self.main, x_BLC)
+        elif self.runner.keeps and self._runs_whole(x_BLC):
+            # The mode "keep" replays nothing, so autograd saves activations as usual.
+            result = self.unit_forward(x_BLC)
         else:
-            given = self.unit(x_BLC, value=self.runner.value or not self.silent)
-        if not self.routers:
-            return _single(given)
-        *outputs, logits = given
-        self.runner.aside.append(logits.reshape(-1, logits.shape[-1]))
-        return _single(tuple(outputs))
+            result = self.unit(x_BLC, value=self.runner.value or not self.silent)
+        if not self.has_router:
+            return _unpacked(result)
+        *outputs, logits = result
+        self.runner.router_logits.append(logits.reshape(-1, logits.shape[-1]))
+        return _unpacked(tuple(outputs))
 
-    def _in_one(self, x_BLC: Tensor) -> bool:
-        """One tile; or a whole pass, of which transformers takes router logits as the router gives them."""
-        if self.routers:
+    def _runs_whole(self, x_BLC: Tensor) -> bool:
+        """True if the unit runs on all tokens at once."""
+        # In a pass over whole sequences transformers records the router's output, which must then be one tensor.
+        if self.has_router:
             return not self.runner.binding.sharded and torch.is_grad_enabled()
         return x_BLC.shape[1] <= self.unit.tile
 
 
 @dataclass(eq=False)
-class HandThrough:
-    """In place of the forward of a unit's norm: the main child does its work."""
+class NormInUnit:
+    """The forward of a norm that belongs to a unit: returns its input, as the unit's main child runs the norm."""
 
-    own: UnitForward
+    unit_forward: UnitForward
     norm: nn.Module
 
     def __call__(self, x_BLC: Tensor) -> Any:
-        return _single(self.own.alone(self.norm, x_BLC)) if self.own.apart else x_BLC
+        if self.unit_forward.runs_separately:
+            return _unpacked(self.unit_forward.run_child(self.norm, x_BLC))
+        return x_BLC
 
 
-def _single(given: Any) -> Any:
-    return given[0] if isinstance(given, tuple) and len(given) == 1 else given
+def _unpacked(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) and len(result) == 1 else result
 
 
 def install_memory(
@@ -132,17 +147,17 @@ def install_memory(
     sharded: bool = False,
     device: torch.device | None = None,
 ) -> Installed:
-    """Tile the token-wise units of every layer and the head, and put each layer under its mode.
+    """Tile the units of every layer and the head, and set each layer's memory mode.
 
-    `sharded`: FSDP2 will shard the weights, so a model is refused whose layers it would hand copies. `device`: where
-    trial runs put random numbers for weights on the meta device.
+    `sharded`: FSDP2 will shard the weights, so layers that it would hand copies are refused. `device`: the device of
+    random weights for trial runs of a model on the meta device.
     """
     if not layers:
         name = type(binding.model).__name__
         raise UnsupportedError(f"{name} does not name its layers (_no_split_modules): use memory=None")
     found = surveyed(binding.model, layers) or discovered(binding, layers, partial(on_trial, binding), device)
     passing, spec = found.passing, found.logits
-    given = passing.settled(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
+    given = passing.checked_plan(memory if isinstance(memory, MemoryPlan) else memory.given, len(layers))
     if sharded:
         passing.refuse_copies()
     handle = binding.handle
@@ -150,11 +165,11 @@ def install_memory(
     handle.add(installed)
     installed.chain.strict = isinstance(given, MemoryPlan) or given.layers is not None
     compiled = compilations()
-    for layer, own in zip(layers, found.roles, strict=True):
+    for layer, roles in zip(layers, found.roles, strict=True):
         runner = LayerRunner(binding, layer.forward)
         units = [
             _install_unit(installed, runner, layer, role, _fused(layer, role, compiled) if fuse else None)
-            for role in own
+            for role in roles
         ]
         if fuse:
             _fuse_attention(installed, layer, compiled, device)
@@ -168,13 +183,13 @@ def install_memory(
     if isinstance(memory, AutoMemory):
         installed.auto = handle.keep(memory)
         handle.explain = memory.out_of_memory
-        passing.inform(memory, given)
+        passing.restrict(memory, given)
         in_place = spec is not None and spec.scale == 1 and memory.job.loss_in_place
         memory.job = replace(memory.job, whole_logits=spec is None, loss_in_place=in_place)
     if isinstance(given, MemoryPlan):
         installed.apply(given)
     installed.stacks = [m for m in binding.model.modules() if isinstance(m, nn.ModuleList) and set(m) & set(layers)]
-    installed.note_parts()
+    installed.record_modules()
     return installed
 
 
@@ -189,7 +204,7 @@ def _install_head(installed: Installed, spec: LossSpec | None, *, fuse: bool) ->
 
 
 def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused | None:
-    """The unit's compiled code, shared by all layers of the same shape and settings."""
+    """Return the unit's compiled code, shared by all layers of the same shapes and settings; None if not compilable."""
     children = role.children(layer)
     if role.draws or not can_fuse(children):
         return None
@@ -203,7 +218,7 @@ def _fused(layer: nn.Module, role: UnitRole, compiled: dict[Any, Any]) -> Fused 
 def _fuse_attention(
     installed: Installed, layer: nn.Module, compiled: dict[Any, Any], device: torch.device | None
 ) -> None:
-    """The rotary embedding and the norms of an attention; its matrices and its kernel stay as they are."""
+    """Compile the rotary embedding and the norms inside the layer's attention."""
     kind = shapes(layer)
     for name, child in layer.named_children():
         forward = fused_rotary(child, compiled)
@@ -216,40 +231,42 @@ def _fuse_attention(
             key = (kind, name, inner, settings(norm))
             if key not in compiled:
                 compiled[key] = compiled_chain([norm])
-            installed.assumed.compiled([norm])
+            installed.assumed.assume_compiled([norm])
             installed.handle.replace_method(norm, "forward", FusedNorm(norm, compiled[key]))
 
 
 @contextmanager
 def on_trial(binding: Binding, layer: nn.Module, role: UnitRole) -> Iterator[LayerRunner]:
-    """Inside, the layer has this one unit, in tiles of two tokens; see `trials.py`."""
+    """Inside, this one unit is installed on the layer, in tiles of two tokens; see `trials.py`."""
     trial, runner = Installed(binding.handle, binding.model), LayerRunner(binding, layer.forward)
     with binding.handle.temporarily():
         _install_unit(trial, runner, layer, role)
         try:
             yield runner
         finally:
-            runner.aside.clear()
+            runner.router_logits.clear()
 
 
 def _install_unit(
     installed: Installed, runner: LayerRunner, layer: nn.Module, role: UnitRole, fused: Fused | None = None
 ) -> Unit:
+    """Install one unit on a layer: the main child runs the unit, the norms of the unit return their input."""
     children = role.children(layer)
     main = layer.get_submodule(role.main)
     router, index = router_of(installed.model, main)
+    # Compiled code returns the unit's output alone, without router logits.
     fused = None if router else fused
     forward = UnitForward(children, [c.forward for c in children], router, index, fused)
     split = None if fused is None else fused.split
     backward = None if split is None else UnitBackward(role.until_main(layer), split, forward)
-    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, snapshot=forward.note)
+    unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, snapshot=forward.snapshot)
     installed.units.append(unit)
     if not role.draws:
-        installed.assumed.drawless(children)
+        installed.assumed.assume_deterministic(children)
     if fused is not None:
-        installed.assumed.compiled(children)
-    child = TiledChild(forward, main, runner, unit, role.silent, router is not None)
+        installed.assumed.assume_compiled(children)
+    tiled = TiledChild(forward, main, runner, unit, role.silent, router is not None)
     for other in children:
-        instead = child if other is main else HandThrough(forward, other)
+        instead = tiled if other is main else NormInUnit(forward, other)
         installed.handle.replace_method(other, "forward", instead)
     return unit

@@ -1,6 +1,7 @@
-"""What runs the decoder layers of one model: the plan in force, layer by layer, and what it was made for.
+"""The installed state of one model: its layers with their modes, its units and head, and the plan in force.
 
-`install.py` puts it together; a pass asks it to begin, and it refuses a model whose modules were exchanged since then.
+`install.py` fills an `Installed`. Every pass calls `begin`, and `refuse_replaced` raises if modules were exchanged or
+settings changed since the model was parallelized.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ logger = logging.getLogger("ithaca")
 
 @dataclass(eq=False)
 class Installed:
-    """What runs the layers and the head of one model. `groups`: of heads, exchanged one after another."""
+    """Layers, units and head of one model as installed.
+
+    `stacks`: the lists that hold the decoder layers. `modules`: their modules at installation. `assumed`: settings that
+    must not change. `groups`: the number of groups of heads, exchanged one after another.
+    """
 
     handle: Handle
     model: PreTrainedModel
@@ -43,7 +48,7 @@ class Installed:
     store: HostStore | None = None
     auto: AutoMemory | None = None
     stacks: list[nn.ModuleList] = field(default_factory=list)
-    parts: list[nn.Module] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
     assumed: Assumed = field(default_factory=Assumed)
     groups: int = 1
     fused: bool = False
@@ -54,7 +59,7 @@ class Installed:
         return self.head is not None and self.head.reads_weight
 
     def apply(self, plan: MemoryPlan) -> None:
-        """Put every layer under its mode; between two passes this may change as it likes."""
+        """Set the mode of every layer; the plan may change between any two passes."""
         check_plan(self.model, [layer.module for layer in self.layers], plan)
         if any(plan.offload) and self.store is None:
             self.store = HostStore(self.handle.mesh.device)
@@ -69,7 +74,7 @@ class Installed:
         self.groups = plan.head_groups
 
     def begin(self, layout: SequenceLayout | None = None) -> None:
-        """A new forward pass: its layers are linked anew, and a plan is made for it where that is left to us."""
+        """Begin a forward pass: unlink the layers, apply the planner's plan for this layout, and check hooks."""
         self.chain.begin()
         if self.auto is not None and layout is not None:
             plan = self.auto.plan_for(layout)
@@ -79,17 +84,19 @@ class Installed:
             self._refuse_hooks_between()
             self._warn_of_hooks_inside()
 
-    def note_parts(self) -> None:
-        self.parts = self._parts_now()
+    def record_modules(self) -> None:
+        """Record the modules that must not be exchanged from now on."""
+        self.modules = self._modules_now()
 
-    def _parts_now(self) -> list[nn.Module]:
-        """Of every layer its children, on which units stand; where units are compiled, what is in those too."""
+    def _modules_now(self) -> list[nn.Module]:
+        """Return the layers and their children; with compiled units also the modules inside the children."""
         if self.fused:
             return [module for stack in self.stacks for module in stack.modules()]
         return [module for stack in self.stacks for layer in stack for module in (layer, *layer.children())]
 
     def refuse_replaced(self) -> None:
-        """A unit stands on the modules that were there, a norm hands through to the MLP it had, and on what they did."""
+        """Raise UnsupportedError if modules were exchanged or their settings changed since the model was parallelized."""
+        # A unit calls the modules of its installation: an exchanged MLP would run, and its norm would be skipped.
         what = self._replaced() or self.assumed.changed(self.model)
         if what is not None:
             raise UnsupportedError(
@@ -97,15 +104,15 @@ class Installed:
             )
 
     def _replaced(self) -> str | None:
-        now = self._parts_now()
-        if now == self.parts:
+        now = self._modules_now()
+        if now == self.modules:
             return None
-        new = set(now) - set(self.parts)
+        new = set(now) - set(self.modules)
         name = next((key for key, module in self.model.named_modules() if module in new), None)
         return f"{name} was put into the model" if name else "modules were taken out of the model's layers"
 
     def _refuse_hooks_between(self) -> None:
-        """A rebuilt input is the output of the layer before: hooks between the two would be passed by."""
+        """Raise UnsupportedError if a rebuilt layer, or the layer before, has hooks that could change the layer's input."""
         for index, (before, layer) in enumerate(pairwise(self.layers)):
             if layer.mode == "rebuild" and any(hooked(each.module, AROUND_LAYERS) for each in (before, layer)):
                 raise UnsupportedError(
@@ -114,13 +121,13 @@ class Installed:
                 )
 
     def _warn_of_hooks_inside(self) -> None:
-        again = () if self.warned else (each.module for each in self.layers if each.mode != "keep")
-        name = next((name for module in again if (name := forward_hooked(module)) is not None), None)
+        replayed = () if self.warned else (each.module for each in self.layers if each.mode != "keep")
+        name = next((name for module in replayed if (name := forward_hooked(module)) is not None), None)
         if name is not None:
             self.warned = True
             logger.warning(HOOKED_INSIDE, name)
 
     def remove(self) -> None:
-        """Let go of host memory; what was put on modules are steps of the handle."""
+        """Free host memory; the handle takes the forwards off the modules."""
         if self.store is not None:
             self.store.close()

@@ -1,7 +1,9 @@
-"""What modules are besides their weights: types, scalars and functions, by which layers of one shape may yet differ.
+"""Settings of modules: attributes beside their weights (types, scalars, functions) that steer their forward.
 
-Findings and compiled code are shared by layers whose settings are equal, and hold while the settings stay: what is
-noted of them when a model is parallelized is a flat list that every pass compares.
+    settings(mlp)   (("", LlamaMLP, ("act_fn", ...), ("hidden_size", 64)), ("gate_proj", Linear, ("in_features", 64), ...))
+
+Layers of equal shapes and settings share findings and compiled code, which hold while the settings stay the same.
+`Assumed` records the settings when a model is parallelized, as a flat list that every pass compares.
 """
 
 from __future__ import annotations
@@ -16,47 +18,54 @@ import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-# A module, the name of one of its settings, and the value.
+# A module, the name of one of its settings, and the setting's value.
 Setting = tuple[nn.Module, str, Any]
 
 
-def settings(module: nn.Module, *, places: bool = True) -> tuple[Any, ...]:
-    """Those of a module and of the modules in it. `places`: also the number of the layer, where one has it."""
+def settings(module: nn.Module, *, with_layer_index: bool = True) -> tuple[Any, ...]:
+    """Return the settings of a module and of its inner modules; equal tuples mean equal settings."""
     found = []
     for name, inner in module.named_modules():
-        own = {key: _known_by(inner, value) for key, value in _own(inner) if places or not _is_place(key, value)}
+        own = {
+            key: _comparable(inner, value)
+            for key, value in _own_settings(inner)
+            if with_layer_index or not (type(value) is int and ("idx" in key or "layer" in key))
+        }
         found.append((name, type(inner), *sorted(own.items(), key=lambda item: item[0])))
     return tuple(found)
 
 
 @dataclass(eq=False, slots=True)
 class Assumed:
-    """What was found or compiled by, of one model."""
+    """Settings of one model on which its findings and its compiled code depend.
 
-    quiet: list[nn.Module] = field(default_factory=list)
-    values: list[Setting] = field(default_factory=list)
+    `deterministic`: modules that draw no random numbers. `recorded`: settings with their values at that time.
+    """
 
-    def drawless(self, children: list[nn.Module]) -> None:
-        """Nothing was drawn in them, so they are run again without the numbers they drew."""
-        self.quiet += children
-        within = [(inner, key, p) for child in children for inner in child.modules() for key, p in _own(inner)]
-        # Probabilities may be numbers, where no module drops.
-        self.values += [each for each in within if "drop" in each[1] and isinstance(each[2], int | float)]
+    deterministic: list[nn.Module] = field(default_factory=list)
+    recorded: list[Setting] = field(default_factory=list)
 
-    def compiled(self, children: list[nn.Module]) -> None:
-        """Compiled code has their settings as they are just now."""
+    def assume_deterministic(self, children: list[nn.Module]) -> None:
+        """Record that the children draw no random numbers: replays run them without restoring the random state."""
+        self.deterministic += children
+        within = [(inner, key, p) for child in children for inner in child.modules() for key, p in _own_settings(inner)]
+        # A module may keep a dropout probability as a number and call F.dropout.
+        self.recorded += [each for each in within if "drop" in each[1] and isinstance(each[2], int | float)]
+
+    def assume_compiled(self, children: list[nn.Module]) -> None:
+        """Record the children's settings, which compiled code holds as constants."""
         for child in children:
-            # A child's own forward is what calls the code.
-            self.values += [(inner, "forward", None) for inner in child.modules() if inner is not child]
-            within = [(inner, key, value) for inner in child.modules() for key, value in _own(inner)]
-            self.values += [each for each in within if each[1] != "forward"]
+            # The forward of the child itself is ours: that forward calls the compiled code.
+            self.recorded += [(inner, "forward", None) for inner in child.modules() if inner is not child]
+            within = [(inner, key, value) for inner in child.modules() for key, value in _own_settings(inner)]
+            self.recorded += [each for each in within if each[1] != "forward"]
 
     def changed(self, model: nn.Module) -> str | None:
-        """What is no longer as it was, in words."""
-        for child in self.quiet:
+        """Return a phrase that names the first changed setting; None if there is none."""
+        for child in self.deterministic:
             if (dropout := dropping(child)) is not None:
                 return f"a dropout of {dropout.p} was set at {_name(model, dropout)}"
-        for module, key, before in self.values:
+        for module, key, before in self.recorded:
             now = module.__dict__.get(key)
             if now is before or now == before:
                 continue
@@ -67,8 +76,8 @@ class Assumed:
 
 
 def dropping(module: nn.Module) -> nn.Module | None:
-    """The first dropout in it, if any, that drops something."""
-    # Asked of every unit in every pass: a plain loop, for modules() takes three times as long.
+    """Return the first dropout inside with a probability above 0; None if there is none."""
+    # A plain loop, as every unit of every pass calls this: modules() takes three times as long.
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         return module
     for child in module._modules.values():
@@ -81,7 +90,7 @@ def _name(model: nn.Module, module: nn.Module) -> str:
     return next((name for name, each in model.named_modules() if each is module), type(module).__name__)
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _own_settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
         if key.startswith("_") or key == "training":
             continue
@@ -89,17 +98,13 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _is_place(key: str, value: Any) -> bool:
-    return type(value) is int and ("idx" in key or "layer" in key)
-
-
-def _known_by(module: nn.Module, value: Any) -> Any:
-    """What is equal where two modules have equal settings."""
+def _comparable(module: nn.Module, value: Any) -> Any:
+    """Return a value that is equal for two modules with equal settings: functions of a module without the module."""
     if isinstance(value, partial):
-        named = tuple((key, _known_by(module, value.keywords[key])) for key in sorted(value.keywords))
-        return (partial, _known_by(module, value.func), _known_by(module, value.args), named)
+        named = tuple((key, _comparable(module, value.keywords[key])) for key in sorted(value.keywords))
+        return (partial, _comparable(module, value.func), _comparable(module, value.args), named)
     if isinstance(value, MethodType) and value.__self__ is module:
         return value.__func__
     if isinstance(value, tuple):
-        return tuple(_known_by(module, each) for each in value)
+        return tuple(_comparable(module, each) for each in value)
     return value if isinstance(value, Hashable) else type(value)

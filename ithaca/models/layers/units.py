@@ -1,5 +1,9 @@
-"""What a unit runs on a tile: its children one after another, compiled or not, and its router's logits at the end; and
-its gradients without its value, where it is compiled and ends in a product."""
+"""The computation of a unit on one tile: forward, with the router's logits last, and backward without the last product.
+
+UnitForward   x_BtC -> norm -> MLP -> out_BtC        compiled as one function, or child by child
+UnitBackward  x_BtC, dout_BtC -> gradients           for compiled units that end in a matrix product:
+                                                     recompute up to the product, then backward through it
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,29 @@ from transformers import PreTrainedModel
 from ithaca.memory.replay_guard import ModuleSnapshot, adapters_now
 from ithaca.models.discover.roles import UnitRole
 from ithaca.models.layers.fuse import Chain as CompiledChain
-from ithaca.models.layers.fuse import WayBack, compiled_chain, compiled_way_back, weights_of
+from ithaca.models.layers.fuse import ModuleBackward, compiled_backward, compiled_chain, weights_of
 from ithaca.models.layers.hooks import hooked_inside
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A unit whose output is that of the module `end` inside its main child: what goes in there, and the way back."""
+    """Compiled code of a unit that ends in a matrix product, cut before that product.
+
+    `end`: the path of the product's module inside the main child. `before`: everything up to the module's input.
+    `backward`: the module's backward.
+    """
 
     end: str
     before: CompiledChain
-    way_back: WayBack
+    backward: ModuleBackward
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A unit's compiled code, shared by all layers of the same shape and settings."""
+    """A unit's compiled code, shared by all layers of the same shapes and settings.
+
+    `adapters`: the state of the unit's adapters (on, off, scale) when the code was compiled.
+    """
 
     whole: CompiledChain
     split: Split | None
@@ -42,16 +53,16 @@ class Fused:
         if role.end is None:
             return cls(whole, None, adapters)
         until = role.until_main(layer)
-        back = compiled_way_back(until[-1].get_submodule(role.end))
+        back = compiled_backward(until[-1].get_submodule(role.end))
         return cls(whole, Split(role.end, compiled_chain(until, before=role.end), back), adapters)
 
 
 @dataclass(eq=False)
 class UnitForward:
-    """The unit's children one after another on a tile, with the router's logits last where there is a router.
+    """Runs the unit's children one after another on a tile, with the router's logits last if there is a router.
 
-    Where something hangs on one of its modules that a tile or a compiled graph would miss, the unit is no unit: each
-    child is the module it was.
+    Hooks on the children would miss tiles and compiled code: `runs_separately` is then True, and each child runs by
+    itself on all tokens.
     """
 
     children: list[nn.Module]
@@ -70,18 +81,19 @@ class UnitForward:
 
     @property
     def as_compiled(self) -> bool:
-        """Whether its adapters are on, off and scaled as they were when it was compiled."""
+        """True if the adapters are on, off and scaled as when the code was compiled."""
         return self.fused is not None and adapters_now(self.adapted) == self.fused.adapters
 
-    def alone(self, child: nn.Module, x_BLC: Tensor) -> Any:
-        """One child on all tokens."""
+    def run_child(self, child: nn.Module, x_BLC: Tensor) -> Any:
+        """Run one child on all tokens."""
         return self._run([self.forwards[self.children.index(child)]], x_BLC)
 
     @property
-    def apart(self) -> bool:
-        """Whether its modules or weights have hooks or a child another forward, which may come at any time."""
+    def runs_separately(self) -> bool:
+        """True if a module or weight of the unit has hooks, or a child has another forward than ours."""
+        # Checked in every pass: users may register hooks at any time.
         for child in self.children:
-            if getattr(child.__dict__.get("forward"), "own", None) is not self:
+            if getattr(child.__dict__.get("forward"), "unit_forward", None) is not self:
                 return True
             if hooked_inside(child):
                 return True
@@ -102,59 +114,68 @@ class UnitForward:
         return (*(given if isinstance(given, tuple) else (given,)), *logits)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Each once, or two children's weight would have its gradient twice. A method and no closure: a copy of the
-        model has its own."""
+        """Return the children's parameters, each once."""
+        # Each once: a weight that two children share must not get its gradient twice. A method rather than a closure: a
+        # deep copy of the model must return its own parameters.
         return list(dict.fromkeys(p for child in self.children for p in child.parameters()))
 
-    def note(self) -> ModuleSnapshot:
+    def snapshot(self) -> ModuleSnapshot:
+        """Return the state of the children that a replay compares with."""
         return ModuleSnapshot.of(self.children)
 
 
 @dataclass(eq=False)
 class UnitBackward:
-    """A tile's gradients, without the value of what the unit ends in. `children`: those up to the main one; what comes
-    after hands its value through. `own`: the unit, which is run where it is no longer what was compiled."""
+    """Computes a tile's gradients without computing the unit's last product.
+
+    `children`: the unit's children up to the main one; later children return their input. `forward`: the whole unit,
+    which runs instead if adapters have changed since compilation.
+    """
 
     children: list[nn.Module]
     split: Split
-    own: UnitForward
+    forward: UnitForward
 
     def __call__(self, x_BtC: Tensor, dout_BtC: Tensor) -> list[Tensor | None]:
-        """The input's gradient first if it wants one, then those of the parameters that do."""
-        if not self.own.as_compiled:
+        """Return the gradients of the input and of the parameters, in this order, of those that require one."""
+        if not self.forward.as_compiled:
             with torch.enable_grad():
-                (out_BtC,) = self.own(x_BtC)
-            inputs = [x for x in (x_BtC, *self.own.parameters()) if x.requires_grad]
+                (out_BtC,) = self.forward(x_BtC)
+            inputs = [x for x in (x_BtC, *self.forward.parameters()) if x.requires_grad]
             return list(torch.autograd.grad([out_BtC], inputs, [dout_BtC], allow_unused=True))
         with torch.enable_grad():
             wide_BtF = self.split.before(weights_of(self.children), x_BtC)
         last = self.children[-1].get_submodule(self.split.end)
-        found, dwide_BtF = self._last(last, wide_BtF.detach(), dout_BtC)
-        wanted = [p for child in self.children for p in child.parameters() if p.requires_grad]
-        inputs = [x for x in (x_BtC, *wanted) if x.requires_grad and x not in found]
+        gradients, dwide_BtF = self._last_gradients(last, wide_BtF.detach(), dout_BtC)
+        trained_parameters = [p for child in self.children for p in child.parameters() if p.requires_grad]
+        inputs = [x for x in (x_BtC, *trained_parameters) if x.requires_grad and x not in gradients]
         if inputs:
-            # The edge is enough to start from: the value is not held while its gradient goes back.
+            # Backward can start from the graph edge, so the activation is freed before its gradient is computed.
             edge = get_gradient_edge(wide_BtF)
             del wide_BtF
-            found |= dict(zip(inputs, torch.autograd.grad([edge], inputs, [dwide_BtF], allow_unused=True), strict=True))
-        return [found[x] for x in (x_BtC, *wanted) if x.requires_grad]
+            gradients |= dict(
+                zip(inputs, torch.autograd.grad([edge], inputs, [dwide_BtF], allow_unused=True), strict=True)
+            )
+        return [gradients[x] for x in (x_BtC, *trained_parameters) if x.requires_grad]
 
-    def _last(self, last: nn.Module, wide_BtF: Tensor, dout_BtC: Tensor) -> tuple[dict[Tensor, Tensor | None], Tensor]:
-        """Gradients of the last module's parameters, and of what goes in."""
+    def _last_gradients(
+        self, last: nn.Module, wide_BtF: Tensor, dout_BtC: Tensor
+    ) -> tuple[dict[Tensor, Tensor | None], Tensor]:
+        """Return the gradients of the last module's trained parameters, and of its input."""
         weights = {name: weight.detach() for name, weight in weights_of([last])[0].items()}
         trained = {name: p for name, p in last.named_parameters() if p.requires_grad}
         others = {name: weight for name, weight in weights.items() if name not in trained}
-        given, dwide_BtF = self.split.way_back({name: weights[name] for name in trained}, others, wide_BtF, dout_BtC)
-        return {p: given[name] for name, p in trained.items()}, dwide_BtF
+        dweights, dwide_BtF = self.split.backward({name: weights[name] for name in trained}, others, wide_BtF, dout_BtC)
+        return {p: dweights[name] for name, p in trained.items()}, dwide_BtF
 
 
 def adapted(children: list[nn.Module]) -> list[Any]:
-    """PEFT's layers in them."""
+    """Return PEFT's wrapper layers inside the children."""
     return [module for child in children for module in child.modules() if hasattr(module, "base_layer")]
 
 
 def router_of(model: PreTrainedModel, main: nn.Module) -> tuple[nn.Module | None, int]:
-    """The module whose output transformers records as router logits, and where in that output they stand."""
+    """Return the module whose output transformers records as router logits, and the logits' index in that output."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorder = recorded.get("router_logits")
     target = getattr(recorder, "target_class", recorder)

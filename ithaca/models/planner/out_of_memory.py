@@ -16,7 +16,8 @@ from ithaca.planning.memory_plan import UNDECIDED, Decided, Job, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.search.phrases import LIBRARY, Phrases
-from ithaca.planning.terms.memory_terms import StepMemory, memory_of
+from ithaca.planning.terms.memory_terms import memory_of
+from ithaca.planning.terms.step_memory import StepMemory
 from ithaca.planning.terms.terms_table import explain
 from ithaca.quantities import bytes_setting, parse_bytes, show_bytes
 

@@ -24,9 +24,9 @@ from ithaca.handle import handle_of
 from ithaca.memory.head_loss import LossSpec, in_place_kernel
 from ithaca.memory.offload import HostStore
 from ithaca.mesh import Mesh
-from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.out_of_memory import out_of_memory
-from ithaca.models.support import base_model
+from ithaca.models.support import ModelParts, base_model
 from ithaca.planning.memory_plan import UNDECIDED, Decided, Job, MemoryPlan, Optimizer, Weights
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
@@ -71,8 +71,7 @@ class AutoMemory:
     @classmethod
     def of(
         cls,
-        model: nn.Module,
-        base: PreTrainedModel,
+        parts: ModelParts,
         mesh: Mesh,
         job: Job,
         budget: int | None,
@@ -80,8 +79,8 @@ class AutoMemory:
         host_budget: int | None = None,
     ) -> AutoMemory:
         budget = int(SHARE * _device_memory(mesh)) if budget is None else budget
-        held = partial(held_on_host, model)
-        return cls(sizes_of(model, base), mesh, job, budget, model, given, host_budget, held=held)
+        held = partial(held_on_host, parts.model)
+        return cls(loaded_sizes(parts), mesh, job, budget, parts.model, given, host_budget, held=held)
 
     def plan_for(self, layout: SequenceLayout) -> MemoryPlan | None:
         """Return a new plan if this batch needs more memory than any before it; None if the plan in force remains."""

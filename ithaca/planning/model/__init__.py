@@ -1,1 +1,1 @@
-"""A model's sizes from its config alone, without torch or transformers."""
+"""Sizes of a model, derived from its config alone, without torch or transformers."""

@@ -1,7 +1,7 @@
 """Facts about model types, measured by `tools.survey.survey` and read from `architectures.json`.
 
     verdicts()["llama"]["verdict"]           "exact": parity was measured; "refused", with its reason, if not
-    facts_of("gemma2").sandwiched            what counts of parameters and activations follow from
+    facts_of("gemma2").sandwiched            facts from which parameters and activations are counted
     structures_of("llama")["layers"]         roles of a layer's children, by a key of the layer's structure
 
 The file is the only home of such facts. No torch and no transformers: `ithaca plan` reads it within a second.
@@ -16,12 +16,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NotRequired, TypedDict
 
-# Keys under which configs hold their number of experts.
+# Config keys for the number of experts.
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 class ParityVerdict(TypedDict):
-    """The outcome of one type's parity runs: `verdict` is "exact" or "refused", `classes` its causal language model."""
+    """Result of one type's parity runs: `verdict` is "exact" or "refused", `classes` the causal language model's class."""
 
     verdict: str
     cause: str
@@ -38,17 +38,18 @@ class ParityVerdict(TypedDict):
 class ArchitectureFacts:
     """Properties of one type's modules that its config does not name. The defaults are Llama's.
 
-    `counted`: parameters follow from the config to a percent, at any size. `linked`: each layer's input is the output
-    of the layer before. `learned_positions`: positions are a table of weights, and no row is longer. `tied`: head and
-    embedding are one weight unless the config says otherwise. `attention_bias`, `qkv_bias`: biases that linear maps of
-    attention have unless the config says otherwise. `sinks`: a weight a head in the softmax. `biased`: norms and linear
-    maps have biases. `head_norms`: norms of queries and keys with a weight of one head's size, of all heads' size, or
-    of neither. `sandwiched`: outputs of attention and MLP are normed too. `norm_after_mlp`: a norm takes the MLP's
-    output. `one_norm`: attention and MLP take the output of one norm. `norms_in_fp32`: up to the product with the
-    norm's weight. `centred`: norms take the mean off operation by operation. `gated`: the MLP has a gate.
-    `full_width_experts`: an expert is as wide as `intermediate_size`. `expert_biases`: experts and router have biases.
-    `full_last`, `full_first`: one layer of so many has no window, the last or the first. `slides_if_set`: a window
-    needs `use_sliding_window` in the config. `defaults`: config values that transformers fills in.
+    `counted`: parameters can be counted from the config, exact to a percent. `linked`: each layer's input is the output
+    of the layer before. `learned_positions`: position embeddings are a table of weights, which limits the row length.
+    `tied`: head and embedding share one weight unless the config says otherwise. `attention_bias`, `qkv_bias`: linear
+    layers of attention have biases unless the config says otherwise. `sinks`: attention has one sink weight a head.
+    `biased`: norms and linear layers have biases. `head_norms`: the weight of the norms of queries and keys has one
+    head's size ("head"), all heads' size ("heads") or another ("other"). `sandwiched`: the outputs of attention and MLP
+    are normed too. `norm_after_mlp`: a norm reads the MLP's output. `one_norm`: attention and MLP read the output of one
+    norm. `norms_in_fp32`: a norm computes in fp32 until its weight is applied. `centred`: norms subtract the mean in
+    separate operations. `gated`: the MLP has a gate. `full_width_experts`: an expert is as wide as `intermediate_size`.
+    `expert_biases`: experts and router have biases. `full_last`, `full_first`: of every so many layers, the last (first)
+    has no window. `slides_if_set`: windows need `use_sliding_window` in the config. `defaults`: config values that
+    transformers fills in.
     """
 
     counted: bool = False
@@ -76,7 +77,7 @@ class ArchitectureFacts:
 
 @cache
 def architectures() -> dict[str, Any]:
-    """Return the whole file: versions that it was measured with, and a row for each type."""
+    """Return the whole file: the versions of torch and transformers it was measured with, and a row for each type."""
     text = files("ithaca.planning.model").joinpath("architectures.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
@@ -90,11 +91,11 @@ def verdicts() -> dict[str, ParityVerdict]:
 
 @cache
 def facts_of(kind: str) -> ArchitectureFacts:
-    """Return the facts about a type; Llama's where the survey has none."""
+    """Return the facts about a type; Llama's if the survey has none."""
     return ArchitectureFacts(**architectures()["architectures"].get(kind, {}).get("facts", {}))
 
 
 def structures_of(kind: str) -> dict[str, Any]:
-    """Return what discovery found of a type's layers and models, by their structure; empty where nothing was stored."""
+    """Return the survey's findings about a type's layers and models, by structure key; an empty dict if there are none."""
     found: dict[str, Any] = architectures()["architectures"].get(kind, {}).get("structures", {})
     return found

@@ -1,8 +1,8 @@
-"""The values of a config.json that no model can be built with, found without torch or transformers.
+"""Checks of a config.json's values, without torch or transformers: values that no model can be built with are refused.
 
-`ithaca plan` answers within a second and imports neither, so it takes transformers' words for activations, RoPE and
-layers from `config_words`; `models/files/pretrained.py` runs the same checks with transformers' own words before it builds
-anything. A test builds what these checks pass, and compares the words with transformers'.
+`ithaca plan` answers within a second and imports neither library, so transformers' names for activations, RoPE and layers
+are copied into `config_words`. `models/files/pretrained.py` runs the same checks with transformers' own names before
+building a model. A test builds the configs that these checks pass, and compares the names with transformers'.
 
 Example: `check_config({"model_type": "llama", "hidden_act": "silo", ...})` raises ConfigError: "hidden_act: got 'silo',
 and transformers knows no such activation; the nearest is 'silu'".
@@ -23,8 +23,8 @@ from ithaca.planning.model import config_words
 from ithaca.planning.model.architectures import EXPERT_COUNTS
 
 Config = Mapping[str, Any]
-# Sizes of which a model has one at least, under all the names that families give them, and more than any model has:
-# transformers makes a list entry for every layer, and torch's numbers of bytes end at 2^63.
+# Sizes that must be at least 1, under the names of all families. The upper bounds are above those of any real model:
+# transformers makes a list entry for every layer, and torch counts bytes in 63 bits.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 _HEADS = (
     "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "num_kv_heads",
@@ -43,7 +43,7 @@ _MOST: dict[str, int] = {
     **dict.fromkeys(_POSITIONS, 10**12),
     "vocab_size": 100_000_000,
 }
-# Numbers of things that a model may have none of.
+# Counts that may be 0.
 _COUNTS = (
     *EXPERT_COUNTS, "num_experts_per_tok", "n_shared_experts", "sliding_window",
     "q_lora_rank", "kv_lora_rank", "first_k_dense_replace", "num_kv_shared_layers",
@@ -57,7 +57,7 @@ _NOT_BELOW_0 = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "initializer_range",
 )  # fmt: skip
 _ROPES = ("rope_parameters", "rope_scaling")
-# Of each kind of RoPE: the fields without which transformers cannot compute its frequencies.
+# Fields that transformers needs to compute the frequencies of each kind of RoPE.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -66,18 +66,18 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
 }
 _ABOVE_0 = ("rope_theta", "rotary_emb_base", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor")
-# Other numbers of a RoPE, which may be left out.
+# Optional numbers of a RoPE.
 _NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "qkv_bias", "bias")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-# What transformers takes no null for; whatever else is null is left to its default.
+# Keys that must not be null; for other keys null means the default.
 _NOT_NULL = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings",
     "intermediate_size", "rms_norm_eps", "initializer_range", "attention_dropout", "tie_word_embeddings", "n_embd",
     "n_layer", "n_head", "n_positions",
 )  # fmt: skip
 _WIDTH_OF_HEADS = (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
-# Heads of no more numbers than these may be odd: transformers lets its own test models be so.
+# The largest odd head size: transformers' own test models have such heads.
 _ODD_HEAD = 4
 
 
@@ -95,7 +95,7 @@ WORDS = KnownWords(config_words.CAUSAL, config_words.ACTIVATIONS, config_words.R
 
 
 def read_content(file: Path) -> dict[str, Any]:
-    """Return the content of a config.json; a file that is none raises ConfigError without naming the file."""
+    """Return the content of a config.json; raise ConfigError, without the file's name, if it holds no JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -114,7 +114,7 @@ def check_config(config: Config, words: KnownWords = WORDS) -> None:
     for part, where in ((config, ""), (inner or {}, "text_config.")):
         try:
             _check_numbers(part)
-            _check_others(part)
+            _check_types(part)
             _check_heads(part)
             _check_words(part, words)
             _check_rope(part, words)
@@ -157,7 +157,7 @@ def _check_numbers(config: Config) -> None:
             raise ConfigError(f"{key}: got {_shown(value)}, and a share from 0 to 1 is needed")
 
 
-def _check_others(config: Config) -> None:
+def _check_types(config: Config) -> None:
     for key in _SWITCHES:
         if not isinstance(config.get(key), bool | None):
             raise ConfigError(f"{key}: got {_shown(config[key])}, and true or false is needed")
@@ -192,7 +192,7 @@ def _check_heads(config: Config) -> None:
 
 
 def _rotated(config: Config, share: float) -> int | None:
-    """Numbers of a head that RoPE rotates; None where the config leaves that to the type."""
+    """Return the number of a head's dimensions that RoPE rotates; None if the config does not determine it."""
     heads, width = (config.get(key) for key in ("num_attention_heads", "hidden_size"))
     if config.get("kv_lora_rank") is not None or not (_is_int(heads) and _is_int(width)):
         return None
@@ -281,7 +281,7 @@ def _check_positive(values: Config, where: str) -> None:
 
 
 def _each(config: Config, key: str) -> list[Any]:
-    """One size, or one a layer where the type has such; none where it is left to the default."""
+    """Return the values of a size: one, one for each layer of a type that has such lists, or none for the default."""
     value = config.get(key)
     by_layer = isinstance(value, list) and str(config.get("model_type", "")).startswith(config_words.SIZES_BY_LAYER)
     return [] if value is None else value if by_layer else [value]
@@ -292,7 +292,7 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 
 def _number(value: Any) -> float:
-    """NaN for whatever is no finite number, so that every comparison with it fails."""
+    """Return the value as a float; NaN, which fails every comparison, if it is no finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -302,12 +302,13 @@ def _number(value: Any) -> float:
 
 
 def _unknown(value: Any, known: frozenset[str], what: str, who: str = "transformers") -> str:
+    """Return the message for a name that `who` does not know, with the nearest known name."""
     near = get_close_matches(value, known, 1, 0.5) if isinstance(value, str) else []
     hint = f"the nearest is {near[0]!r}" if near else f"it knows {', '.join(sorted(known))}"
     return f"got {_shown(value)}, and {who} knows no such {what}; {hint}"
 
 
 def _shown(value: Any) -> str:
-    """As JSON has it, cut short: a config may hold a list of a million entries."""
+    """Return the value as JSON of at most 60 characters: a config may hold a list of a million entries."""
     text = json.dumps(value, default=repr) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,10 @@
-"""A config.json under the names and with the defaults that sizes are read from.
+"""Config values under common names and with defaults, as the counting of sizes reads them.
 
-Older families have names of their own. The config of a text model inside another config leaves out transformers'
-defaults, which are filled in from `architectures.json`.
+    common_config({"model_type": "gpt2", "n_embd": 768, ...})       {"hidden_size": 768, "intermediate_size": 3072, ...}
+    common_config({"text_config": {"model_type": "llama"}})         {"hidden_size": 4096, ...}
+
+Older families use names of their own. A text model's config inside a multimodal config leaves out transformers' defaults,
+which are filled in from `architectures.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from ithaca.errors import UnsupportedError
 from ithaca.planning.model.architectures import facts_of
 
 Config = Mapping[str, Any]
-# GPT-2's names, and those of families after it.
+# Names in the configs of GPT-2 and its successors.
 NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -21,7 +24,7 @@ NAMES = {
     "n_inner": "intermediate_size",
     "n_positions": "max_position_embeddings",
 }
-# What attention dropout is called; it is not exact over ranks.
+# Config keys for attention dropout, which is not exact over ranks.
 ATTENTION_DROPOUTS = (
     "attention_dropout",
     "attn_pdrop",
@@ -30,21 +33,21 @@ ATTENTION_DROPOUTS = (
     "attention_dropout_prob",
 )
 _TOWERS = ("vision_config", "audio_config", "speech_config")
-# The text model inside, where its config does not say.
+# Types of text models whose config leaves out its model_type, by the outer type.
 _TEXT_TYPES = {"gemma3": "gemma3_text", "llava": "llama", "mistral3": "mistral"}
 
 
-def text_of(config: Config) -> dict[str, Any]:
-    """The text model's part of `config` under the usual names; what it leaves to transformers is filled in."""
+def common_config(config: Config) -> dict[str, Any]:
+    """Return the text model's part of `config` under common names, with transformers' defaults filled in."""
     inner = config.get("text_config")
     named = dict(config) if inner is None else dict(inner)
     if inner is not None:
         outer = str(config.get("model_type", ""))
         named.setdefault("model_type", _TEXT_TYPES.get(outer, outer))
         named = dict(facts_of(str(named["model_type"])).defaults or {}) | named
-    for old, usual in NAMES.items():
-        if old in named and named.get(usual) is None:
-            named[usual] = named[old]
+    for old, common in NAMES.items():
+        if old in named and named.get(common) is None:
+            named[common] = named[old]
     if "n_embd" in named and not named.get("intermediate_size"):
         named["intermediate_size"] = 4 * int(named["n_embd"])
     if named.get("multi_query") and (named.get("model_type") == "gpt_bigcode" or not named.get("num_key_value_heads")):
@@ -52,14 +55,14 @@ def text_of(config: Config) -> dict[str, Any]:
     return named
 
 
-def of_layer(config: Config, index: int) -> dict[str, Any]:
-    """The config as layer `index` has it: some families have head sizes and counts of their own for some layers."""
+def layer_config(config: Config, index: int) -> dict[str, Any]:
+    """Return the config of layer `index`: some families have other head sizes and head counts in some layers."""
     own = config.get("per_layer_config") or {}
     return {**config, **(own.get(str(index)) or own.get(index) or {})}
 
 
 def widest(config: Config) -> dict[str, Any]:
-    """The config with the largest head size and the most key-value heads of any layer."""
+    """Return the config with the largest head size and the most key-value heads of any layer."""
     every = [config, *(config.get("per_layer_config") or {}).values()]
     keys = ("head_dim", "num_key_value_heads")
     most = {key: max(own[key] for own in every if own.get(key)) for key in keys if any(own.get(key) for own in every)}
@@ -67,16 +70,16 @@ def widest(config: Config) -> dict[str, Any]:
 
 
 def counted_by_names(config: Config) -> bool:
-    """Whether sizes follow from the config alone; else a model must be built to count them."""
-    return facts_of(str(text_of(config).get("model_type", ""))).counted
+    """True if sizes can be counted from the config; otherwise a model must be built to count them."""
+    return facts_of(str(common_config(config).get("model_type", ""))).counted
 
 
 def cautions_of(config: Config, *, built: bool = False) -> dict[str, str]:
-    """What a plan for this config does not cover, or a run of it will refuse. `built`: sizes are the model's own."""
+    """Return warnings about a plan for this config, by subject; `built`: sizes were counted on the built model."""
     found, kind = {}, str(config.get("model_type", "")) or "this model"
     if config.get("text_config") is not None or any(config.get(tower) for tower in _TOWERS):
         found["text only"] = f"the text model inside {kind} is planned, and nothing else that it has"
-    text = text_of(config)
+    text = common_config(config)
     inside = str(text.get("model_type", ""))
     if built:
         found["sizes"] = (
@@ -97,12 +100,12 @@ def cautions_of(config: Config, *, built: bool = False) -> dict[str, str]:
     return found
 
 
-def refuse_attention_dropout(values: Callable[[str], object]) -> None:
-    """UnsupportedError with every attention dropout that is on; `values` gives a config's value by its key."""
+def refuse_attention_dropout(read: Callable[[str], object]) -> None:
+    """Raise UnsupportedError if an attention dropout is above 0; `read` returns a config's value by its key."""
     found = {
         key: value
         for key in ATTENTION_DROPOUTS
-        if isinstance(value := values(key), int | float) and not isinstance(value, bool) and value > 0
+        if isinstance(value := read(key), int | float) and not isinstance(value, bool) and value > 0
     }
     if not found:
         return

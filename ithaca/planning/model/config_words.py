@@ -1,6 +1,6 @@
-"""The words that transformers 5.23 knows in a config.json, written down so that a plan needs no transformers.
+"""Names that transformers 5.23 accepts in a config.json, copied here so that `ithaca plan` needs no transformers.
 
-`tests/planning/model/test_config_check.py` compares every set with transformers' own, and prints what has to change here.
+`tests/planning/model/test_config_check.py` compares every set with transformers' own, and prints the changes to make here.
 """
 
 # Model types that AutoModelForCausalLM builds (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).
@@ -39,20 +39,20 @@ ACTIVATIONS = frozenset((
 ROPES = frozenset((
     "default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn",
 ))  # fmt: skip
-# Kinds of layers (ALLOWED_LAYER_TYPES), and the older names that are read as one of them.
+# Kinds of layers (ALLOWED_LAYER_TYPES), and older names that transformers converts to one of them.
 LAYERS = frozenset((
     "attention", "chunked_attention", "compressed_sparse_attention", "conv", "deepseek_sparse_attention", "dense",
     "full_attention", "heavily_compressed_attention", "hybrid", "hybrid_sliding", "indexed_attention",
     "linear_attention", "mamba", "minimax_m3_sparse", "moe", "qwen_sparse_attention",
     "reference_sliding_attention", "sliding_attention", "sparse", "window_attention",
 ))  # fmt: skip
-# Types that refuse a hidden_size which is no multiple of the heads, whatever their head_dim.
+# Types whose hidden_size must be a multiple of the number of heads, even if head_dim is given.
 DIVIDES_HEADS = frozenset(("llama", "gpt2"))
-# Types that may have another width in every layer.
+# Prefixes of types whose widths may be lists with one entry a layer.
 SIZES_BY_LAYER = ("gemma3n", "nemotron_h", "zamba")
-# Names of torch's types that weights are kept in.
+# Names of torch dtypes for weights.
 DTYPES = frozenset((
     "float16", "half", "bfloat16", "float32", "float", "float64", "double", "float8_e4m3fn", "float8_e5m2",
 ))  # fmt: skip
-# Types that do take null: for a width of four times the model's, for a norm by another name.
+# Types that accept null: gpt_neo for a width of 4 * hidden_size, cohere2_moe as its norm's key has another name.
 NULLS = {"intermediate_size": ("gpt_neo",), "rms_norm_eps": ("cohere2_moe",)}

@@ -1,9 +1,11 @@
-"""Models by name: sizes of common architectures without a network, from `known_models.json`.
+"""Models by name: sizes of common architectures without network access, from `known_models.json`.
 
-The table holds hub names, the config values that sizes follow from, and the published number of parameters, which a
-test compares with what is counted; "inside" is the model_type of the whole where the config is its text model's. A name
-is found whatever its case, its organisation or an ending that changes no size ("-Instruct"); another one is refused with
-the nearest.
+    find_model("meta-llama/llama-3.1-8b-instruct")    KnownModel(name="meta-llama/Llama-3.1-8B", sizes=..., ...)
+    nearest_models("llama-3.1-9b")                     names to offer in an error
+
+The table holds hub names, the config values that determine sizes, and the published number of parameters, which a test
+compares with the count. "inside" is the outer model_type if the config is a multimodal model's text model. The lookup
+ignores case, the organisation and endings that change no size ("-Instruct").
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ from typing import Any
 from ithaca.errors import ConfigError, IthacaError
 from ithaca.planning.model.architectures import facts_of
 from ithaca.planning.model.config_check import check_config
-from ithaca.planning.model.config_names import cautions_of, counted_by_names, text_of
+from ithaca.planning.model.config_names import cautions_of, common_config, counted_by_names
 from ithaca.planning.model.model_sizes import ModelSizes
 
-# Endings of names of the same sizes; versions and dates may be left out, but another one is another model.
+# Endings that change no size. Versions and dates may be left out of a name, but a different one is a different model.
 _SAME_SIZE = re.compile(r"-(instruct|base|chat|it|pt|hf)(?=-|$)", re.IGNORECASE)
 _VERSION = re.compile(r"-(v\d+\.\d+|\d{4})(?=-|$)", re.IGNORECASE)
 _ORIGINAL = "original_max_position_embeddings"
-
-
-# Counts the parameters of a config on the model itself; None where it has no model.
+# Counts the sizes of a model built from a config; None if transformers cannot build one.
 Count = Callable[[str, Mapping[str, Any]], ModelSizes | None]
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model a plan can be made for. `positions`: how far it was trained to tell positions apart; None if not said.
-    `original`: how far before they were scaled. `kind`: its model_type, which is not its text model's where that is
-    part of it. `cautions`: what its config says that a plan does not cover."""
+    """A model that can be planned.
+
+    `positions`: the positions of its training, None if unknown. `original`: its positions before RoPE scaling. `kind`: its
+    model_type, that of the whole model if it is multimodal. `cautions`: warnings about a plan, by subject.
+    """
 
     name: str
     sizes: ModelSizes
@@ -47,61 +49,58 @@ class KnownModel:
     cautions: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def ends(self) -> int | None:
-        """No row is longer than this: positions that are a table end with it."""
+    def longest_row(self) -> int | None:
+        """Return the length of the table of learned positions; None if positions have no such limit."""
         return self.positions if facts_of(self.sizes.name).learned_positions else None
 
 
 def known_names() -> list[str]:
-    """Hub names of the table, in its order."""
+    """Return the hub names of the table, in its order."""
     return list(_table())
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The model of the table that `name` means, or None."""
-    wanted = _plain(name)
+    """Return the model of the table with this name; None if there is none."""
+    plain = _plain(name)
     for known, entry in _table().items():
-        if wanted and wanted in (_plain(known), _plain(_VERSION.sub("", known))):
-            return _from_table(known, entry)
+        if plain and plain in (_plain(known), _plain(_VERSION.sub("", known))):
+            model, outer = read_config(known, entry["config"]), entry.get("inside")
+            if outer is None:
+                return model
+            # A multimodal model's row holds the config of its text model alone.
+            cautions = cautions_of({"model_type": outer, "text_config": entry["config"]})
+            return replace(model, kind=outer, cautions=cautions)
     return None
 
 
-def _from_table(name: str, entry: Mapping[str, Any]) -> KnownModel:
-    """Of a model that also sees images the table has the text model alone, which is what known_config is of."""
-    known, outer = read_config(name, entry["config"]), entry.get("inside")
-    if outer is None:
-        return known
-    return replace(known, kind=outer, cautions=cautions_of({"model_type": outer, "text_config": entry["config"]}))
-
-
 def known_config(name: str) -> dict[str, Any] | None:
-    """The config values that the table has of the model that `name` means, or None."""
+    """Return the table's config values of the model with this name; None if there is none."""
     found = find_model(name)
     return None if found is None else dict(_table()[found.name]["config"])
 
 
 def endings(name: str) -> list[str]:
-    """What a name says of tuning, which changes no size: "instruct", "base"."""
+    """Return the endings of a name that describe its tuning, such as "instruct" or "base"."""
     return [ending.lower() for ending in _SAME_SIZE.findall(name)]
 
 
 def nearest_models(name: str, count: int = 4) -> list[str]:
-    """Names of the table most like `name`, which is not among them: who has typed it gains nothing by it."""
+    """Return the names of the table most similar to `name`, without `name` itself."""
     plain = {_plain(known): known for known in _table() if known.lower() != name.lower()}
     return [plain[key] for key in get_close_matches(_plain(name), plain, n=count, cutoff=0.4)]
 
 
 def read_config(name: str, config: Mapping[str, Any], count: Count | None = None) -> KnownModel:
-    """The model that the content of a config.json describes.
+    """Return the model that a config.json's content describes.
 
-    `count` gives the sizes of its modules where its names do not say them; None for sizes by names alone.
+    `count`: counts sizes on a built model, for architectures whose config does not determine them; None to build nothing.
     """
     try:
         check_config(config)
         counted = None if count is None or counted_by_names(config) else count(name, config)
         sizes = counted or ModelSizes.from_config(config)
-        _check(sizes)
-        text = text_of(config)
+        _check_sizes(sizes)
+        text = common_config(config)
         positions = text.get("max_position_embeddings")
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
         original = scaling.get(_ORIGINAL) or text.get(_ORIGINAL) or positions
@@ -125,7 +124,7 @@ def read_config(name: str, config: Mapping[str, Any], count: Count | None = None
         ) from None
 
 
-def _check(sizes: ModelSizes) -> None:
+def _check_sizes(sizes: ModelSizes) -> None:
     counts = (sizes.hidden, sizes.heads, sizes.kv_heads, sizes.key_size, sizes.value_size, sizes.vocabulary)
     if min(*counts, len(sizes.layers)) < 1 or sizes.heads % sizes.kv_heads:
         raise ValueError(
@@ -148,6 +147,6 @@ def _table() -> dict[str, Any]:
 
 
 def _plain(name: str) -> str:
-    """What tells sizes apart: no organisation, no ending, no punctuation."""
+    """Return the name in lower case without organisation, ending and punctuation."""
     bare = name.rstrip("/").rsplit("/", 1)[-1].removeprefix("Meta-")
     return re.sub(r"[^a-z0-9]", "", _SAME_SIZE.sub("", bare).lower())

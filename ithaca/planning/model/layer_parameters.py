@@ -1,6 +1,13 @@
-"""One decoder layer's parameters, counted from the config: attention, MLP or experts, norms.
+"""Parameters of one decoder layer, counted from the config: attention, MLP or experts, norms.
 
-The facts that a config does not hold (biases, norms of q and k, norms around the MLP) are the survey's, by type.
+    Llama layer, hidden C, MLP width F, H query and K key-value heads of size D     a linear layer is an (inputs, outputs) pair
+
+        attention   (C, H*D)  (C, K*D)  (C, K*D)  (H*D, C)        2*C*(H + K)*D parameters
+        MLP         (C, F)  (C, F)  (F, C)                        3*C*F
+        norms       C  C                                          2*C
+
+Experts multiply the MLP, biases and norms of queries and keys add to attention. Facts that a config does not hold come
+from the survey, by type (`architectures.json`).
 """
 
 from __future__ import annotations
@@ -12,12 +19,16 @@ from typing import Any, NamedTuple
 from ithaca.planning.model.architectures import EXPERT_COUNTS, ArchitectureFacts, facts_of
 
 Config = Mapping[str, Any]
-# A linear map as (inputs, outputs).
+# A linear layer as (inputs, outputs).
 Edge = tuple[int, int]
 
 
-class Wants(NamedTuple):
-    """Which linear maps of a layer want their input in backward: those with a weight, or an adapter, that is trained."""
+class InputsNeeded(NamedTuple):
+    """Linear layers whose input must be saved for backward: those with a trained weight or adapter.
+
+    `queries`: the first layers of attention. `projection`: its output layer. `mlp`: the first layers of the MLP. `down`:
+    its output layer.
+    """
 
     queries: bool = True
     projection: bool = True
@@ -25,20 +36,19 @@ class Wants(NamedTuple):
     down: bool = True
 
 
-EVERY = Wants()
+ALL_NEEDED = InputsNeeded()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Parameters of one layer, and what a token meets there.
+    """Parameters of one layer, and a token's share of its work.
 
-    `width`: intermediate values of a token, over all experts it visits. `active`: MLP parameters it meets.
-    `linear_edges`: inputs + outputs of all linear modules, what a LoRA of rank 1 would add. `normed`: values of a token
-    that norms inside attention take: of queries and keys, or of what those are made from. `last`: MLP parameters whose
-    product only the residual stream takes, so that no gradient needs its value. `sandwiched`: what attention and MLP
-    give is normed too, beside what they take. `one_norm`: both take the output of one norm. `norms_in_fp32`: to the
-    product with their weight. `centred`: they take the mean off by hand. `adapted`: a token's values that go into
-    adapters, of attention and MLP. `wants`: which maps want their input.
+    `width`: intermediate values of a token in the MLP, over all experts that the token visits. `active`: MLP parameters
+    that a token is multiplied by. `linear_edges`: inputs + outputs of all linear layers, the parameters of a LoRA of rank
+    1. `normed`: a token's values that norms inside attention read (queries and keys, or latents). `last`: parameters of
+    the MLP's output layer if its output is only added to the residual stream, so that no gradient needs the output.
+    `sandwiched`, `one_norm`, `norms_in_fp32`, `centred`: as in `ArchitectureFacts`. `adapted`: summed input widths of the
+    adapters in attention, and in the MLP. `inputs_needed`: linear layers whose input is saved for backward.
     """
 
     attention: int
@@ -58,7 +68,7 @@ class LayerSizes:
     norms_in_fp32: bool = False
     centred: bool = False
     adapted: tuple[int, int] = (0, 0)
-    wants: Wants = EVERY
+    inputs_needed: InputsNeeded = ALL_NEEDED
 
     @property
     def parameters(self) -> int:
@@ -66,7 +76,7 @@ class LayerSizes:
 
 
 def layer_sizes(config: Config, index: int, key_size: int, value_size: int) -> LayerSizes:
-    """Layer `index` of the model that `config` describes."""
+    """Return the sizes of layer `index`."""
     facts, hidden = _facts(config), int(config["hidden_size"])
     edges, extras = _attention(config, key_size, value_size)
     block = _experts(config) if _has_experts(config, index) else _dense(config, int(config["intermediate_size"]))
@@ -95,6 +105,7 @@ def _facts(config: Config) -> ArchitectureFacts:
 
 
 def _normed(config: Config, key: int) -> int:
+    """Return the number of a token's values that norms inside attention read."""
     if config.get("kv_lora_rank") is not None:
         return int(config["kv_lora_rank"]) + int(config.get("q_lora_rank") or 0)
     heads = int(config["num_attention_heads"])
@@ -103,7 +114,7 @@ def _normed(config: Config, key: int) -> int:
 
 
 def window_of(config: Config, index: int) -> int | None:
-    """The sliding window of layer `index`, None where it attends to everything before."""
+    """Return the sliding window of layer `index`; None if the layer has full attention."""
     window = config.get("sliding_window")
     types, facts = config.get("layer_types"), _facts(config)
     if not window or not config.get("use_sliding_window", bool(types) or not facts.slides_if_set):
@@ -121,6 +132,8 @@ def window_of(config: Config, index: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _MlpSizes:
+    """Sizes of an MLP or an expert block; `edges`: its plain linear layers, `experts` and `per_token` 0 for an MLP."""
+
     parameters: int
     active: int
     width: int
@@ -134,7 +147,7 @@ def _weights(edges: tuple[Edge, ...]) -> int:
 
 
 def _attention(config: Config, key: int, value: int) -> tuple[tuple[Edge, ...], int]:
-    """The linear maps of attention, and its parameters beside them: biases, norms, sinks."""
+    """Return the linear layers of attention, and the number of its other parameters: biases, norms, sinks."""
     facts = _facts(config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     bias = bool(config.get("attention_bias", facts.attention_bias))
@@ -153,6 +166,7 @@ def _attention(config: Config, key: int, value: int) -> tuple[tuple[Edge, ...], 
 
 
 def _latent_attention(config: Config, key: int, value: int, *, bias: bool) -> tuple[tuple[Edge, ...], int]:
+    """Return the same as `_attention` for MLA: queries, keys and values are made from low-rank latents."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv_rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
     q_rank = config.get("q_lora_rank")
@@ -198,6 +212,7 @@ def _experts(config: Config) -> _MlpSizes:
     per_token = int(config.get("num_experts_per_tok") or config.get("experts_per_token") or config.get("moe_k") or 1)
     full = facts.full_width_experts or not config.get("moe_intermediate_size")
     width = int(config["intermediate_size"] if full else config["moe_intermediate_size"])
+    # Fused experts are one tensor, not linear layers, so LoRA adds nothing to them and they are no edges.
     expert = 3 * hidden * width + (2 * width + hidden if facts.expert_biases else 0)
     router = count * hidden + (count if facts.expert_biases else 0)
     shared_width = int(
@@ -209,10 +224,10 @@ def _experts(config: Config) -> _MlpSizes:
         edges = ((hidden, shared_width), (hidden, shared_width), (shared_width, hidden))
     if shared_width and config.get("shared_expert_intermediate_size"):
         edges = (*edges, (hidden, 1))
-    always = router + _weights(edges)
+    every_token = router + _weights(edges)
     return _MlpSizes(
-        parameters=count * expert + always,
-        active=per_token * expert + always,
+        parameters=count * expert + every_token,
+        active=per_token * expert + every_token,
         width=per_token * width + shared_width,
         edges=edges,
         experts=count,

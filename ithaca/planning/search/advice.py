@@ -24,7 +24,7 @@ from ithaca.planning.search.longest import STEP, fits_any, longest_length, miss
 from ithaca.planning.search.meshes import all_degrees
 from ithaca.planning.search.phrases import LIBRARY, Phrases, show_gpus, show_length, show_used
 from ithaca.planning.search.request import LEAST_HEADROOM, PlanRequest
-from ithaca.planning.terms.memory_terms import StepMemory
+from ithaca.planning.terms.step_memory import StepMemory
 from ithaca.planning.terms.traffic import Machine
 from ithaca.quantities import show_bytes, show_part
 

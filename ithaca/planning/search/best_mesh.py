@@ -20,7 +20,8 @@ from ithaca.planning.search.choose import choose_plan
 from ithaca.planning.search.longest import longest
 from ithaca.planning.search.meshes import SubMesh, all_degrees, meshes_of_all, meshes_of_parts
 from ithaca.planning.search.request import MeshShape, PlanRequest, Recipe, job_of, recipes
-from ithaca.planning.terms.memory_terms import StepMemory, memory_of
+from ithaca.planning.terms.memory_terms import memory_of
+from ithaca.planning.terms.step_memory import StepMemory
 from ithaca.planning.terms.step_time import StepTime, step_time
 from ithaca.planning.terms.traffic import Machine
 

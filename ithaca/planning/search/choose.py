@@ -25,33 +25,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations
 from math import inf
-from typing import NamedTuple
+from operator import attrgetter
 
 from ithaca.planning.memory_plan import MODES, UNDECIDED, Decided, Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
-from ithaca.planning.terms.activations import TensorBytes, group_bytes
+from ithaca.planning.search.tilings import Tiling, mlp_tiles, smallest_tiling, usual_tiling
 from ithaca.planning.terms.cost import copy_cost, run_again, tile_cost
-from ithaca.planning.terms.memory_terms import SLACK, MemoryModel, ModesMemory, StepMemory
+from ithaca.planning.terms.memory_terms import SLACK, MemoryModel, ModesMemory
+from ithaca.planning.terms.step_memory import StepMemory
 
 Modes = tuple[LayerMode, ...]
 # Layers from one root to the next. A longer chain saves less and holds more while it is rebuilt. Gradients take most in
 # the backward of the first layers, which have the shorter chains where two lengths are used.
 CHAINS = (1, 2, 4)
-# A head group's buffers and workspace take at most this share of the device.
-GROUP_SHARE = 0.05
-# No kernel tensor reaches this many elements.
-INDEX_LIMIT = 2**31
-MLP_TILE_BYTES = 512 * 2**20
-LOSS_TILE_BYTES = 2**31
-SMALLEST_MLP_TILE, SMALLEST_LOSS_TILE = 2048, 256
-
-
-class Tiling(NamedTuple):
-    """Sizes of what is computed at once, in the order in which a `MemoryModel` takes them."""
-
-    mlp_tile: int
-    loss_tile: int
-    head_groups: int
 
 
 def choose_plan(
@@ -61,8 +47,8 @@ def choose_plan(
     decided = decided.spread(len(sizes.layers))
     if not feasible(sizes, decided, job, device, host):
         return None
-    for tiling in (_usual_tiling(sizes, job, device, decided), _smallest_tiling(sizes, job, decided)):
-        tiles = (tiling.mlp_tile,) if decided.mlp_tile else _mlp_tiles(tiling.mlp_tile, job.tokens)
+    for tiling in (usual_tiling(sizes, job, device, decided), smallest_tiling(sizes, job, decided)):
+        tiles = (tiling.mlp_tile,) if decided.mlp_tile else mlp_tiles(tiling.mlp_tile, job.tokens)
         searches = [Search(sizes, job, tiling._replace(mlp_tile=tile), device, host, decided) for tile in tiles]
         best = NONE
         searches = [search for search in searches if search.possible()]
@@ -133,7 +119,7 @@ class Search:
         """Return the better of `best` and the plans whose first layers are in chains of one length, the others saved."""
 
         def modes_of(number: int) -> Modes:
-            return chained(self.count, [i for i in range(self.count) if i % length == 0 or i >= number * length])
+            return (chain("save", length) * number + uniform("save", self.count))[: self.count]
 
         costs = [self.again(modes_of(number)) for number in range(self.count // length + 1)]
         return self.cheapest(best, costs, modes_of, few_copies=False)
@@ -142,11 +128,13 @@ class Search:
         """Return the better of `best` and the plans with chains from these roots, of which some recompute."""
         order = sorted(roots, key=self.attention.__getitem__)
         chains = chained(self.count, roots)
-        costs = [*accumulate((self.attention[root] for root in order), initial=self.again(chains))]
+        costs = [*accumulate(map(self.attention.__getitem__, order), initial=self.again(chains))]
 
         def recomputed(number: int) -> Modes:
-            again = set(order[:number])
-            return tuple("recompute" if i in again else mode for i, mode in enumerate(chains))
+            modes = list(chains)
+            for root in order[:number]:
+                modes[root] = "recompute"
+            return tuple(modes)
 
         return self.cheapest(best, costs, recomputed, few_copies=len(roots) == self.count)
 
@@ -157,7 +145,7 @@ class Search:
         before it: the first plan that fits or, with `few_copies`, a later one whose host copies cost less."""
         # Most rows end here: no plan of the row that could be the best so far fits.
         most = bisect_left(costs, best.total) - 1
-        if most < 0 or self.saved(modes_of(most)) > self.most_saved or not self.fits_offloaded(modes_of(most)):
+        if most < 0 or not self.fits_offloaded(modes_of(most)):
             return best
         first = bisect_left(range(most), True, key=lambda n: self.fits_offloaded(modes_of(n)))
         # Copies cost where attention is short. There a chain costs more than recomputing: few copies are looked for without.
@@ -191,8 +179,12 @@ class Search:
 
     def furthest(self, memory: ModesMemory) -> tuple[bool, ...] | None:
         """Return as many of the first layers as the host takes, or those decided; None if the plan does not fit then."""
-        offload = self.decided.flags(memory.modes) if self.decided.offload is not None else self.most_offloaded(memory)
-        if offload is None or memory.host_bytes(offload) > self.host - self.memory.host_beside_saved:
+        host = self.host - self.memory.host_beside_saved
+        # Most plans that do not fit end here.
+        if host < 0 or sum(memory.saved) > self.most_saved:
+            return None
+        offload = self.most_offloaded(memory) if self.decided.offload is None else self.decided.flags(memory.modes)
+        if offload is None or memory.host_bytes(offload) > host:
             return None
         return offload if self.fits(memory, offload) else None
 
@@ -219,9 +211,6 @@ class Search:
         kinds = dict(zip(sizes.kinds, sizes.layers, strict=True))
         return {(k, mode): run_again(sizes, self.job, kinds[k], mode, tiled=tiled) for k in kinds for mode in MODES}
 
-    def saved(self, modes: Modes) -> int:
-        return sum(layer.saved for layer in self.memory.layers(modes))
-
     @cached_property
     def most_saved(self) -> float:
         """Bytes that all layers together can save: at the loss, saved tensors lie on the device or on the host."""
@@ -243,11 +232,16 @@ def rebuilds(sizes: ModelSizes) -> bool:
     """True if a layer's input may be rebuilt from an earlier layer's."""
     # Not through experts: a rebuilt input differs in its last bits, and could choose others. Nor where a layer's input is
     # more than the output of the one before it.
-    return sizes.linked and not any(layer.experts for layer in sizes.layers)
+    return sizes.linked and not any(map(attrgetter("experts"), sizes.layers))
 
 
 def uniform(mode: LayerMode, count: int) -> Modes:
     return (mode,) * count
+
+
+def chain(root: LayerMode, length: int) -> Modes:
+    """Return the modes of one chain."""
+    return (root, *uniform("rebuild", length - 1))
 
 
 def chained(count: int, roots: Sequence[int]) -> Modes:
@@ -265,70 +259,15 @@ def _first(modes: Sequence[LayerMode], number: int) -> tuple[bool, ...]:
     return (True,) * number + (False,) * (len(modes) - number)
 
 
-def mlp_tile_for(sizes: ModelSizes, job: Job) -> int:
-    """Return the tokens of an MLP tile: about 512 MiB of activations, both ways; a power of two from 2048 on."""
-    return _power_of_two(MLP_TILE_BYTES // (2 * sizes.widest * job.compute_bytes), SMALLEST_MLP_TILE, job.tokens)
-
-
-def loss_tile_for(sizes: ModelSizes, job: Job) -> int:
-    """Return the tokens of a loss tile: at most about 2 GiB of logits and their gradient."""
-    if job.whole_logits:
-        return job.tokens
-    # Uncompiled, four fp32 values and a mark of each logit live at once.
-    each = 2 * job.compute_bytes + (0 if job.fused else 17)
-    return _power_of_two(LOSS_TILE_BYTES // (each * sizes.vocabulary), SMALLEST_LOSS_TILE, job.tokens)
-
-
-def head_groups_for(sizes: ModelSizes, job: Job, device: int) -> int:
-    """Return the fewest groups whose buffers keep to their share and whose tensors can be indexed in 31 bits."""
-    # Numbers of groups whose largest is as large differ in nothing but calls: the smallest of them will do.
-    split = sizes.split(job.sp)
-    numbers = {-(-split.most[1] // groups): groups for groups in range(split.most_groups, 0, -1)}
-    every = [TensorBytes.of(sizes, job, groups) for groups in sorted(numbers.values())]
-    small = [tensors for tensors in every if tensors.largest_g < INDEX_LIMIT] or every[-1:]
-    modest = (tensors for tensors in small if group_bytes(tensors) <= GROUP_SHARE * device)
-    return next(modest, min(small, key=group_bytes)).groups
-
-
-def _power_of_two(tokens: int, least: int, whole: int) -> int:
-    power = 1 << max(tokens, 1).bit_length() - 1
-    return min(max(power, least), whole)
-
-
-def _usual_tiling(sizes: ModelSizes, job: Job, device: int, decided: Decided) -> Tiling:
-    return Tiling(
-        decided.mlp_tile or mlp_tile_for(sizes, job),
-        decided.loss_tile or loss_tile_for(sizes, job),
-        decided.head_groups or head_groups_for(sizes, job, device),
-    )
-
-
-def _smallest_tiling(sizes: ModelSizes, job: Job, decided: Decided) -> Tiling:
-    return Tiling(
-        decided.mlp_tile or min(SMALLEST_MLP_TILE, job.tokens),
-        decided.loss_tile or (job.tokens if job.whole_logits else min(SMALLEST_LOSS_TILE, job.tokens)),
-        decided.head_groups or head_groups_for(sizes, job, 0),
-    )
-
-
-def _mlp_tiles(usual: int, whole: int) -> tuple[int, ...]:
-    """Return the usual tile, four times that and so on, and the whole shard."""
-    tiles = []
-    while usual < whole:
-        tiles.append(usual)
-        usual *= 4
-    return (*tiles, whole)
-
-
 def feasible(sizes: ModelSizes, decided: Decided, job: Job, device: int, host: int) -> bool:
     """True if any plan fits; the best one is not looked for."""
-    search = Search(sizes, job, _smallest_tiling(sizes, job, decided), device, host, decided)
+    search = Search(sizes, job, smallest_tiling(sizes, job, decided), device, host, decided)
     return search.possible()
 
 
 def nearest_miss(sizes: ModelSizes, job: Job, host: int, decided: Decided) -> StepMemory:
     """Return the least memory that any plan takes, with as many layers offloaded as the host takes."""
-    search = Search(sizes, job, _smallest_tiling(sizes, job, decided), 0, host, decided)
+    search = Search(sizes, job, smallest_tiling(sizes, job, decided), 0, host, decided)
     misses = []
     for modes in _smallest(search):
         memory = ModesMemory(search.memory, modes)
@@ -346,4 +285,4 @@ def _smallest(search: Search) -> Iterator[Modes]:
         return
     yield from (uniform("recompute", count), uniform("save", count), uniform("keep", count))
     for length in CHAINS[1:] if rebuilds(search.sizes) else ():
-        yield tuple("rebuild" if i % length else "recompute" for i in range(count))
+        yield (chain("recompute", length) * count)[:count]

@@ -14,7 +14,7 @@ from ithaca.planning.search.bisection import largest
 from ithaca.planning.search.choose import feasible, nearest_miss
 from ithaca.planning.search.meshes import SubMesh, meshes_of_all, meshes_of_parts
 from ithaca.planning.search.request import MeshShape, PlanRequest, Recipe, job_of, leanest, recipes
-from ithaca.planning.terms.memory_terms import StepMemory
+from ithaca.planning.terms.step_memory import StepMemory
 
 # Tokens from one length to the next; the length at which the search for the longest begins.
 STEP, GUESS = 1024, 2**19

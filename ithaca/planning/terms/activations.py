@@ -115,7 +115,9 @@ def saved(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bo
     qkv = tensors.q_g + tensors.kv_g if tensors.arrives else tensors.q + tensors.kv
     attention = (qkv, tensors.out, tensors.lse, _normed(tensors, layer), _into_projection(tensors, layer))
     # The first norm's output is the input of q, k, v and, where the layer has one norm, of the MLP.
-    needed = layer.wants.queries or (layer.one_norm and (layer.wants.mlp or not _keeps_mlp(layer, mode, tiled=tiled)))
+    needed = layer.inputs_needed.queries or (
+        layer.one_norm and (layer.inputs_needed.mlp or not _keeps_mlp(layer, mode, tiled=tiled))
+    )
     norms = _norm(tensors, layer, needed, tiled=tiled) + _mlp_norm(tensors, layer, mode, tiled=tiled)
     return norms, *attention, _kept_wide(tensors, layer, mode, tiled=tiled)
 
@@ -124,7 +126,11 @@ def _mlp_norm(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled
     """Return the bytes saved for the MLP's own norm: input and output, or the input alone where the norm runs again."""
     if layer.one_norm:
         return 0
-    return _norm(tensors, layer, layer.wants.mlp, tiled=tiled) if _keeps_mlp(layer, mode, tiled=tiled) else tensors.x
+    return (
+        _norm(tensors, layer, layer.inputs_needed.mlp, tiled=tiled)
+        if _keeps_mlp(layer, mode, tiled=tiled)
+        else tensors.x
+    )
 
 
 def _kept_wide(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
@@ -135,7 +141,7 @@ def _kept_wide(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tile
     wide = (2 if tensors.fused else 3) if layer.gated else 1
     if tensors.cast:
         return wide * layer.width * tensors.tokens * tensors.c + tensors.cast * layer.adapted[1]
-    return (wide + layer.wants.down) * layer.width * tensors.tokens * tensors.c
+    return (wide + layer.inputs_needed.down) * layer.width * tensors.tokens * tensors.c
 
 
 def _into_projection(tensors: TensorBytes, layer: LayerSizes) -> int:
@@ -143,7 +149,7 @@ def _into_projection(tensors: TensorBytes, layer: LayerSizes) -> int:
     # Adapters in a wider dtype keep their inputs in that dtype; the frozen weights beside them keep none.
     if tensors.cast:
         return tensors.cast * layer.adapted[0]
-    return tensors.out if tensors.arrives and layer.wants.projection else 0
+    return tensors.out if tensors.arrives and layer.inputs_needed.projection else 0
 
 
 def freed_before_attention(tensors: TensorBytes, layer: LayerSizes, mode: LayerMode, *, tiled: bool) -> int:
@@ -302,7 +308,7 @@ _MLP_STREAMS = {
 def _lasting(streams: tuple[str, ...], layer: LayerSizes, mode: LayerMode) -> tuple[str, ...]:
     """Return the residual streams of a layer's backward, with the first norm's output where the layer runs again."""
     # With one norm for attention and MLP that output is the MLP's input, and counts once.
-    if mode == "keep" or not layer.wants.queries:
+    if mode == "keep" or not layer.inputs_needed.queries:
         return streams
     return "norm's output", *(stream for stream in streams if stream != "the MLP's input" or not layer.one_norm)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress
 from operator import add, mul, sub
@@ -40,9 +39,10 @@ from ithaca.planning.terms.activations import (
 )
 from ithaca.planning.terms.cost import optimizer_bytes
 from ithaca.planning.terms.loss_work import loss_work
+from ithaca.planning.terms.step_memory import GAPS, StepMemory, Term
 
-# Share of all activations that the caching allocator holds in gaps, and the name of that term.
-SLACK, GAPS = 0.04, "allocator slack"
+# Share of all activations that the caching allocator holds in gaps.
+SLACK = 0.04
 # Decoder layers whose weights are gathered at once: the current one and the next; one more while inputs are rebuilt.
 GATHERED, GATHERED_REBUILDING = 2, 3
 # Layers whose saved tensors may still be on their way to the host when the next layer starts.
@@ -50,40 +50,6 @@ STAGED = 2
 # Pinned memory is pooled and comes in pages of this size.
 PAGE = 2 * 2**20
 POSITIONS = "B*L*(2*D*c + 3*8)"
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One share of a rank's memory at the worst moment."""
-
-    name: str
-    device_bytes: int
-    host_bytes: int
-    formula: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """All terms at the worst moment of a step, in the order in which they are allocated."""
-
-    moment: str
-    terms: tuple[Term, ...]
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(term.device_bytes for term in self.terms)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(term.host_bytes for term in self.terms)
-
-    @property
-    def allocated(self) -> tuple[Term, ...]:
-        return tuple(term for term in self.terms if term.name != GAPS)
-
-    def largest(self, *, host: bool = False) -> Term:
-        """Return the largest term on the device, or on the host."""
-        return max(self.terms, key=lambda term: term.host_bytes if host else term.device_bytes)
 
 
 def memory_of(sizes: ModelSizes, job: Job, plan: MemoryPlan) -> StepMemory:
@@ -167,10 +133,12 @@ class MemoryModel:
 
     def layers(self, modes: Sequence[LayerMode]) -> list[LayerMemory]:
         """Return the bytes of every layer."""
-        keys = list(zip(self.sizes.kinds, modes, strict=True))
-        for key in {*keys} - self._layers.keys():
-            self._layers[key] = self._layer(*key)
-        return list(map(self._layers.__getitem__, keys))
+        try:
+            return list(map(self._layers.__getitem__, zip(self.sizes.kinds, modes, strict=True)))
+        except KeyError:
+            for key in set(zip(self.sizes.kinds, modes, strict=True)) - self._layers.keys():
+                self._layers[key] = self._layer(*key)
+            return self.layers(modes)
 
     def _layer(self, kind: int, mode: LayerMode) -> LayerMemory:
         index = self.sizes.kinds.index(kind)
@@ -181,22 +149,16 @@ class MemoryModel:
     @cached_property
     def gradients_made(self) -> list[int]:
         """Parameters whose gradients exist before the backward of each layer: the head's and the later layers'."""
-        trained = [self.sizes.layer_trainable(index) for index in range(len(self.sizes.layers))]
-        return [*accumulate(trained[:0:-1], initial=self.sizes.head_trainable)][::-1]
+        return [*accumulate(self.sizes.layers_trainable[:0:-1], initial=self.sizes.head_trainable)][::-1]
 
     @cached_property
     def unreduced(self) -> list[int]:
         """Bytes of gradients that FSDP2 holds whole in each layer's backward: the layer's own and the root's in the
         computing dtype, and the fp32 copy of the next layer's, whose reduce-scatter is running."""
-        sizes, count = self.sizes, len(self.sizes.layers)
+        trained, root, c = self.sizes.layers_trainable, self.sizes.head_trainable, self.job.compute_bytes
         if not self.job.gathers:
-            return [0] * count
-        trained = [sizes.layer_trainable(index) for index in range(count)]
-        root = sizes.head_trainable
-        return [
-            (own + root) * self.job.compute_bytes + after * FP32
-            for own, after in zip(trained, [*trained[1:], 0], strict=True)
-        ]
+            return [0] * len(trained)
+        return [(own + root) * c + after * FP32 for own, after in zip(trained, (*trained[1:], 0), strict=True)]
 
     @cached_property
     def beside_activations(self) -> list[int]:
@@ -233,27 +195,36 @@ class MemoryModel:
 class ModesMemory:
     """The memory of a step whose layers have given modes, under any choice of layers to offload."""
 
-    def __init__(self, model: MemoryModel, modes: Sequence[LayerMode]) -> None:
+    def __init__(self, model: MemoryModel, modes: tuple[LayerMode, ...]) -> None:
         self.model, self.modes = model, modes
         self.layers = model.layers(modes)
-        self.from_root = layers_from_roots(modes)
-        # In each layer's backward, the first layer whose tensors are fetched from the host. A chain is fetched whole for its
-        # rebuilding, and the layer before it is prefetched. A kept layer has nothing to fetch, and its backward frees its
-        # own tensors before the next layer is prefetched.
-        self.first_fetched = [
+        self.saved = [layer.saved for layer in self.layers]
+
+    @cached_property
+    def from_root(self) -> tuple[int, ...]:
+        """The number of layers between each layer and the root its input is rebuilt from."""
+        return layers_from_roots(self.modes)
+
+    @cached_property
+    def first_fetched(self) -> list[int]:
+        """The first layer whose tensors are fetched from the host, in each layer's backward."""
+        # A chain is fetched whole for its rebuilding, and the layer before it is prefetched. A kept layer has nothing to
+        # fetch, and its backward frees its own tensors before the next layer is prefetched.
+        return [
             index + 1 if mode == "keep" else index - behind - 1 if index > behind else 0
-            for index, mode, behind in zip(range(len(modes)), modes, self.from_root, strict=True)
+            for index, (mode, behind) in enumerate(zip(self.modes, self.from_root, strict=True))
         ]
-        x, anchor = model.tensors.x, model.tensors.anchor
-        # Activations that do not depend on what is offloaded. Where the root of a chain recomputes, the attention that runs
-        # again to rebuild the chain stays for the root's own backward.
-        self.work = [
+
+    @cached_property
+    def work(self) -> list[int]:
+        """Bytes in the backward of each layer that do not depend on what is offloaded."""
+        # Where the root of a chain recomputes, the attention that runs again to rebuild the chain stays for the root's own
+        # backward.
+        model, modes, x, anchor = self.model, self.modes, self.model.tensors.x, self.model.tensors.anchor
+        return [
             layer.work + model.positions + behind * x + (anchor if modes[index - behind] == "recompute" else 0)
             for index, (layer, behind) in enumerate(zip(self.layers, self.from_root, strict=True))
         ]
-
-        self.saved = [layer.saved for layer in self.layers]
-        self.saved_up_to = [*accumulate(self.saved)]
 
     def device_bytes(self, offload: Sequence[bool]) -> int:
         """Return the bytes of the device that the step takes at its worst moment."""
@@ -263,12 +234,12 @@ class ModesMemory:
         return model.standing_bytes["rebuild" in self.modes] + max(
             model.gradient_bytes(model.sizes.trainable),
             model.gradient_bytes(0) + loss + int(SLACK * loss),
-            *(beside + a + int(SLACK * a) for beside, a in zip(model.beside_activations, activations, strict=True)),
+            *[beside + a + int(SLACK * a) for beside, a in zip(model.beside_activations, activations, strict=True)],
         )
 
     def host_bytes(self, offload: Sequence[bool]) -> int:
         """Return the bytes of pinned memory that saved tensors take on the host."""
-        return sum(layer.pinned for layer in compress(self.layers, offload))
+        return sum([layer.pinned for layer in compress(self.layers, offload)])
 
     def memory(self, offload: Sequence[bool]) -> StepMemory:
         """Return the terms of the moment with the largest total."""
@@ -316,7 +287,7 @@ class ModesMemory:
             # Later layers fetch later tensors: from some layer on, backward does not fetch those of layer i.
             start = bisect_right(self.first_fetched, i)
             fetched[start:] = [size + sent[i] for size in fetched[start:]]
-        resident = list(map(sub, self.saved_up_to, sent_up_to[1:]))
+        resident = list(map(sub, accumulate(self.saved), sent_up_to[1:]))
         return SavedBytes(resident, fetched, sum(sent[i] for i in late))
 
     def _at_layer(self, index: int, saved: SavedBytes, work: Work) -> list[Allocation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ithaca.planning.terms.memory_terms import Term
+from ithaca.planning.terms.step_memory import Term
 from ithaca.quantities import memory_unit, show_bytes
 
 WIDTH = 24

@@ -1,4 +1,4 @@
-"""Modules that treat every token alone, those that only look as if they did, and norms that something else reads too."""
+"""Token-wise modules, modules that only look token-wise, and norms with a second reader."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 
 def routed(self: Any, x: Tensor) -> Any:
-    """Two experts; the router's logits come with flattened tokens."""
+    """Two experts; the router returns its logits with flattened tokens."""
     logits = (x @ self.weight)[..., :2]
     out = torch.where(logits.argmax(-1, keepdim=True) == 0, x @ self.weight, x.tanh())
     return out, logits.flatten(0, 1)
@@ -68,12 +68,12 @@ TOGETHER: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", ALONE)
-def test_tokenwise_modules_are_taken(what: str) -> None:
+def test_is_tokenwise_module_of_single_tokens_is_true(what: str) -> None:
     assert is_tokenwise(Of(ALONE[what]), torch.zeros(1, 4, SIZE, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("what", TOGETHER)
-def test_modules_that_read_more_than_a_token_are_not(what: str) -> None:
+def test_is_tokenwise_module_reading_other_tokens_is_false(what: str) -> None:
     assert not is_tokenwise(Of(TOGETHER[what]), torch.zeros(1, 4, SIZE, dtype=torch.float64))
 
 
@@ -147,24 +147,24 @@ def units_of(run: Callable[..., Tensor]) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(
     "run", [stored, kept, residual, residual_of_zero, scaled_in_place, input_written], ids=lambda run: run.__name__
 )
-def test_a_norm_that_something_else_reads_is_not_joined(run: Callable[..., Tensor]) -> None:
+def test_find_units_norm_with_second_reader_stays_separate(run: Callable[..., Tensor]) -> None:
     assert units_of(run) == [("mlp",)]
 
 
-def test_an_mlp_whose_value_is_read_before_its_norm_is_not_joined() -> None:
+def test_find_units_mlp_read_before_its_norm_stays_separate() -> None:
     assert units_of(both_values) == [("mlp",)]
 
 
-def test_norms_that_serve_an_mlp_alone_are_joined() -> None:
+def test_find_units_norms_of_mlp_alone_join_its_unit() -> None:
     assert units_of(usual) == [("norm", "mlp", "after")]
 
 
-def test_a_convolution_over_tokens_is_no_unit() -> None:
+def test_find_units_convolution_over_tokens_is_no_unit() -> None:
     assert units_of(mixed) == []
 
 
 class Scaled(nn.Module):
-    """What comes out of the last matrix is scaled where it lies."""
+    """MLP that scales the output of its last matrix in place."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -179,14 +179,14 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(("factor", "end"), [(1.0, "down"), (1.001, None)])
-def test_a_product_that_is_written_to_is_no_end(factor: float, end: str | None) -> None:
+def test_find_units_product_written_in_place_is_no_end(factor: float, end: str | None) -> None:
     layer = Layer(lambda self, x, shared: x + self.mlp(x))
     layer.mlp = Scaled(factor)  # type: ignore[assignment]
     [unit] = [u for u in find_units(layer, (torch.randn(1, 4, SIZE, dtype=torch.float64), {}), {}) if u.wide]
     assert unit.end == end
 
 
-def test_a_trial_leaves_nothing_behind() -> None:
+def test_find_units_afterwards_leaves_no_hooks_or_tensors() -> None:
     layer = Layer(usual)
     x = torch.randn(1, 4, SIZE, dtype=torch.float64)
     ref = weakref.ref(x)

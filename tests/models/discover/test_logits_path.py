@@ -1,4 +1,4 @@
-"""The way from hidden states to logits is that of the class's own forward, whatever its config's names say."""
+"""Scale and softcap of the logits, read from the model's own forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import FP64
 
 # A multiplier that a name would put on the other side of the fraction, caps, scales kept on the model, one before the head.
-WAYS: dict[str, tuple[dict[str, Any], LossSpec]] = {
+LOGITS: dict[str, tuple[dict[str, Any], LossSpec]] = {
     "llama": ({}, LossSpec()),
     "granite": ({"logits_scaling": 1.005}, LossSpec(scale=1 / 1.005)),
     "hyperclovax": ({"logits_scaling": 1.005}, LossSpec(scale=1.005)),
@@ -37,9 +37,9 @@ WAYS: dict[str, tuple[dict[str, Any], LossSpec]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WAYS)
-def test_the_way_is_read_from_the_forward(kind: str) -> None:
-    settings, expected = WAYS[kind]
+@pytest.mark.parametrize("kind", LOGITS)
+def test_head_spec_surveyed_type_is_its_scale_and_cap(kind: str) -> None:
+    settings, expected = LOGITS[kind]
     assert head_spec(build(survey_config(kind, **settings))) == expected
 
 
@@ -55,13 +55,13 @@ def _off(kind: str, settings: dict[str, Any], memory: str | None) -> tuple[float
 
 
 @pytest.mark.parametrize("kind", ["hyperclovax", "granite"])
-def test_a_multiplier_near_one_is_the_models_own(kind: str) -> None:
+def test_loss_multiplier_near_one_equals_reference(kind: str) -> None:
     [(loss, gradients)] = run_ranks(1, _off, kind, {"logits_scaling": 1.005}, "auto")
     assert max(loss, gradients) < FP64
 
 
 class Odd(LlamaForCausalLM):
-    """A Llama whose forward does something of its own before or after its head."""
+    """Llama with an extra operation before or after its head."""
 
     before: Callable[[Any, Tensor], Tensor] = staticmethod(lambda self, hidden: hidden)
     after: Callable[[Any, Tensor], Tensor] = staticmethod(lambda self, logits: logits)
@@ -114,18 +114,18 @@ REFUSED: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("what", FOLLOWED)
-def test_numbers_are_followed(what: str) -> None:
+def test_head_spec_numbers_around_head_are_found(what: str) -> None:
     before, after, expected = FOLLOWED[what]
     assert head_spec(odd(before, after)) == expected
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_anything_else_keeps_its_logits_whole(what: str) -> None:
+def test_head_spec_other_operation_is_none(what: str) -> None:
     before, after = REFUSED[what]
     assert head_spec(odd(before, after)) is None
 
 
-def test_what_a_model_hands_on_besides_its_input_keeps_them_whole() -> None:
+def test_head_spec_argument_added_by_forward_is_none() -> None:
     class Handing(Odd):
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
             return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None] * 2, **kwargs)

@@ -1,4 +1,4 @@
-"""An architecture that was never measured is refused where its tokens meet outside attention, with the module named."""
+"""Unmeasured architectures: a module that mixes tokens outside attention is refused by name."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MIXING = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", MIXING)
-def test_what_reads_other_tokens_is_named(kind: str) -> None:
+def test_refuse_mixing_module_reading_other_tokens_is_named(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"{kind}.* was never measured, and .*{MIXING[kind]}\) reads tokens"):
         refuse_mixing(build(survey_config(kind)))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "mixtral", "deepseek_v3", "cohere_compass_text"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_tokens_that_meet_in_attention_alone_pass(kind: str, dtype: torch.dtype) -> None:
+def test_refuse_mixing_plain_decoder_passes(kind: str, dtype: torch.dtype) -> None:
     model = build(survey_config(kind), dtype=dtype)
     before = {
         name: module.config._attn_implementation for name, module in model.named_modules() if hasattr(module, "config")
@@ -60,7 +60,7 @@ class Counted(nn.Module):
         return self.rotary(x, torch.arange(x.shape[1])[None].expand_as(position_ids))
 
 
-def test_positions_that_are_counted_are_refused() -> None:
+def test_refuse_mixing_counted_positions_are_refused() -> None:
     model: Any = small_model("llama")
     model.model.rotary_emb = Counted(model.model.rotary_emb)
     with pytest.raises(UnsupportedError, match="counts positions from the start of what it is given"):
@@ -88,15 +88,15 @@ def _never_measured(*, shift: bool) -> float:
     return float(causal_loss(parallelize(model, mesh, allow_untested=True), small_batch(1, 8), mesh))
 
 
-def test_a_hybrid_with_allow_untested_is_refused_on_all_ranks() -> None:
-    """Every layer attends, so nothing else would notice; the share of the token before is zero when training begins."""
+def test_parallelize_untested_hybrid_is_refused_on_all_ranks() -> None:
+    """Every layer attends, and the weight of the token before is zero at first: only the trial shows the mixing."""
     assert "brand_new" not in support.verdicts()
     expect_refusal(
         2, _never_measured, shift=True, error="UnsupportedError", match=r"layers\.1\.mlp \(Shift\) reads tokens"
     )
 
 
-def test_a_plain_decoder_with_allow_untested_is_not() -> None:
+def test_parallelize_untested_plain_decoder_runs() -> None:
     first, second = run_ranks(2, _never_measured, shift=False)
     assert first == second
 
@@ -107,14 +107,14 @@ def _widened(sp: int) -> None:
     parallelize(model, init_mesh(sp=sp))
 
 
-def test_a_module_put_into_a_measured_architecture_is_tried() -> None:
+def test_parallelize_users_mixing_module_is_refused() -> None:
     expect_refusal(
         2, _widened, 2, error="UnsupportedError", match=r"layers.0.mlp \(Shift\) is code of your own.* reads tokens"
     )
 
 
 class Normed(nn.Module):
-    """A batch norm over all tokens: each token's own in evaluation, of all of them in training."""
+    """Batch norm over all tokens: token-wise in evaluation, not in training."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class CentredInTraining(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("module", [Normed(32), CentredInTraining()], ids=lambda module: type(module).__name__)
-def test_what_reads_other_tokens_in_training_alone_is_named(module: nn.Module, training: bool) -> None:
+def test_refuse_mixing_module_mixing_in_training_is_named(module: nn.Module, training: bool) -> None:
     model: Any = small_model("llama")
     model.model.layers[1].post_attention_layernorm = module.to(model.dtype)
     model.train(training)
@@ -144,12 +144,12 @@ def test_what_reads_other_tokens_in_training_alone_is_named(module: nn.Module, t
     assert torch.random.get_rng_state().equal(drawn)
 
 
-def test_a_library_module_of_several_tokens_is_tried_too() -> None:
+def test_foreign_within_convolution_of_torch_is_found() -> None:
     model: Any = small_model("llama")
     assert foreign_within(model) is None
     model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj, nn.Conv1d(8, 8, 1))
     assert foreign_within(model) == "model.layers.0.mlp.down_proj.1 (Conv1d)"
 
 
-def test_a_module_on_one_rank_has_all_tokens() -> None:
+def test_parallelize_mixing_module_on_one_rank_runs() -> None:
     run_ranks(1, _widened, 1)

@@ -1,4 +1,4 @@
-"""State that layers pass on beside their hidden states: followed through every memory mode, or refused by name."""
+"""State that layers pass on beside hidden states: exact in every memory mode, or refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLANS: tuple[tuple[LayerMode, ...], ...] = (
 
 
 class Passes(LlamaDecoderLayer):
-    """A layer that leaves something of its own for later layers, and takes what the first ones left."""
+    """Layer that leaves a tensor for later layers and reads the tensors of earlier layers."""
 
     way = ""
 
@@ -86,7 +86,7 @@ class Passes(LlamaDecoderLayer):
 
 
 class PassingModel(LlamaModel):
-    """Llama's loop over its layers, with something that travels along."""
+    """Llama's loop over its layers, with a shared object that every layer gets."""
 
     way = ""
 
@@ -115,7 +115,7 @@ class PassingModel(LlamaModel):
 
 
 def passing(way: str) -> LlamaForCausalLM:
-    """A small llama whose layers pass something on in this way."""
+    """Return a small llama whose layers pass state on in this way."""
     torch.manual_seed(0)
     config = small_config("llama", num_hidden_layers=LAYERS)
     config._attn_implementation = "eager"
@@ -138,12 +138,12 @@ def errors(way: str, sp: int, weights: str = "none") -> list[float]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["", "dict", "mapping", "nested", "list"])
-def test_containers_of_tensors_are_followed_in_every_mode(way: str) -> None:
+def test_replay_shared_container_every_mode_is_exact(way: str) -> None:
     assert max(run_ranks(1, errors, way, 1)[0]) < FP64
 
 
 @pytest.mark.slow
-def test_a_mapping_of_tensors_is_followed_over_ranks_and_by_fsdp2() -> None:
+def test_replay_shared_mapping_over_fsdp2_ranks_is_exact() -> None:
     assert max(max(each) for each in run_ranks(2, errors, "mapping", 2, "shard")) < FP64
 
 
@@ -156,7 +156,7 @@ def copied(way: str, memory: str | None) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("memory", ["auto", None])
 @pytest.mark.parametrize("way", ["dict", "list"])
-def test_containers_that_fsdp2_copies_are_refused(way: str, memory: str | None) -> None:
+def test_parallelize_container_copied_by_fsdp2_is_refused(way: str, memory: str | None) -> None:
     for said, bound in run_ranks(2, copied, way, memory):
         assert re.match(rf"layer 0 changes a {way} that it is given, and FSDP2 gives every layer a copy", said)
         assert not bound
@@ -180,7 +180,7 @@ def refused(way: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_what_cannot_be_followed_is_refused_before_the_first_step(way: str) -> None:
+def test_parallelize_unreplayable_layers_are_refused(way: str) -> None:
     said, bound = run_ranks(1, refused, way)[0]
     assert re.match(REFUSED[way], said), said
     assert said.endswith("use memory=None, or 'keep' for every layer")
@@ -188,7 +188,7 @@ def test_what_cannot_be_followed_is_refused_before_the_first_step(way: str) -> N
 
 
 def kept(way: str) -> tuple[float, set[str]]:
-    """memory="auto" on what cannot be run again: the error, and the modes of the plan."""
+    """Return the error of a step under memory="auto" with layers that cannot run again, and the modes of the plan."""
     plans: list[Any] = []
 
     def prepare(model: Any, mesh: Any, **options: Any) -> Any:
@@ -202,7 +202,7 @@ def kept(way: str) -> tuple[float, set[str]]:
 
 
 @pytest.mark.parametrize("way", ["object", "module", "in place"])
-def test_auto_keeps_every_layer_of_what_cannot_be_run_again(way: str) -> None:
+def test_memory_auto_unreplayable_layers_are_kept(way: str) -> None:
     worst, modes = run_ranks(1, kept, way)[0]
     assert modes == {"keep"}
     assert worst < FP64

@@ -1,4 +1,4 @@
-"""Findings from the survey's table: equal to those of discovery, and refused to any model with other code."""
+"""Findings from the survey's table: equal to discovery's, and not used for a model with other code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def comparable(model: PreTrainedModel, found: Findings | None) -> Any:
 
 
 def differing(kind: str) -> tuple[int, list[str]]:
-    """Return how many variants of a type are in the table, and those whose discovery gives something else."""
+    """Return the number of a type's variants in the table, and the variants whose discovery differs."""
     mesh, known, wrong = init_mesh(sp=1, device="cpu"), 0, []
     for number, config in enumerate(configs(kind)):
         try:
@@ -169,7 +169,7 @@ def test_changed_model_is_not_in_the_table(change: Callable[[Any], None]) -> Non
 
 
 def wrapped(function: Any) -> Any:
-    """As functools.wraps does it: names are those of the original."""
+    """Return a wrapper with the original's names, as functools.wraps makes one."""
 
     def instead(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

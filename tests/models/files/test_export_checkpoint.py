@@ -65,7 +65,7 @@ def start_from(folder: Path, kind: str) -> Path:
 
 
 def train_and_save(start: str, run: str, lora: LoraSettings | None) -> int:
-    """Two steps, a checkpoint, and beside it what the ranks themselves save; bytes of the checkpoint."""
+    """Train two steps, save a checkpoint and the ranks' own folder; return the checkpoint's bytes."""
     mesh = init_mesh(sp=2)
     model: Any = empty_model(start, dtype=torch.float32)
     model = add_adapters(model, lora, seed=0) if lora else model

@@ -29,7 +29,7 @@ from tests.ranks import expect_refusal, run_ranks
 
 
 def make_run(run: str, identity: str, spoil: bool = False) -> None:
-    """Two checkpoints of a small model, with a folder that it starts from."""
+    """Make a run with two checkpoints of a small model, started from a folder."""
     root = Path(run)
     model: Any = small_model("llama", dtype=torch.float32, seed=len(identity))
     model.save_pretrained(root / "start")
@@ -67,7 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def another_model(folder: Path) -> Path:
-    """Somebody's model in shards, with an adapter, a tokenizer and a pickle of its own."""
+    """Write a user's model in shards, with an adapter, a tokenizer and a pickle."""
     small_model("qwen3", dtype=torch.float32).save_pretrained(folder, max_shard_size="10KB")
     for name in (
         "adapter_config.json",
@@ -118,7 +118,7 @@ def test_export_over_same_run_replaces_its_files(run: Path, tmp_path: Path) -> N
 
 
 def test_export_after_killed_export_leaves_one_model(run: Path, tmp_path: Path) -> None:
-    """Between any two files: the mark names what is there, and the next export leaves nothing of it."""
+    """The export is killed between any two files: the marker names the files, and the next export removes them."""
     to = tmp_path / "to"
     assert export(run, "--to", to, "--step", 1) is None
     (to / ".ithaca-export.part").mkdir()
@@ -192,7 +192,7 @@ def test_export_files_have_mode_of_umask(run: Path, tmp_path: Path, umask: int) 
 
 
 def save_both(folder: str) -> dict[str, int]:
-    """A model and an adapter as a plain loop saves them."""
+    """Save a model and an adapter from a plain loop."""
     os.umask(0o022)
     root, mesh = Path(folder), init_mesh()
     model = parallelize(small_model("llama", dtype=torch.float32), mesh, memory=None)
@@ -215,7 +215,7 @@ def save_beside_an_adapter(folder: str) -> None:
 
 
 def test_save_beside_adapter_is_refused(tmp_path: Path) -> None:
-    """from_pretrained would load the adapter on its own base, and not the model that was saved."""
+    """from_pretrained would load the adapter on the adapter's own base instead of the saved model."""
     (tmp_path / "adapter_config.json").write_text("{}")
     expect_refusal(
         2,
@@ -239,7 +239,7 @@ def test_export_refusal_names_path_as_typed(run: Path, tmp_path: Path, monkeypat
 
 
 def test_export_stopped_leaves_no_folder(run: Path, tmp_path: Path) -> None:
-    """Neither its own nor those above it that it had made; a folder that was there stays, with what was in it."""
+    """Folders that the export made are removed, its parents included; earlier folders stay with their files."""
     checkpoint = find_checkpoint(run)
     there = tmp_path / "there"
     there.mkdir()

@@ -41,13 +41,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def write(folder: Path, kind: str, **overrides: Any) -> Path:
-    """A folder of several files, written by transformers."""
+    """Write a folder of several files with transformers."""
     small_model(kind, dtype=torch.float32, **overrides).save_pretrained(folder, max_shard_size="20KB")
     return folder
 
 
 def load_and_compare(folder: str, sp: int, settings: dict[str, Any]) -> list[str]:
-    """Names of what differs from transformers' own loading, the loss and gradients among them."""
+    """Return the names of tensors that differ from transformers' own loading, loss and gradients included."""
     mesh = init_mesh(sp=sp)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     ours: Any = parallelize(empty_model(folder, dtype=torch.float32), mesh, allow_untested=True, **settings)
@@ -93,13 +93,13 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 def test_load_every_placement_equals_transformers(
     kind: str, world: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One process, copies, copies of shards: more experts' shards than experts among them."""
+    """One process, replicas, replicated shards, and more shards than experts."""
     write(tmp_path, kind, tie_word_embeddings=True)
     assert run_ranks(world, load_and_compare, str(tmp_path), world, settings) == [[]] * world
 
 
 def load_with_a_fault(folder: str) -> list[str]:
-    """Every rank reads the first rank's rows."""
+    """Load with a planted fault: every rank reads the first rank's rows."""
     right = read_weights.bounds
     first = lambda tensor: tuple(slice(0, each.stop - each.start) for each in right(tensor))  # noqa: E731
     with patch.object(read_weights, "bounds", first):
@@ -112,7 +112,7 @@ def test_load_planted_wrong_slice_is_seen(tmp_path: Path) -> None:
 
 
 def test_load_tied_model_from_its_head_alone(tmp_path: Path) -> None:
-    """Files with both names load if they agree, and are refused if not; either name alone will do."""
+    """Files with both names load if the weights are equal and are refused otherwise; one name is enough."""
     write(tmp_path, "llama", tie_word_embeddings=True)
     kept = AutoModelForCausalLM.from_pretrained(tmp_path).model.embed_tokens.weight
     _rewrite(tmp_path, lambda key, tensor: {"lm_head.weight": tensor} if "embed" in key else {key: tensor})
@@ -133,7 +133,7 @@ def test_load_tied_model_from_its_head_alone(tmp_path: Path) -> None:
 
 
 def _rewrite(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
-    """All weights into one file, changed."""
+    """Write all weights, changed, into one file."""
     files = sorted(folder.glob("*.safetensors"))
     tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
     for file in [*files, *folder.glob("*.index.json")]:
@@ -225,7 +225,7 @@ def test_init_weights_equal_those_of_one_process(degrees: tuple[int, int], tmp_p
 
 
 def adapters(folder: str) -> tuple[float, list[str]]:
-    """The loss and the adapters' gradients of an empty model with adapters, loaded, against a whole one's."""
+    """Return the errors of the loss and the adapters' gradients of a loaded model with adapters."""
     mesh = init_mesh(sp=2)
     lora = LoraSettings(rank=3, alpha=6)
     ours: Any = add_adapters(empty_model(folder, dtype=torch.float32), lora, seed=5)
@@ -248,7 +248,7 @@ def test_load_with_adapters_on_empty_model(tmp_path: Path) -> None:
 
 
 def peak(small: str, folder: str) -> tuple[int, int]:
-    """Bytes by which this rank's memory rose at most while it loaded, and bytes of its shards."""
+    """Return the largest growth of this rank's memory during loading, and the bytes of its shards."""
     mesh = init_mesh(sp=2)
     # A first load, for what libraries keep once.
     load_weights(parallelize(empty_model(small, dtype=torch.float32), mesh, memory=None), small)
@@ -278,9 +278,9 @@ def peak_without_closing(small: str, folder: str) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("files", "closes"), [("150MB", True), ("1GB", True), ("1GB", False)])
 def test_load_host_memory_peak_is_weights_and_a_little(files: str, closes: bool, tmp_path: Path) -> None:
-    """Half a GB in several files, and in one: all ranks' memory added up, shards and mapped files, is within 1.2 times.
+    """All ranks' memory (shards and mapped files) stays within 1.2 times half a GB, in several files and in one.
 
-    Files that stay mapped until the end are seen.
+    A planted fault, files that stay mapped until the end, exceeds the bound.
     """
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1, "vocab_size": 16384}
     config = small_config("llama", **sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=64)

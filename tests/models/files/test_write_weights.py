@@ -100,7 +100,7 @@ def test_save_unsharded_weights_writes_folder_of_transformers(weights: str, tmp_
 
 
 def test_save_planted_changed_weight_is_seen(tmp_path: Path) -> None:
-    """The comparison itself: one bit in one file."""
+    """The comparison sees one changed bit in one file."""
     case = ("llama", torch.float32, "cut")
     run_ranks(2, save_both, str(tmp_path), [case])
     folder = folder_of(tmp_path, *case)
@@ -124,7 +124,7 @@ def test_saved_folder_loads_and_computes_the_same(kind: str, tmp_path: Path) -> 
 
 
 def train_and_save(folder: str) -> dict[str, Tensor]:
-    """The weights after a step, gathered by hand."""
+    """Return the gathered weights after a step."""
     mesh = init_mesh(sp=2)
     model = parallelize(small_model("llama", dtype=torch.float32, tie_word_embeddings=True), mesh, allow_untested=True)
     causal_loss(model, small_batch(), mesh).backward()
@@ -175,7 +175,7 @@ def test_saved_adapter_loads_with_peft(weights: str, tmp_path: Path) -> None:
 
 
 def _adapters(kind: str) -> Any:
-    """Kinds of which PEFT's files hold more than one low-rank adapter of the name "default"."""
+    """Return kinds of adapters whose PEFT files hold more than one low-rank adapter named "default"."""
     from peft import LoraConfig, get_peft_model
 
     whole = {"modules_to_save": ["lm_head"]} if kind == "whole" else {}
@@ -262,12 +262,12 @@ def test_save_over_other_file_sizes_removes_older_files(tmp_path: Path) -> None:
 
 
 def storages(tensors: dict[str, Tensor]) -> int:
-    """Bytes these tensors keep alive: views of one storage count once."""
+    """Return the bytes that these tensors keep alive; views of one storage count once."""
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors.values()}.values())
 
 
 def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tuple[int, int]:
-    """The most bytes the writer held, and the bytes of the largest file plus the largest layer."""
+    """Return the most bytes that the writer held, and the bytes of the largest file plus the largest layer."""
     mesh = init_mesh(sp=2)
     model = parallelize(build(kind, torch.float32), mesh, allow_untested=True)
     held, files, layers = [0], [0], [0]
@@ -296,7 +296,7 @@ def most_held(folder: str, kind: str, size: str, *, hoard: bool = False) -> tupl
 
 @pytest.mark.parametrize(("kind", "size"), [("llama", "20KB"), ("mixtral", "60KB"), ("qwen3_moe", "60KB")])
 def test_save_rank_0_holds_one_file_and_one_layer(kind: str, size: str, tmp_path: Path) -> None:
-    """Sizes that every tensor fits into; a larger one has a file of its own."""
+    """File sizes that every tensor fits into; a larger tensor has its own file."""
     total = sum(p.numel() * 4 for p in build(kind, torch.float32).parameters())
     most, allowed = run_ranks(2, most_held, str(tmp_path / "a"), kind, size)[0]
     assert 0 < most <= allowed < total

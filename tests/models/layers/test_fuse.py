@@ -1,4 +1,4 @@
-"""Compiled norms, activations and rotary embeddings give what uncompiled ones give, keep less, and come off again."""
+"""Compiled norms, activations and rotary embeddings: equal to eager mode, less saved, and removable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("llama", "qwen3", "gemma3_text", "olmo2", "deepseek_v3")
 
 
 def step(kind: str, mode: str, fused: bool, weights: str = "none", seed: int = 0) -> dict[str, Tensor]:
-    """The loss and every gradient, or this rank's shard of it, of one step in fp32."""
+    """Return the loss and every gradient (or this rank's shard) of one step in fp32."""
     mesh = init_mesh(sp=2)
     model = small_model(kind, dtype=torch.float32, seed=seed)
     layers = model.config.get_text_config().num_hidden_layers
@@ -52,7 +52,7 @@ def farthest(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), dealt(KINDS, list(MODES)))
-def test_a_compiled_step_is_the_uncompiled_one(kind: str, mode: str) -> None:
+def test_compiled_step_equals_eager_step(kind: str, mode: str) -> None:
     expected = run_ranks(2, step, kind, mode, False)
     for got, wanted in zip(run_ranks(2, step, kind, mode, True, timeout=600), expected, strict=True):
         assert farthest(got, wanted) < COMPILED
@@ -60,15 +60,15 @@ def test_a_compiled_step_is_the_uncompiled_one(kind: str, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_step_over_sharded_weights_is_the_same(mode: str) -> None:
-    """FSDP2 gathers and frees the weights that compiled work, the way back among it, was given."""
+def test_compiled_step_sharded_weights_equals_eager_step(mode: str) -> None:
+    """FSDP2 gathers and frees the weights that compiled forward and backward read."""
     expected = run_ranks(2, step, "llama", mode, False, "shard")
     for got, wanted in zip(run_ranks(2, step, "llama", mode, True, "shard", timeout=600), expected, strict=True):
         assert farthest(got, wanted) < COMPILED
 
 
 def _scaled_step(kind: str, planted: bool) -> dict[str, Tensor]:
-    """A compiled step, norms of queries scaled; planted: the compiled norm leaves its weight out."""
+    """Return a compiled step with scaled query norms; the planted fault is a compiled norm without its weight."""
 
     def bare(norm: Any, chain: Any) -> Any:
         # Its value alone is left out: a weight without a gradient would be seen by its name.
@@ -92,13 +92,13 @@ def _scaled_step(kind: str, planted: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_norm_without_its_weight_would_be_seen() -> None:
+def test_compiled_step_planted_missing_norm_weight_is_seen() -> None:
     wanted, planted = (run_ranks(2, _scaled_step, "qwen3", wrong, timeout=600)[0] for wrong in (False, True))
     assert farthest(planted, wanted) > 100 * COMPILED
 
 
 def steps_of_two_models(shared: bool) -> tuple[list[dict[str, Tensor]], list[int]]:
-    """The steps of two models of one config with unequal weights, and how much was compiled until after each of them."""
+    """Return a step of each of two models with one config and different weights, and the compilations after each."""
     with compiled_once() if shared else nullcontext():
         done, counts = [], []
         for seed in (0, 1):
@@ -108,7 +108,7 @@ def steps_of_two_models(shared: bool) -> tuple[list[dict[str, Tensor]], list[int
 
 
 @pytest.mark.slow
-def test_models_of_one_config_may_share_what_is_compiled() -> None:
+def test_compiled_once_second_model_compiles_nothing() -> None:
     apart, together = (run_ranks(2, steps_of_two_models, shared, timeout=900) for shared in (False, True))
     for (wanted, own), (got, once) in zip(apart, together, strict=True):
         assert all(farthest(*pair) == 0 for pair in zip(got, wanted, strict=True))
@@ -118,7 +118,7 @@ def test_models_of_one_config_may_share_what_is_compiled() -> None:
 
 
 def compiled_until(kind: str, tile: int, rows: int) -> list[int]:
-    """How much was compiled until after a step of each length."""
+    """Return the number of compilations after a step of each length."""
     # What the compiler learned of lengths from other models.
     torch._dynamo.reset()
     mesh = init_mesh(sp=2)
@@ -142,7 +142,7 @@ def test_compiled_layers_new_length_compile_nothing(kind: str, lengths: tuple[in
 
 
 def put_and_taken_off(kind: str) -> tuple[set[str], set[str], set[str]]:
-    """Norms found in the first attention; those with a forward of their own when parallelized, and after."""
+    """Return the norms found in the first attention, and those with an own forward before and after unbind."""
     model = small_model(kind, dtype=torch.float32)
     attention: Any = model.model.layers[0].self_attn  # type: ignore[union-attr,index]
     found = set(norms_within(attention))
@@ -153,12 +153,12 @@ def put_and_taken_off(kind: str) -> tuple[set[str], set[str], set[str]]:
 
 
 @pytest.mark.parametrize(("kind", "names"), [("llama", set()), ("qwen3", {"q_norm", "k_norm"})])
-def test_norms_within_attention_are_found_and_come_off(kind: str, names: set[str]) -> None:
+def test_norms_within_attention_are_compiled_and_restored(kind: str, names: set[str]) -> None:
     assert run_ranks(1, put_and_taken_off, kind) == [(names, names, set())]
 
 
 def kept_bytes(norm: Any, x: Tensor) -> int:
-    """What autograd keeps of one call, each storage once."""
+    """Return the bytes that autograd saves in one call, each storage once."""
     found: dict[int, int] = {}
 
     def note(kept: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def kept_bytes(norm: Any, x: Tensor) -> int:
 
 
 def kept(transposed: bool) -> tuple[float, float, bool]:
-    """What a bf16 norm of heads keeps, over its input's bytes, uncompiled and compiled; and that strides stay."""
+    """Return saved bytes over input bytes of a bf16 head norm, eager and compiled, and True if strides are kept."""
     norm: Any = small_model("qwen3", dtype=torch.bfloat16).model.layers[0].self_attn.q_norm  # type: ignore[union-attr,index]
     x = torch.randn(1, 512, 4, norm.weight.numel(), generator=torch.Generator().manual_seed(0)).bfloat16()
     x = x.transpose(1, 2) if transposed else x
@@ -182,13 +182,13 @@ def kept(transposed: bool) -> tuple[float, float, bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_compiled_norm_keeps_its_input_and_no_more(transposed: bool) -> None:
-    """Beside it, the inverse deviation of each row in fp32; uncompiled an fp32 copy and the normalised values too."""
+def test_compiled_norm_saves_only_its_input(transposed: bool) -> None:
+    """The compiled norm also saves one fp32 number a row; eager mode saves an fp32 copy and the normed values."""
     [(plain, fused, same)] = run_ranks(1, kept, transposed, timeout=600)
     assert plain > 2.9
     assert fused < 1.3
     assert same
 
 
-def test_numbers_that_are_drawn_are_left_alone() -> None:
+def test_can_fuse_dropout_is_false() -> None:
     assert not fuse.can_fuse([nn.Dropout(0.1)])

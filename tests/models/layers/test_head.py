@@ -1,4 +1,4 @@
-"""Which heads the loss may read by their weight alone."""
+"""Heads whose weight the tiled loss reads directly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import EVAL_LOSS
 
 
-def test_a_head_with_an_adapter_is_more_than_its_weight() -> None:
+def test_head_spec_head_with_adapter_is_none() -> None:
     plain = small_model("llama")
     assert head_spec(plain) is not None
     # New, the adapter adds nothing: the logits alone do not tell.
@@ -40,7 +40,7 @@ def _softcap_taken_off(kind: str, name: str, value: float | None) -> tuple[float
 @pytest.mark.parametrize(
     ("kind", "name", "value"), [("gemma2", "final_logit_softcapping", None), ("granite", "logits_scaling", 7.0)]
 )
-def test_what_is_done_to_logits_may_change(kind: str, name: str, value: float | None) -> None:
+def test_causal_loss_changed_scale_or_cap_is_followed(kind: str, name: str, value: float | None) -> None:
     [(before, after, expected)] = run_ranks(1, _softcap_taken_off, kind, name, value)
     assert after == pytest.approx(expected, abs=EVAL_LOSS)
     assert abs(before - after) > 1e-3, "the change must do something"
@@ -56,5 +56,5 @@ def _dropped_loss() -> tuple[bool, int]:
     return node() is None, len(binding_of(model).router_logits)
 
 
-def test_a_loss_that_is_dropped_takes_its_routers_logits_along() -> None:
+def test_dropped_loss_frees_router_logits() -> None:
     assert run_ranks(1, _dropped_loss) == [(True, 0)]

@@ -1,4 +1,4 @@
-"""Hooks on modules that tiles, compiled graphs and the loss would go past: whenever they come, they are honoured."""
+"""Hooks on modules of tiled, compiled or replayed layers: every hook runs, whenever it is registered."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.tolerances import FAULT, FP64
 
 
 def bend(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    """Of each token alone, as it must be where ranks have only some, and not linear: a value left out shows."""
+    """Return a non-linear function of each token alone, exact over ranks; a skipped output changes the gradients."""
     return output * (1 + output.square().mean(-1, keepdim=True))
 
 
 def mix(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    """Of all tokens together: a tile shows."""
+    """Return a function of all tokens together, which differs on a tile."""
     return output * (1 + output.square().mean())
 
 
@@ -54,7 +54,7 @@ REGISTER: dict[str, Callable[[nn.Module], Any]] = {
 def error(
     kind: str, place: str, what: str, mode: LayerMode | None, before: bool, sp: int = 1, fuse: bool = False
 ) -> float:
-    """The worst error of a model with one hook, put on before parallelize or after; mode None: memory="auto"."""
+    """Return the worst error of a model with one hook, registered before or after parallelize; mode None: memory="auto"."""
     model = small_model(kind, num_hidden_layers=3, output_router_logits=kind == "qwen3_moe")
     REGISTER[what](model.get_submodule(place))
 
@@ -72,12 +72,12 @@ def error(
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("what", ["mix", "enter", "weigh"])
-def test_a_hook_on_the_head(what: str, before: bool) -> None:
+def test_hook_on_head_is_exact(what: str, before: bool) -> None:
     assert run_ranks(1, error, "llama", "lm_head", what, "save", before)[0] < FP64
 
 
 def _adapted_later() -> float:
-    """An adapter put on the head of a model that is parallelized already."""
+    """Return the worst error with an adapter that is put on the head after parallelize."""
     mesh = init_mesh(sp=1)
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
     batch = small_batch(2, 24)
@@ -93,7 +93,7 @@ def _adapted_later() -> float:
     return max(abs(float(loss.detach()) - expected.loss), *gradients.values())
 
 
-def test_an_adapter_put_on_the_head_later() -> None:
+def test_adapter_put_on_head_later_is_used() -> None:
     assert run_ranks(1, _adapted_later)[0] < FP64
 
 
@@ -105,45 +105,48 @@ NORM, MLP = "model.layers.1.post_attention_layernorm", "model.layers.1.mlp"
 @pytest.mark.parametrize("mode", [None, "save"])
 @pytest.mark.parametrize("what", ["mix", "enter", "weigh"])
 @pytest.mark.parametrize("place", [NORM, MLP, "model.layers.0.mlp.down_proj"])
-def test_a_hook_inside_a_unit(place: str, what: str, mode: LayerMode | None, before: bool) -> None:
+def test_hook_inside_unit_is_exact(place: str, what: str, mode: LayerMode | None, before: bool) -> None:
     assert run_ranks(1, error, "llama", place, what, mode, before)[0] < FP64
 
 
 @pytest.mark.parametrize("place", ["lm_head", NORM, MLP])
-def test_a_hook_over_two_ranks(place: str) -> None:
+def test_hook_inside_unit_over_two_ranks_is_exact(place: str) -> None:
     assert max(run_ranks(2, error, "llama", place, "bend", "save", False, 2)) < FP64
 
 
 @pytest.mark.parametrize("mode", ["keep", "save"])
-def test_router_logits_are_found_beside_a_hook(mode: LayerMode) -> None:
+def test_router_logits_beside_hook_are_exact(mode: LayerMode) -> None:
     assert run_ranks(1, error, "qwen3_moe", MLP, "mix", mode, False)[0] < FP64
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.layers.0.self_attn.q_norm"])
-def test_compiled_code_runs_no_hook_of_its_own(place: str) -> None:
-    """It serves all layers, of which one has a hook."""
+def test_compiled_code_holds_no_hook(place: str) -> None:
+    """All layers share the compiled code, and one layer has a hook."""
     assert run_ranks(1, error, "qwen3", place, "bend", "save", True, 1, True, timeout=600)[0] < FP64
 
 
 def _units_used(hook: bool) -> list[bool]:
-    """Whether each unit of a layer runs apart, in a model whose outputs transformers has recorded."""
+    """Return for each child of a layer if its unit runs separately; transformers' recorders stay on the model."""
     model = small_model("qwen3_moe", output_router_logits=True, output_hidden_states=True)
     model(**small_batch(1, 8))
     parallelize(model, init_mesh(sp=1))
     layer: Any = model.get_submodule("model.layers.1")
     if hook:
         REGISTER["bend"](layer.mlp)
-    return [child.forward.own.apart for child in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp)]
+    return [
+        child.forward.unit_forward.runs_separately
+        for child in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp)
+    ]
 
 
 @pytest.mark.parametrize(("hook", "apart"), [(False, [False, False, False]), (True, [False, True, True])])
-def test_what_has_no_hook_is_cut_as_ever(hook: bool, apart: list[bool]) -> None:
+def test_units_with_hooks_run_separately(hook: bool, apart: list[bool]) -> None:
     assert run_ranks(1, _units_used, hook) == [apart]
 
 
 def _another_forward() -> tuple[float, float]:
-    """The loss of a model whose MLP has another forward since, which looks at its input; and what it should be."""
+    """Return the loss of a model whose MLP gets another forward after parallelize, and the expected loss."""
     mesh, batch = init_mesh(sp=1), small_batch(1, 12)
     plain = small_model("llama")
     own = parallelize(small_model("llama"), mesh)
@@ -153,13 +156,13 @@ def _another_forward() -> tuple[float, float]:
     return float(causal_loss(own, batch, mesh).detach()), float(plain(**batch).loss.detach())
 
 
-def test_another_forward_put_on_an_mlp_later() -> None:
+def test_forward_put_on_mlp_later_runs() -> None:
     [(got, expected)] = run_ranks(1, _another_forward)
     assert abs(got - expected) < FAULT
 
 
 def _rebuilt(index: int, what: str) -> float:
-    """One step in which inputs are rebuilt, of a model with a hook on one of its layers, over FSDP2."""
+    """Return the loss of a step over FSDP2 with rebuilt inputs and a hook on one layer."""
     mesh = init_mesh(sp=2)
     plan = MemoryPlan(("save", "rebuild", "save", "save"), (False,) * 4, 4, 5)
     model = parallelize(small_model("llama", num_hidden_layers=4), mesh, memory=plan)
@@ -171,11 +174,11 @@ def _rebuilt(index: int, what: str) -> float:
 
 
 @pytest.mark.parametrize(("index", "what"), [(0, "bend"), (1, "enter")])
-def test_a_hook_before_a_rebuilt_input_is_refused(index: int, what: str) -> None:
+def test_hook_before_rebuilt_input_is_refused(index: int, what: str) -> None:
     expect_refusal(2, _rebuilt, index, what, error="UnsupportedError", match="layer 0 or 1 has hooks")
 
 
-def test_a_hook_elsewhere_stays_beside_rebuilt_inputs() -> None:
+def test_hook_elsewhere_beside_rebuilt_inputs_runs() -> None:
     assert run_ranks(2, _rebuilt, 3, "bend")
 
 
@@ -191,7 +194,7 @@ def _warnings(mode: LayerMode, place: str) -> list[str]:
     return said
 
 
-def test_a_hook_whose_sight_has_no_gradient_is_told_of_once() -> None:
+def test_hook_in_replayed_layer_warns_once() -> None:
     [[said]] = run_ranks(1, _warnings, "save", "model.layers.1.self_attn.q_proj")
     assert said.startswith("self_attn.q_proj is in a layer that is run again in backward, and has a forward hook")
     assert run_ranks(1, _warnings, "keep", "model.layers.1.self_attn.q_proj") == [[]]

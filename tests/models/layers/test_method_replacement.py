@@ -1,5 +1,8 @@
-"""Modules and weights put in after parallelize: refused where a plan stands on the old ones or the others are sharded,
-exact elsewhere; weights frozen and freed later are exact everywhere."""
+"""Modules and weights replaced after parallelize.
+
+A replaced module below a plan, or a whole weight among shards, is refused; elsewhere replacements are exact. Weights that are
+frozen or unfrozen later are exact everywhere.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,7 @@ def changed(change: Change, ran: bool, whole: bool) -> None:
         (one_layer_less, r"modules were taken out of the model's layers"),
     ],
 )
-def test_what_a_plan_stands_on_stays(change: Change, what: str, ran: bool) -> None:
+def test_replaced_module_below_plan_is_refused(change: Change, what: str, ran: bool) -> None:
     for whole in (False, True):
         match = f"{what} {AGAIN}"
         expect_refusal(1, changed, change, ran, whole, error="UnsupportedError", match=match)
@@ -128,13 +131,13 @@ def put_into_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_nor_is_anything_put_into_what_was_compiled() -> None:
+def test_replaced_module_inside_compiled_unit_is_refused() -> None:
     match = rf"model\.layers\.0\.mlp\.up_proj was put into the model {AGAIN}"
     expect_refusal(1, put_into_compiled, error="UnsupportedError", match=match)
 
 
 def errors(before: Change, change: Change, plan: MemoryPlan | None, world: int = 1, *, again: bool = False) -> float:
-    """The largest error of the loss or a gradient, the change made after a step."""
+    """Return the largest error of the loss or a gradient; the change is made after one step."""
     mesh = init_mesh(sp=world)
     plain, model = llama(), llama()
     for each in (before, change):
@@ -158,27 +161,27 @@ def errors(before: Change, change: Change, plan: MemoryPlan | None, world: int =
 
 
 @pytest.mark.parametrize("change", [new_mlp, new_product, new_norm])
-def test_parallelized_again_it_is_exact(change: Change) -> None:
+def test_replaced_module_parallelized_again_is_exact(change: Change) -> None:
     assert run_ranks(1, errors, nothing, change, PLAN, again=True)[0] < FP64
 
 
 @pytest.mark.parametrize(
     ("change", "plan"), [(new_mlp, None), (new_product, None), (new_norm, None), (new_product, PLAN)]
 )
-def test_where_no_plan_stands_on_it_it_is_exact(change: Change, plan: MemoryPlan | None) -> None:
+def test_replaced_module_unused_by_plan_is_exact(change: Change, plan: MemoryPlan | None) -> None:
     assert run_ranks(1, errors, nothing, change, plan)[0] < FP64
 
 
 @pytest.mark.parametrize("change", [new_head, new_weight, more_words])
 @pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
-def test_outside_the_layers_too(change: Change, plan: MemoryPlan | None) -> None:
+def test_replaced_module_outside_layers_is_exact(change: Change, plan: MemoryPlan | None) -> None:
     assert run_ranks(1, errors, nothing, change, plan)[0] < FP64
 
 
 @pytest.mark.parametrize(("before", "change"), [(freeze, free), (nothing, freeze)], ids=["freed", "frozen"])
 @pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), PLAN], ids=["no plan", "plan"])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_freezing_later_is_exact(before: Change, change: Change, plan: MemoryPlan | None, world: int) -> None:
+def test_freezing_weights_later_is_exact(before: Change, change: Change, plan: MemoryPlan | None, world: int) -> None:
     assert max(run_ranks(world, errors, before, change, plan, world)) < FP64
 
 
@@ -192,7 +195,7 @@ def test_freezing_later_is_exact(before: Change, change: Change, plan: MemoryPla
         (new_layer, r"model\.layers\.1\.self_attn\.q_proj\.weight"),
     ],
 )
-def test_a_whole_weight_among_shards_is_refused(change: Change, name: str, plan: MemoryPlan | None) -> None:
+def test_whole_weight_among_shards_is_refused(change: Change, name: str, plan: MemoryPlan | None) -> None:
     expect_refusal(2, errors, nothing, change, plan, 2, error="UnsupportedError", match=f"{name} {SHARDED}")
 
 
@@ -203,7 +206,7 @@ def gathered_ahead() -> float:
     return float(step(model).detach())
 
 
-def test_weights_gathered_ahead_of_time_are_no_strangers() -> None:
+def test_weights_gathered_by_unshard_are_accepted() -> None:
     plain = llama()
     with promoted():
         wanted = reference(plain, [[small_batch()]]).loss
@@ -216,6 +219,6 @@ def attention_put_in_later() -> None:
     step(model)
 
 
-def test_attention_that_is_not_bound_says_so() -> None:
+def test_attention_of_unbound_module_is_refused() -> None:
     match = r"LlamaAttention was put into the model after parallelize: put it in before"
     expect_refusal(2, attention_put_in_later, error="UnsupportedError", match=match)

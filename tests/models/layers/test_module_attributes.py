@@ -1,5 +1,8 @@
-"""Layers of one shape that differ in a dropout, an activation or an epsilon share neither findings nor compiled code,
-and those that do not differ share both; what changes later is refused."""
+"""Settings of layers with equal shapes.
+
+Layers that differ in a dropout, an activation or an epsilon share neither findings nor compiled code; equal layers share
+both. A setting that changes later is refused.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def farthest(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def dropout_in(index: int, plan: MemoryPlan) -> float:
-    """A dropout in one layer's MLP: how far a plan is from none, the same numbers drawn."""
+    """Return the difference between a plan and no plan with a dropout in one layer's MLP, from equal random numbers."""
     mesh, found = init_mesh(sp=1), []
     for memory in (plan, None):
         model = gpt2()
@@ -64,12 +67,12 @@ def dropout_in(index: int, plan: MemoryPlan) -> float:
 
 @pytest.mark.parametrize("plan", [KEPT, WHOLE], ids=["keep", "save"])
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_dropout_in_one_layer_is_found_there(index: int, plan: MemoryPlan) -> None:
+def test_dropout_in_one_layer_is_found(index: int, plan: MemoryPlan) -> None:
     assert run_ranks(1, dropout_in, index, plan)[0] < FP64
 
 
 def other_adapter() -> float:
-    """An adapter with a dropout, on only since parallelize."""
+    """Return the same difference with an adapter with dropout that is switched on after parallelize."""
     mesh, found = init_mesh(sp=1), []
     for memory in (WHOLE, None):
         torch.manual_seed(0)
@@ -83,7 +86,7 @@ def other_adapter() -> float:
     return farthest(*found)
 
 
-def test_a_dropout_of_an_adapter_that_was_off() -> None:
+def test_dropout_of_disabled_adapter_is_exact() -> None:
     assert run_ranks(1, other_adapter)[0] < COMPILED
 
 
@@ -120,7 +123,7 @@ AGAIN = r"after parallelize: do so before it, or call ithaca\.unbind\(model\) an
         (a_new_one, r"0\.2 was set at transformer\.h\.1\.mlp\.act\.1"),
     ],
 )
-def test_a_dropout_set_later_is_refused(change: Change, what: str, plan: MemoryPlan) -> None:
+def test_dropout_set_later_is_refused(change: Change, what: str, plan: MemoryPlan) -> None:
     match = f"a dropout of {what} {AGAIN}"
     expect_refusal(1, set_later, change, plan, error="UnsupportedError", match=match)
 
@@ -133,7 +136,7 @@ def more_dropout() -> None:
         causal_loss(model, BATCH, mesh).backward()
 
 
-def test_a_dropout_that_was_seen_may_be_another() -> None:
+def test_dropout_known_from_start_changed_later_runs() -> None:
     run_ranks(1, more_dropout)
 
 
@@ -182,7 +185,7 @@ def compiled_error(before: Change, after: Change | None = None) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [activation, two_names, epsilon, function])
-def test_code_is_not_shared_with_layers_that_differ(change: Change) -> None:
+def test_compiled_code_of_different_layers_is_not_shared(change: Change) -> None:
     assert run_ranks(1, compiled_error, change)[0] < COMPILED
 
 
@@ -197,12 +200,12 @@ def nothing(model: Any) -> None:
         (another_forward, r"model\.layers\.1\.mlp\.up_proj was given a forward"),
     ],
 )
-def test_what_was_compiled_stays_as_it_was(change: Change, what: str) -> None:
+def test_compiled_setting_changed_later_is_refused(change: Change, what: str) -> None:
     expect_refusal(1, compiled_error, nothing, change, error="UnsupportedError", match=f"{what} {AGAIN}")
 
 
 def compiled_chains(change: Change) -> int:
-    """How often something is compiled in a model of two layers."""
+    """Return the number of compiled functions in a model of two layers."""
     model = llama()
     change(model)
     with patch.object(fuse.torch, "compile", side_effect=lambda function: function) as compile_it:
@@ -211,22 +214,22 @@ def compiled_chains(change: Change) -> int:
 
 
 @pytest.mark.parametrize(("change", "more"), [(nothing, 0), (epsilon, 3), (activation, 3)])
-def test_layers_that_do_not_differ_share_their_code(change: Change, more: int) -> None:
-    """Of an MLP there are three pieces: the whole, what comes before its last product, and the way back."""
+def test_compiled_code_of_equal_layers_is_shared(change: Change, more: int) -> None:
+    """An MLP has three: the whole, the part before the last product, and that product's backward."""
     [same], [other] = run_ranks(1, compiled_chains, nothing), run_ranks(1, compiled_chains, change)
     assert other == same + more
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma", "gpt_neox", "qwen3_moe"])
-def test_equal_layers_have_equal_signatures(kind: str) -> None:
-    """Activations that are parts of functions or methods of their module, and the layers' own numbers, among them."""
+def test_signature_of_equal_layers_is_equal(kind: str) -> None:
+    """Activations that are partials or methods of their module, and layer indices, do not differ."""
     model: Any = small_model(kind)
     layers = getattr(model.base_model, "layers", None) or model.base_model.h
     assert signature(layers[0]) == signature(layers[1])
 
 
 def shared_norm_weight(plan: MemoryPlan | None) -> float:
-    """One weight for the norms before and after an MLP, which are one unit."""
+    """Return the error with one weight for the norms before and after an MLP, which are one unit."""
     mesh, found = init_mesh(sp=1), []
     for memory in (plan, None):
         model: Any = small_model("gemma2")
@@ -238,5 +241,5 @@ def shared_norm_weight(plan: MemoryPlan | None) -> float:
     return farthest(*found)
 
 
-def test_a_weight_of_two_children_has_its_gradient_once() -> None:
+def test_weight_shared_by_two_children_has_one_gradient() -> None:
     assert run_ranks(1, shared_norm_weight, TILED)[0] < FP64

@@ -1,4 +1,4 @@
-"""A unit's gradients without its value are autograd's, and the product it ends in is multiplied once a step."""
+"""A unit's gradients without its output equal autograd's, and its last product runs once a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENDS = {
 
 
 def first_layer(model: Any) -> tuple[nn.Module, UnitRole]:
-    """The first layer and its MLP with the norms around it."""
+    """Return the first layer and the role of its MLP unit."""
     layers = list(model.base_model.layers)
     args, kwargs = layer_arguments(model, layers)[0]
     [unit] = [role for role in find_units(layers[0], args, kwargs) if role.wide]
@@ -46,7 +46,7 @@ def first_layer(model: Any) -> tuple[nn.Module, UnitRole]:
 
 
 @pytest.mark.parametrize(("kind", "end"), ENDS.items())
-def test_where_an_mlp_ends_is_seen(kind: str, end: str | None) -> None:
+def test_find_units_end_is_output_module(kind: str, end: str | None) -> None:
     assert first_layer(small_model(kind))[1].end == end
 
 
@@ -78,7 +78,7 @@ TRAINED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("inward", [True, False])
 @pytest.mark.parametrize("trained", TRAINED)
-def test_gradients_without_the_value(
+def test_unit_backward_without_output_equals_autograd(
     kind: str, trained: str, inward: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fuse.torch, "compile", lambda function: function)
@@ -110,7 +110,7 @@ def plain_gradients(
 
 
 def products(mode: str) -> int:
-    """How often a compiled step multiplies a tile's intermediate values by a matrix that leads back to the stream."""
+    """Return the number of products with the MLP's last matrix in a compiled step, per layer."""
     mesh = init_mesh(sp=1)
     model = small_model("llama", dtype=torch.float32)
     wide, hidden = model.config.intermediate_size, model.config.hidden_size
@@ -127,6 +127,6 @@ def products(mode: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "save"])
-def test_a_layer_run_again_does_not_repeat_its_last_product(mode: str) -> None:
-    """One forward, two backward, to the inputs of gate and up: none more where the layer is run again."""
+def test_replayed_layer_multiplies_last_product_once(mode: str) -> None:
+    """One in forward and two in backward (gate and up have the same shapes); a replay adds none."""
     assert run_ranks(1, products, mode, timeout=600) == [3]

@@ -1,5 +1,4 @@
-"""A hook on a weight's gradient sees the whole sum, and once, whatever is tiled or run again; where FSDP2 would lose it
-it is refused."""
+"""Hooks on a weight's gradient: called once, with the whole sum, or refused where FSDP2 would lose them."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def llama(adapters: bool = False) -> Any:
 
 
 def cut(seen: Counter[str], name: str, gradient: Tensor) -> Tensor:
-    """No linear function: of parts it gives another sum."""
+    """Return a non-linear function, whose values for parts do not add up to the value for their sum."""
     seen[name] += 1
     return gradient.clamp(-LIMIT, LIMIT)
 
@@ -50,7 +49,7 @@ def put_on(model: Any) -> Counter[str]:
 
 
 def with_hooks(mode: str, adapters: bool, fuse: bool) -> tuple[set[int], float, float]:
-    """How often each hook was called; the largest error, and what it is without hooks."""
+    """Return the calls of each hook, the largest error, and the largest error of a model without hooks."""
     mesh, plain, untouched, model = init_mesh(sp=1), *(llama(adapters) for _ in range(3))
     put_on(plain)
     parallelize(model, mesh, memory=MemoryPlan(MODES[mode], (False, False), 8, 8), fuse=fuse)  # type: ignore[arg-type]
@@ -76,7 +75,7 @@ def with_hooks(mode: str, adapters: bool, fuse: bool) -> tuple[set[int], float, 
         ),
     ],
 )
-def test_a_hook_sees_the_sum_once(mode: str, adapters: bool, fuse: bool) -> None:
+def test_weight_hook_every_mode_sees_sum_once(mode: str, adapters: bool, fuse: bool) -> None:
     [(calls, off, missed)] = run_ranks(1, with_hooks, mode, adapters, fuse)
     assert calls == {1}
     assert off < FP64
@@ -84,7 +83,7 @@ def test_a_hook_sees_the_sum_once(mode: str, adapters: bool, fuse: bool) -> None
 
 
 def sharded(when: str, kind: str) -> int:
-    """How often hooks were called, of how many parameters."""
+    """Return the number of calls of a hook on a sharded weight."""
     mesh, model, seen = init_mesh(sp=2), llama(), []
     named = model.get_parameter("model.layers.1.mlp.up_proj.weight")
     if when == "after":
@@ -105,17 +104,17 @@ def sharded(when: str, kind: str) -> int:
         ("after", "register_hook", r"which FSDP2 never calls: use register_post_accumulate_grad_hook instead"),
     ],
 )
-def test_hooks_that_shards_lose_are_refused(when: str, kind: str, match: str) -> None:
+def test_weight_hook_lost_by_fsdp2_is_refused(when: str, kind: str, match: str) -> None:
     match = r"model\.layers\.1\.mlp\.up_proj\.weight has a hook, " + match
     expect_refusal(2, sharded, when, kind, error="UnsupportedError", match=match)
 
 
-def test_the_hook_that_is_advised_is_called() -> None:
+def test_weight_hook_advised_by_error_is_called() -> None:
     assert run_ranks(2, sharded, "after", "register_post_accumulate_grad_hook") == [1, 1]
 
 
-def test_torch_still_loses_them() -> None:
-    """What is refused would be lost: on the day that FSDP2 calls them, nothing need be refused."""
+def test_weight_hook_in_torch_fsdp2_is_lost() -> None:
+    """The refusal can go once FSDP2 calls such hooks."""
     assert run_ranks(2, lost) == [0, 0]
 
 

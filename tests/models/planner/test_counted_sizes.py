@@ -1,4 +1,4 @@
-"""A plan's parameters are those of transformers' own modules, for every architecture with an exact verdict."""
+"""Parameters of a plan equal those of transformers' modules, for every exact architecture."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def built(kind: str, config: Any) -> nn.Module:
 
 
 def off(kind: str, config: Any, folder: Path) -> float:
-    """How far the plan's count is from the modules', of a config as a folder has it."""
+    """Return the relative error of the plan's parameter count for a config.json in a folder."""
     (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     known = read_model(str(folder))
     assert ("built without weights" in known.cautions.get("sizes", "")) == (not facts_of(kind).counted)
@@ -44,18 +44,18 @@ def off(kind: str, config: Any, folder: Path) -> float:
 
 
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in EXACT])
-def test_small_models_are_counted_to_a_percent(kind: str, tmp_path: Path) -> None:
+def test_counted_sizes_small_model_is_within_a_percent(kind: str, tmp_path: Path) -> None:
     assert abs(off(kind, survey_config(kind), tmp_path)) < 0.01
 
 
 @pytest.mark.parametrize(
     "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in EXACT if k not in UNBUILT]
 )
-def test_models_of_the_usual_sizes_are_counted_to_a_percent(kind: str, tmp_path: Path) -> None:
+def test_counted_sizes_full_size_model_is_within_a_percent(kind: str, tmp_path: Path) -> None:
     assert abs(off(kind, AutoConfig.for_model(kind), tmp_path)) < 0.01
 
 
-def test_linear_maps_are_counted_where_adapters_go() -> None:
+def test_counted_sizes_linear_edges_equal_adapters() -> None:
     config = survey_config("phi")
     sizes = counted_sizes("phi", config.to_dict())
     layers = [m for m in built("phi", config).modules() if type(m).__name__ == "PhiDecoderLayer"]
@@ -64,13 +64,13 @@ def test_linear_maps_are_counted_where_adapters_go() -> None:
     assert sizes.with_lora(4).adapters == 4 * sum(m.in_features + m.out_features for m in linear)
 
 
-def test_a_type_that_transformers_has_not_is_refused_as_in_training(tmp_path: Path) -> None:
+def test_counted_sizes_unknown_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**survey_config("llama").to_dict(), "model_type": "brand_new"}))
     with pytest.raises(ConfigError, match="'brand_new', which transformers has no causal language model for"):
         read_model(str(tmp_path))
 
 
-def test_a_config_that_cannot_be_built_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_counted_sizes_unbuildable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**survey_config("phi").to_dict(), "layer_norm_eps": None}))
     with pytest.raises(ConfigError, match=r"transformers builds no phi of this config .*layer_norm_eps"):
         read_model(str(tmp_path))

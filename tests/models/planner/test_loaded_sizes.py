@@ -1,4 +1,4 @@
-"""Sizes for `memory="auto"`, of a model at hand: every architecture that is exact can be planned for."""
+"""Sizes of a loaded model for `memory="auto"`: every exact architecture can be planned."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from peft import LoraConfig, get_peft_model
 
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.plan_in_force import planner_of
+from ithaca.models.support import ModelParts
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.architectures import verdicts
-from ithaca.planning.model.layer_parameters import Wants
+from ithaca.planning.model.layer_parameters import InputsNeeded
 from ithaca.planning.search.advice import plan_or_refuse
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.rehearse.memory_trace import Trace
@@ -34,20 +35,20 @@ EXACT = [kind for kind in kinds() if verdicts().get(kind, {}).get("memory") == "
 @pytest.mark.parametrize(
     "kind", [kind if kind in LISTED else pytest.param(kind, marks=pytest.mark.slow) for kind in EXACT]
 )
-def test_every_architecture_can_be_planned_for(kind: str) -> None:
+def test_loaded_sizes_every_exact_type_can_be_planned(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(survey_config(kind))
-    sizes = sizes_of(model, model)
+    sizes = loaded_sizes(ModelParts.of(model))
     assert sizes.total == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
     assert plan_or_refuse(sizes, Job(64, sp=2), 10**9).layers == ("keep",) * len(sizes.layers)
 
 
-def test_frozen_weights_have_no_gradients() -> None:
+def test_loaded_sizes_frozen_weights_have_no_gradients() -> None:
     model = small_model("llama")
     model.requires_grad_(False)
     model.model.norm.requires_grad_(True)
-    sizes = sizes_of(model, model)
+    sizes = loaded_sizes(ModelParts.of(model))
     assert sizes.trainable == model.model.norm.weight.numel()
 
 
@@ -57,34 +58,34 @@ def adapted(targets: Any, saves: Sequence[str] = (), **config: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("targets", "wants"),
+    ("targets", "needed"),
     [
-        (["q_proj", "v_proj"], Wants(True, False, False, False)),
-        (["o_proj"], Wants(False, True, False, False)),
-        (["up_proj"], Wants(False, False, True, False)),
-        (["k_proj", "down_proj"], Wants(True, False, False, True)),
-        ("all-linear", Wants()),
+        (["q_proj", "v_proj"], InputsNeeded(True, False, False, False)),
+        (["o_proj"], InputsNeeded(False, True, False, False)),
+        (["up_proj"], InputsNeeded(False, False, True, False)),
+        (["k_proj", "down_proj"], InputsNeeded(True, False, False, True)),
+        ("all-linear", InputsNeeded()),
     ],
 )
-def test_maps_that_want_their_input_are_found(targets: Any, wants: Wants) -> None:
+def test_loaded_sizes_trained_linears_need_their_input(targets: Any, needed: InputsNeeded) -> None:
     model = adapted(targets)
-    assert {layer.wants for layer in sizes_of(model, model.base_model.model).layers} == {wants}
+    assert {layer.inputs_needed for layer in loaded_sizes(ModelParts.of(model)).layers} == {needed}
 
 
 @pytest.mark.parametrize("saves", [(), ("lm_head",), ("embed_tokens", "lm_head")])
-def test_what_adapters_add_is_counted_once(saves: Sequence[str]) -> None:
+def test_loaded_sizes_adapters_are_counted_once(saves: Sequence[str]) -> None:
     model = adapted(["q_proj"], saves)
-    sizes = sizes_of(model, model.base_model.model)
+    sizes = loaded_sizes(ModelParts.of(model))
     assert sizes.total == sum(p.numel() for p in model.parameters())
     assert sizes.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sizes.beside == len(saves) * sizes.embedding
     assert sizes.head_trainable == ("lm_head" in saves) * sizes.embedding
 
 
-def test_weights_trained_where_they_are_are_counted_once() -> None:
+def test_loaded_sizes_trained_weights_are_counted_once() -> None:
     model = small_model("llama").requires_grad_(False)
     model.model.layers[-1].requires_grad_(True)
-    assert sizes_of(model, model).total == sum(p.numel() for p in model.parameters())
+    assert loaded_sizes(ModelParts.of(model)).total == sum(p.numel() for p in model.parameters())
 
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 4}
@@ -93,7 +94,7 @@ AT_THE_LOSS, AT_THE_MLP = (192, 4000), (512, 256)
 
 
 def _said_and_seen(targets: Any, saves: Sequence[str], mode: LayerMode, width: int, vocabulary: int) -> tuple[int, int]:
-    """Bytes of a step: planned, and as the CPU's operators keep them."""
+    """Return the peak bytes of a step: planned, and traced on the CPU."""
     mesh, plan = init_mesh(sp=1), MemoryPlan((mode,) * 4, (False,) * 4, mlp_tile=512, loss_tile=256)
     model = adapted(targets, saves, **WIDE, intermediate_size=width, vocab_size=vocabulary)
     model = parallelize(model, mesh, memory=plan)
@@ -123,7 +124,7 @@ def _said_and_seen(targets: Any, saves: Sequence[str], mode: LayerMode, width: i
 @pytest.mark.parametrize("mode", ["keep", "save"])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 @pytest.mark.parametrize("saves", [(), ("embed_tokens", "lm_head")])
-def test_the_plan_knows_what_is_frozen(targets: Any, saves: Sequence[str], mode: LayerMode) -> None:
+def test_planned_memory_frozen_weights_equals_traced(targets: Any, saves: Sequence[str], mode: LayerMode) -> None:
     [(said, seen)] = run_ranks(1, _said_and_seen, targets, saves, mode, *AT_THE_LOSS)
     assert said == pytest.approx(seen, rel=TRACED_MEMORY)
 
@@ -131,6 +132,6 @@ def test_the_plan_knows_what_is_frozen(targets: Any, saves: Sequence[str], mode:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["save", "recompute"])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj"], "all-linear"])
-def test_the_plan_knows_what_runs_again_where_most_is_frozen(targets: Any, mode: LayerMode) -> None:
+def test_planned_memory_mostly_frozen_replays_equals_traced(targets: Any, mode: LayerMode) -> None:
     [(said, seen)] = run_ranks(1, _said_and_seen, targets, (), mode, *AT_THE_MLP)
     assert said == pytest.approx(seen, rel=TRACED_MEMORY)

@@ -1,4 +1,4 @@
-"""Out of memory in the middle of a step: the error says what held the memory and what to change."""
+"""Out of memory within a step: the error lists what held the memory and what to change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _step(where: str, given: bool) -> tuple[str, float, float]:
 # Layers that are run again tell by themselves; where there is room for everything, the loss's own backward does.
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_error_has_an_account(where: str, given: bool) -> None:
+def test_out_of_memory_error_lists_terms(where: str, given: bool) -> None:
     for message, before, again in run_ranks(2, _step, where, given):
         lines = message.splitlines()
         assert lines[0] == "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -75,8 +75,8 @@ def test_the_error_has_an_account(where: str, given: bool) -> None:
         assert again == before, "the step after it is right"
 
 
-def test_where_no_plan_takes_less_only_what_takes_less_is_named() -> None:
-    """Not the memory that ran out, which the plan takes for enough."""
+def test_out_of_memory_smallest_plan_names_other_remedies() -> None:
+    """The planner takes the device's memory for enough, so more of it is no remedy."""
     job, layers = Job(1024 * 1024, optimizer="none"), len(B8.layers)
     least = MemoryPlan(("recompute",) * layers, (True,) * layers, mlp_tile=2048, loss_tile=1024, head_groups=8)
     error = torch.OutOfMemoryError("CUDA out of memory.")
@@ -86,8 +86,8 @@ def test_where_no_plan_takes_less_only_what_takes_less_is_named() -> None:
     assert "of device memory" not in message
 
 
-def test_a_loss_nobody_goes_back_from_is_freed_at_once() -> None:
-    """No cycle holds it: what its graph keeps would wait for the garbage collector."""
+def test_loss_without_backward_is_freed() -> None:
+    """A reference cycle would keep the graph's tensors alive until the garbage collector runs."""
     assert run_ranks(1, _freed) == [True]
 
 

@@ -1,4 +1,4 @@
-"""What a plan goes by: the host's memory with what the job itself has put there, and the layers that are there."""
+"""Inputs of a plan: free host memory, the job's own state on the host, and the layers of the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ithaca.constants import GIB
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.planner import plan_in_force
-from ithaca.models.planner.loaded_sizes import sizes_of
+from ithaca.models.planner.loaded_sizes import loaded_sizes
 from ithaca.models.planner.plan_in_force import MOST, SHARE, AutoMemory, planner_of
+from ithaca.models.support import ModelParts
 from ithaca.parallelize import parallelize
 from ithaca.planning.memory_plan import Job
 from ithaca.planning.search.phrases import LIBRARY
@@ -41,14 +42,14 @@ def _held_through_a_step() -> list[int]:
     return [*held, held_on_host(model), sum(p.nbytes for p in model.parameters())]
 
 
-def test_what_the_job_holds_on_the_host_is_counted_as_it_comes() -> None:
+def test_host_budget_state_of_job_is_counted() -> None:
     [(before, with_gradients, with_state, without, weights)] = run_ranks(1, _held_through_a_step)
     assert (before, with_gradients, without) == (weights, 2 * weights, weights)
     # Two moments and a step count for each weight.
     assert 3 * weights <= with_state < 3.1 * weights
 
 
-def test_a_plan_has_the_same_room_before_and_after_its_state_is_there() -> None:
+def test_host_budget_before_and_after_state_is_equal() -> None:
     model: Any = torch.nn.Linear(2, 2)
     job = Job(length=1, weights_on_host=True, gradients_on_host=True, optimizer_on_host=True)
     mesh: Any = SimpleNamespace(local_ranks=2)
@@ -79,13 +80,13 @@ def _told_budgets() -> list[Any]:
     return [(planner.budget, planner.host_budget) for planner in planners if planner is not None]
 
 
-def test_budgets_reach_the_planner() -> None:
+def test_parallelize_budgets_reach_planner() -> None:
     [told] = run_ranks(1, _told_budgets)
     assert told == [(2 * 10**9, 3 * 10**9), (2 * 10**9, 7 * 10**9), (2 * 10**9, None)]
 
 
-def test_a_refusal_asks_for_what_the_machine_needs() -> None:
-    """Of which a plan is given three quarters; and where the device has more than that, for more of it."""
+def test_phrases_larger_need_names_setting_or_machine() -> None:
+    """A plan gets three quarters of a device by default; a setting may raise the share, up to a limit."""
     model: Any = torch.nn.Linear(2, 2)
     mesh: Any = SimpleNamespace(local_ranks=4, device=torch.device("cuda"))
     planner = AutoMemory(small_sizes(), mesh, Job(length=1), 60 * GIB, model)
@@ -102,13 +103,13 @@ def test_a_refusal_asks_for_what_the_machine_needs() -> None:
 
 def small_sizes() -> Any:
     model = small_model("llama")
-    return sizes_of(model, model)
+    return loaded_sizes(ModelParts.of(model))
 
 
-def test_a_width_of_its_own_is_planned() -> None:
+def test_loaded_sizes_n_inner_is_mlp_width() -> None:
     config = GPT2Config(n_layer=2, n_embd=16, n_head=2, n_inner=96, vocab_size=64, n_positions=32)
     model = GPT2LMHeadModel(config)
-    assert sizes_of(model, model).layers[0].width == 96
+    assert loaded_sizes(ModelParts.of(model)).layers[0].width == 96
 
 
 def _layers_run_several_times() -> int:
@@ -119,14 +120,14 @@ def _layers_run_several_times() -> int:
     return len(planner.plan.layers)
 
 
-def test_layers_are_counted_as_they_are_there() -> None:
-    """A config may count a layer as often as it runs in a pass."""
+def test_plan_layers_run_several_times_are_counted_once() -> None:
+    """hrm_text's config counts a layer once for every run in a pass."""
     assert run_ranks(1, _layers_run_several_times) == [4]
 
 
 @pytest.mark.parametrize(("kind", "normed"), [("exaone4", True), ("qwen3", True), ("olmo2", True), ("llama", False)])
-def test_norms_of_heads_are_found_where_they_are(kind: str, normed: bool) -> None:
+def test_loaded_sizes_norms_of_heads_are_found(kind: str, normed: bool) -> None:
     model = small_model(kind)
-    sizes = sizes_of(model, model)
+    sizes = loaded_sizes(ModelParts.of(model))
     heads = (sizes.heads + sizes.kv_heads) * sizes.key_size
     assert {layer.normed for layer in sizes.layers} == {heads if normed else 0}

@@ -21,7 +21,7 @@ from tests.ranks import expect_refusal, run_ranks
 
 
 def _step(rate: float, later: float | None = None, *, training: bool = True) -> float:
-    """Without the refusal one rank runs a layer that the other left out, and both wait for heads."""
+    """Run a step; without the refusal one rank would run a layer that the other dropped, and both would hang."""
     mesh = init_mesh(sp=2)
     model: Any = parallelize(build(survey_config("biogpt", layerdrop=rate)), mesh).train(training)
     if later is not None:

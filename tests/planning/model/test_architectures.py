@@ -1,4 +1,4 @@
-"""The reader of facts about types, and the file's shape."""
+"""Reader of architectures.json, and the shape of the file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tools.survey.measured import facts_row
 from tools.survey.stated import stated_kinds
 
 
-def test_type_without_a_row_has_facts_of_llama_without_its_counts() -> None:
+def test_facts_of_unknown_type_are_uncounted_llama() -> None:
     assert facts_of("brand_new") == ArchitectureFacts()
     assert structures_of("brand_new") == {}
     assert facts_of("llama").counted
     assert "brand_new" not in verdicts()
 
 
-def test_every_row_is_read_whole() -> None:
+def test_architectures_every_row_is_valid() -> None:
     known = {field.name for field in fields(ArchitectureFacts)}
     for kind, row in architectures()["architectures"].items():
         assert set(row) <= {"verdict", "facts", "structures"}, kind
@@ -26,13 +26,13 @@ def test_every_row_is_read_whole() -> None:
         assert set(row.get("structures", {})) in (set(), {"models", "layers"}), kind
 
 
-def test_only_types_that_are_run_again_exactly_have_structures() -> None:
+def test_structures_only_of_types_with_exact_replays() -> None:
     stored = {kind for kind in architectures()["architectures"] if structures_of(kind)}
     assert {"llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gpt_oss"} <= stored
     assert {verdicts()[kind].get("memory") for kind in stored} == {"exact"}
 
 
-def test_facts_are_those_the_survey_measures_and_states() -> None:
+def test_facts_of_every_type_equal_measured_and_stated() -> None:
     rows = architectures()["architectures"]
     found = {kind: facts_row(kind) for kind in sorted(stated_kinds())}
     assert {kind: row["facts"] for kind, row in rows.items() if "facts" in row} == found
@@ -49,7 +49,7 @@ def test_measured_facts_are_those_that_modeling_files_show() -> None:
     assert "slides_if_set" not in facts_row("llama")
 
 
-def test_reader_imports_no_torch() -> None:
+def test_architectures_reader_imports_no_torch() -> None:
     code = (
         "import sys; from ithaca.planning.model.architectures import verdicts, facts_of, structures_of; "
         "verdicts(), facts_of('llama'), structures_of('llama'); assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""What the checks of a config.json pass can be built by transformers, and what they refuse is refused for a reason."""
+"""Checks of a config.json: transformers builds what passes, and fails for what is refused."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def build(settings: dict[str, Any]) -> None:
         AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
 
 
-def test_words_are_those_of_transformers() -> None:
-    """A failure names what `planning/model/config_words.py` has to be given, or to lose, for this version."""
+def test_config_words_equal_transformers() -> None:
+    """The failure lists the names to add to or remove from `planning/model/config_words.py`."""
     known = transformers_words()
     for name in ("causal", "activations", "ropes", "layers"):
         written, theirs = getattr(WORDS, name), getattr(known, name)
@@ -52,7 +52,7 @@ def test_words_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_a_bad_value_is_refused_in_one_sentence(name: str) -> None:
+def test_check_config_bad_value_is_refused(name: str) -> None:
     with pytest.raises(IthacaError) as caught:
         check_config(content("llama", **BAD_VALUES[name]))
     said = str(caught.value)
@@ -61,21 +61,21 @@ def test_a_bad_value_is_refused_in_one_sentence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BAD_VALUES if name not in BUILT and "10000000000" not in name])
-def test_a_value_that_is_refused_stops_transformers_too(name: str) -> None:
+def test_transformers_refused_value_fails_too(name: str) -> None:
     with pytest.raises(Exception):  # noqa: B017 - transformers and torch raise what they like
         build(content("llama", **BAD_VALUES[name]))
 
 
 @pytest.mark.parametrize("kind", LISTED)
-def test_what_is_passed_is_built(kind: str) -> None:
-    """No architecture's own config is refused, and a wrong word in it is."""
+def test_check_config_passed_config_is_built(kind: str) -> None:
+    """Every architecture's own config passes, and a wrong name in it is refused."""
     check_config(content(kind))
     build(content(kind))
     with pytest.raises(ConfigError, match="num_hidden_layers: got 0"):
         check_config(content(kind, num_hidden_layers=0))
 
 
-def test_defaults_of_every_type_are_passed() -> None:
+def test_check_config_defaults_of_every_type_pass() -> None:
     refused = {}
     for kind in sorted(WORDS.causal):
         try:
@@ -91,17 +91,17 @@ def test_defaults_of_every_type_are_passed() -> None:
 
 
 @pytest.mark.parametrize("name", known_names())
-def test_models_of_the_table_are_passed(name: str) -> None:
+def test_check_config_known_model_passes(name: str) -> None:
     check_config(known_config(name) or {})
 
 
-def test_the_text_models_part_is_checked() -> None:
+def test_check_config_text_config_is_checked() -> None:
     inside = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanhh"}
     with pytest.raises(ConfigError, match=r"text_config\.hidden_activation: got .* the nearest is 'gelu_pytorch_tanh'"):
         check_config({"model_type": "gemma3", "text_config": inside})
 
 
-def test_the_check_needs_neither_torch_nor_transformers() -> None:
+def test_check_config_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; from ithaca.planning.model.config_check import check_config; check_config({'model_type': 'llama'}); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""The one count of FLOPs against what torch counts, and the figures shown against their seconds."""
+"""Counts of FLOPs against torch's counter, and published speeds against their seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.floor import SHAPES, sizes_of, step_flops
 from ithaca.config.schema import LoraSettings
 from ithaca.models.files.pretrained import add_adapters
-from ithaca.models.planner.loaded_sizes import sizes_of as sizes_at_hand
+from ithaca.models.planner.loaded_sizes import loaded_sizes
+from ithaca.models.support import ModelParts
 from ithaca.planning.machine.hardware import find_device
 from ithaca.planning.memory_plan import Job
-from ithaca.planning.model.flops import ATTENTION_BACKWARD, attention_flops, model_flops, pairs, utilisation
+from ithaca.planning.model.flops import ATTENTION_BACKWARD, attention_flops, model_flops, utilisation, visible_pairs
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.verify.small_models.features import small_batch, small_model
 from tests.planning.models import B8, LLAMA_8B, K
@@ -28,16 +29,16 @@ LENGTH = 48
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
 @pytest.mark.parametrize("length", [1, 7, 16, 33])
-def test_pairs_are_those_of_a_mask(length: int, window: int | None) -> None:
-    """Half of the square for a triangle with half of its diagonal: no further off than a token each."""
+def test_visible_pairs_equal_mask(length: int, window: int | None) -> None:
+    """The count takes half of the diagonal, so it differs from a mask by at most half a pair a token."""
     place = torch.arange(length)
     apart = place[:, None] - place[None]
     seen = (apart >= 0) & (apart < (window or length))
-    assert abs(pairs(length, window) - float(seen.sum())) <= length / 2
+    assert abs(visible_pairs(length, window) - float(seen.sum())) <= length / 2
 
 
 def counted(model: Any) -> tuple[int, int]:
-    """What torch counts in a step: products of weights, and eager attention, which takes the whole square."""
+    """Return torch's counts for a step: products with weights, and eager attention over the whole square."""
     batch = small_batch(1, LENGTH)
     with FlopCounterMode(display=False) as counter:
         model(**batch, use_cache=False).loss.backward()
@@ -46,7 +47,7 @@ def counted(model: Any) -> tuple[int, int]:
     return sum(counts.values()) - attention, attention
 
 
-def test_a_whole_model_is_counted_as_torch_does() -> None:
+def test_model_flops_whole_model_equals_torch() -> None:
     model = small_model("llama", dtype=torch.float32)
     sizes = ModelSizes.from_config(model.config.to_dict())
     products, attention = counted(model)
@@ -56,9 +57,9 @@ def test_a_whole_model_is_counted_as_torch_does() -> None:
     assert seen == pytest.approx(attention / 2 * (1 + ATTENTION_BACKWARD) / 3)
 
 
-def test_adapters_are_counted_as_what_runs() -> None:
+def test_model_flops_adapters_equal_torch() -> None:
     model: Any = add_adapters(small_model("llama", dtype=torch.float32), LoraSettings(rank=4), seed=0)
-    sizes = sizes_at_hand(model, model.get_base_model())
+    sizes = loaded_sizes(ModelParts.of(model))
     text = model.get_base_model().config
     plain = ModelSizes.from_config(text.to_dict()).with_lora(4)
     # Nothing below the first layer is trained: its maps have no gradient of their input to make.
@@ -72,7 +73,7 @@ def test_adapters_are_counted_as_what_runs() -> None:
     assert 2 / 3 * full < model_flops(plain, {}, LENGTH) < full
 
 
-def test_weights_trained_in_place_cost_their_gradient_alone() -> None:
+def test_model_flops_weight_trained_in_place_adds_its_gradient() -> None:
     part = B8.layers[0].attention
     frozen = model_flops(replace(B8, adapters=1, beside=1), {}, K)
     trained = model_flops(replace(B8, adapters=part, in_place=part), {}, K)
@@ -81,7 +82,7 @@ def test_weights_trained_in_place_cost_their_gradient_alone() -> None:
     assert model_flops(head, {}, K) - frozen == 2 * B8.embedding * K
 
 
-def test_documents_and_windows_are_less_work_than_a_row() -> None:
+def test_model_flops_documents_and_windows_are_less() -> None:
     linear = model_flops(B8, {}, 64 * K)
     whole, halves = (model_flops(B8, {length: 64 * K // length}, 64 * K) - linear for length in (64 * K, 32 * K))
     assert halves == whole / 2
@@ -91,7 +92,7 @@ def test_documents_and_windows_are_less_work_than_a_row() -> None:
 
 
 @pytest.mark.parametrize("length", [64 * K, 128 * K])
-def test_ranks_share_a_jobs_attention(length: int) -> None:
+def test_attention_flops_are_shared_by_ranks(length: int) -> None:
     for kind in ({}, {"sliding_window": 4 * K, "model_type": "mistral"}):
         sizes = ModelSizes.from_config({**LLAMA_8B, **kind})
         alone = sum(attention_flops(sizes, layer, Job(length)) for layer in sizes.layers)
@@ -107,13 +108,13 @@ def cells(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cell", [*cells("step"), *cells("longest")])
-def test_the_speeds_shown_are_the_count_over_the_seconds(cell: dict[str, Any]) -> None:
+def test_published_speed_is_count_over_seconds(cell: dict[str, Any]) -> None:
     flops = step_flops(SHAPES[cell["model"]], cell["length"])
     assert cell["model_tflops"] == pytest.approx(flops / cell["seconds"] / 1e12, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["run", "run_on_a_slow_host"])
-def test_the_utilisation_shown_is_the_count_over_the_seconds(name: str) -> None:
+def test_published_utilisation_is_count_over_seconds(name: str) -> None:
     run = json.loads((RESULTS / "training.json").read_text())[name]
     peak = find_device(run["machine"]["device"]).peak * 1e12
     shape, length = SHAPES[run["model"]], run["length"]

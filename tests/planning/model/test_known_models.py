@@ -1,4 +1,4 @@
-"""The built-in table: published totals are what is counted, and a name finds its model or the nearest."""
+"""The table of known models: counts equal published totals, and a name finds its model or the nearest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE: dict[str, Any] = json.loads(files("ithaca.planning.model").joinpath("know
 
 
 @pytest.mark.parametrize("name", known_names())
-def test_parameters_are_those_published(name: str) -> None:
+def test_known_model_parameters_equal_published(name: str) -> None:
     known = find_model(name)
     assert known is not None
     assert known.name == name
@@ -47,18 +47,18 @@ def test_parameters_are_those_published(name: str) -> None:
         ("deepseek-v3", "deepseek-ai/DeepSeek-V3"),
     ],
 )
-def test_a_name_finds_its_model(said: str, name: str) -> None:
+def test_find_model_other_spelling_finds_model(said: str, name: str) -> None:
     known = find_model(said)
     assert known is not None
     assert known.name == name
 
 
 @pytest.mark.parametrize("said", ["qwen", "llama", "mistralai/Mistral-7B-Instruct-v0.2", "deepseek", "", "gpt-oss"])
-def test_half_a_name_or_another_version_finds_none(said: str) -> None:
+def test_find_model_half_name_or_other_version_is_none(said: str) -> None:
     assert find_model(said) is None
 
 
-def test_the_nearest_are_named() -> None:
+def test_nearest_models_typo_names_nearest() -> None:
     assert nearest_models("lama-3.1-8b")[0] == "meta-llama/Llama-3.1-8B"
     assert nearest_models("Qwen3-80B")[0] == "Qwen/Qwen3-8B"
     assert nearest_models("zzzz") == []
@@ -77,18 +77,18 @@ def test_the_nearest_are_named() -> None:
         {"hidden_size": None},
     ],
 )
-def test_a_config_that_is_none_is_refused(change: dict[str, Any]) -> None:
+def test_read_config_unusable_config_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"x/config\.json"):
         read_config("x/config.json", {**LLAMA_8B, **change})
 
 
-def test_windows_alternate_in_gpt_oss() -> None:
+def test_known_model_gpt_oss_windows_alternate() -> None:
     known = find_model("gpt-oss-20b")
     assert known is not None
     assert [layer.window for layer in known.sizes.layers[:4]] == [128, None, 128, None]
 
 
-def test_transformers_builds_each_of_them_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_config_every_model_builds_without_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from ithaca.models.files.pretrained import known_model
 
     said: list[str] = []

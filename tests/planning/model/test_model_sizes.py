@@ -1,4 +1,4 @@
-"""Parameter counts: exact against transformers' own modules, and against published totals."""
+"""Parameter counts against transformers' own modules, and against published totals."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaca.errors import UnsupportedError
 from ithaca.planning.model.architectures import architectures, facts_of
-from ithaca.planning.model.config_names import cautions_of, text_of
+from ithaca.planning.model.config_names import cautions_of, common_config
 from ithaca.planning.model.known_models import known_config, known_names
 from ithaca.planning.model.model_sizes import ModelSizes
 from tests.planning.models import B1, B8, LLAMA_8B
@@ -60,7 +60,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "more"), CASES, ids=[f"{i}-{kind}" for i, (kind, _) in enumerate(CASES)])
-def test_counts_are_those_of_the_modules(kind: str, more: dict[str, Any]) -> None:
+def test_model_sizes_every_layout_equals_modules(kind: str, more: dict[str, Any]) -> None:
     config = AutoConfig.for_model(kind, **{**SMALL, **more})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -86,8 +86,8 @@ def default_of(kind: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(COUNTED))
-def test_families_said_to_be_counted_are(kind: str) -> None:
-    """To a percent: what a bias or a norm of its own adds is not worth a line."""
+def test_model_sizes_counted_type_equals_modules(kind: str) -> None:
+    """Counts are exact to a percent: small biases and norms are left out."""
     config = default_of(kind)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -96,7 +96,7 @@ def test_families_said_to_be_counted_are(kind: str) -> None:
     assert "sizes" not in cautions_of(config.to_dict())
 
 
-def test_a_family_that_is_not_counted_is_said_to_be() -> None:
+def test_facts_uncounted_type_is_marked() -> None:
     assert "'jetmoe' are counted as Llama's" in cautions_of({**LLAMA_8B, "model_type": "jetmoe"})["sizes"]
     assert not {str(config.get("model_type")) for config in map(known_config, known_names())} - COUNTED
 
@@ -116,8 +116,8 @@ SLIDING = [
 
 
 @pytest.mark.parametrize("kind", SLIDING)
-def test_old_files_slide_where_transformers_does(kind: str) -> None:
-    """They say no layer_types."""
+def test_windows_without_layer_types_equal_transformers(kind: str) -> None:
+    """Old config files have no layer_types."""
     config = default_of(kind)
     old = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
     windows = [layer.window for layer in ModelSizes.from_config(old).layers]
@@ -125,7 +125,7 @@ def test_old_files_slide_where_transformers_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe", "smollm3"])
-def test_families_slide_where_they_are_told_to(kind: str) -> None:
+def test_windows_of_old_config_follow_facts(kind: str) -> None:
     old = {**AutoConfig.for_model(kind, num_hidden_layers=32).to_dict(), "sliding_window": 4096}
     for key in ("layer_types", "use_sliding_window"):
         old.pop(key, None)
@@ -142,7 +142,7 @@ GPT_2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions
     ("kind", "more"),
     [("gpt2", {}), ("gpt2", {"n_inner": 48}), ("gpt_bigcode", {}), ("gpt_bigcode", {"multi_query": False})],
 )
-def test_counts_of_families_with_other_names(kind: str, more: dict[str, Any]) -> None:
+def test_model_sizes_other_key_names_equal_modules(kind: str, more: dict[str, Any]) -> None:
     config = AutoConfig.for_model(kind, **GPT_2, **more)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -211,11 +211,11 @@ PUBLISHED: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("config", "total"), PUBLISHED, ids=[str(config["model_type"]) for config, _ in PUBLISHED])
-def test_published_totals(config: dict[str, Any], total: int) -> None:
+def test_model_sizes_total_equals_published(config: dict[str, Any], total: int) -> None:
     assert ModelSizes.from_config(config).total == total
 
 
-def test_what_a_token_meets() -> None:
+def test_layer_sizes_experts_count_active_parameters() -> None:
     sizes = ModelSizes.from_config(PUBLISHED[2][0])
     layer = sizes.layers[0]
     assert (layer.experts, layer.experts_per_token, layer.width) == (128, 8, 8 * 768)
@@ -223,19 +223,19 @@ def test_what_a_token_meets() -> None:
     assert active == pytest.approx(3.35e9, rel=0.01)
 
 
-def test_the_embedding_is_counted_once_where_it_is_the_head() -> None:
+def test_model_sizes_tied_embedding_is_counted_once() -> None:
     assert B1.total == 1_235_814_400
     assert (B1.head, B1.tied) == (0, True)
     assert B8.root == 2 * 128256 * 4096 + 4096
 
 
-def test_latent_attention_has_keys_and_values_for_every_head() -> None:
+def test_model_sizes_latent_attention_has_all_kv_heads() -> None:
     config = {**SMALL, **LATENT, "model_type": "deepseek_v3", "num_key_value_heads": 8}
     sizes = ModelSizes.from_config(config)
     assert (sizes.kv_heads, sizes.key_size, sizes.value_size) == (8, 10, 5)
 
 
-def test_windows() -> None:
+def test_window_of_every_kind_of_config() -> None:
     windowed = {**SMALL, "sliding_window": 16}
 
     def windows(**more: Any) -> list[int | None]:
@@ -250,7 +250,7 @@ def test_windows() -> None:
     assert windows(model_type="gpt_oss", layer_types=types) == [None, 16, None, 16]
 
 
-def test_lora_trains_the_adapters_alone() -> None:
+def test_with_lora_trains_adapters_only() -> None:
     sizes = B8.with_lora(16)
     assert sizes.trainable == 41_943_040
     assert sizes.total == B8.total + 41_943_040
@@ -258,20 +258,23 @@ def test_lora_trains_the_adapters_alone() -> None:
     assert B8.trainable_share == 1
 
 
-def test_a_text_model_inside_another() -> None:
+def test_model_sizes_text_config_is_read() -> None:
     assert ModelSizes.from_config({"model_type": "gemma3", "text_config": LLAMA_8B}) == B8
 
 
 @pytest.mark.parametrize("kind", WITH_DEFAULTS)
-def test_defaults_are_those_of_transformers(kind: str) -> None:
+def test_text_config_defaults_equal_transformers(kind: str) -> None:
     config = AutoConfig.for_model(kind)
     ours = ModelSizes.from_config({"model_type": "some_vl", "text_config": {"model_type": kind}})
     assert ours == ModelSizes.from_config(config.to_dict())
-    assert text_of({"text_config": {"model_type": kind}})["max_position_embeddings"] == config.max_position_embeddings
+    assert (
+        common_config({"text_config": {"model_type": kind}})["max_position_embeddings"]
+        == config.max_position_embeddings
+    )
 
 
-def test_a_text_model_inside_another_leaves_out_what_is_usual() -> None:
-    """gemma-3-4b-it as it lies on the hub."""
+def test_text_config_of_gemma3_has_defaults() -> None:
+    """The config of gemma-3-4b-it on the hub leaves out default values."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     sizes = ModelSizes.from_config(
         {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
@@ -283,7 +286,7 @@ def test_a_text_model_inside_another_leaves_out_what_is_usual() -> None:
         ModelSizes.from_config({"model_type": "gemma3_text", **text})
 
 
-def test_what_is_no_config_is_refused() -> None:
+def test_model_sizes_without_config_keys_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="hidden_size, num_hidden_layers"):
         ModelSizes.from_config({"vocab_size": 3})
     with pytest.raises(UnsupportedError, match="rank 0"):

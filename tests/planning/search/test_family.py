@@ -16,7 +16,8 @@ from ithaca.errors import MemoryPlanError
 from ithaca.planning.memory_plan import Job, LayerMode, MemoryPlan
 from ithaca.planning.model.model_sizes import ModelSizes
 from ithaca.planning.search.advice import plan_or_refuse
-from ithaca.planning.search.choose import CHAINS, choose_plan, head_groups_for, loss_tile_for, mlp_tile_for
+from ithaca.planning.search.choose import CHAINS, choose_plan
+from ithaca.planning.search.tilings import head_groups_for, loss_tile_for, mlp_tile_for
 from ithaca.planning.terms.cost import copy_cost, recompute_cost, tile_cost
 from ithaca.planning.terms.memory_terms import memory_of
 from ithaca.planning.terms.step_time import step_time

@@ -22,7 +22,8 @@ from ithaca.planning.terms.activations import (
     saved,
 )
 from ithaca.planning.terms.loss_work import loss_work
-from ithaca.planning.terms.memory_terms import SLACK, StepMemory, memory_of
+from ithaca.planning.terms.memory_terms import SLACK, memory_of
+from ithaca.planning.terms.step_memory import StepMemory
 from ithaca.planning.terms.terms_table import explain
 from tests.planning.models import B1, B8, K
 
@@ -94,24 +95,6 @@ def test_8b_at_128k_on_one_rank() -> None:
     memory = memory_of(B8, BARE, plan())
     # Late in backward: nearly all gradients are there, the last two layers' tensors are back.
     assert memory.moment == "attention of layer 1, backward"
-    weights = 8_030_261_248 * 2 / GIB
-    layers = 30 * B8.layers[0].parameters * 2 / GIB
-    work = 2 * (2 + 1 / 64) + 3 + 1.5 + 1 + 1.5 + 4 + 131072 * (2 * 128 * 2 + 24) / GIB
-    assert device_terms(memory) == pytest.approx(
-        {
-            "weights": weights,
-            "gradients": 128256 * 4096 * 2 / GIB + layers,
-            "staged for the host": 2 * (2 + 1 / 64),
-            "residual stream": 3,
-            "q, k, v": 1.5,
-            "gradients of attention": 1,
-            "kernel's gradients": 1.5,
-            # dq in fp32, dk and dv of every query head: 16 GiB for 4 GiB of q were measured.
-            "kernel workspace": 4,
-            "positions and ids": 131072 * (2 * 128 * 2 + 24) / GIB,
-            "allocator slack": 0.04 * work,
-        }
-    )
     assert host_terms(memory) == {"saved tensors, pinned": 32 * (2 + 1 / 64)}
 
 
