@@ -136,14 +136,14 @@ class Parts:
         """Inside, the loop's calls are timed."""
         from ithaca.training import loop
 
-        forward, step = self.around(loop.causal_loss), self.around(loop.clipped_step)
+        forward, step = self.around(loop.micro_loss), self.around(loop.clipped_step)
 
         def forward_and_backward(*args: Any, **kwargs: Any) -> Tensor:
             loss: Tensor = forward(*args, **kwargs)
             loss.backward = self.around(loss.backward)  # type: ignore[method-assign]
             return loss
 
-        with patch.object(loop, "causal_loss", forward_and_backward), patch.object(loop, "clipped_step", step):
+        with patch.object(loop, "micro_loss", forward_and_backward), patch.object(loop, "clipped_step", step):
             yield
 
     def outside(self) -> float:

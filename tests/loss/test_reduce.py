@@ -277,7 +277,7 @@ def _hooked(what: str) -> dict[str, Any]:
     now = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     kinds = [type(hook) for hook in now] == [type(hook) for hook in original]
     handle.remove()
-    gone = not any(isinstance(hook, hooks._Shown) for hook in module._forward_hooks.values())
+    gone = not any(isinstance(hook, hooks._CopyingHook) for hook in module._forward_hooks.values())
     return {"error": error, "said": said, "kinds": kinds, "gone": gone, "rows": len(rows)}
 
 

@@ -25,7 +25,7 @@ from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
-from ithaca.models.files import read_weights
+from ithaca.models.files import read_weights, safetensors_files
 from ithaca.models.files.pretrained import add_adapters, empty_model, find_folder
 from ithaca.models.files.read_weights import init_weights, load_weights
 from ithaca.parallelize import parallelize
@@ -271,7 +271,7 @@ def peak(small: str, folder: str) -> tuple[int, int]:
 
 
 def peak_without_closing(small: str, folder: str) -> tuple[int, int]:
-    with patch.object(read_weights, "_MAPPED", 2**40):
+    with patch.object(safetensors_files, "_MAPPED", 2**40):
         return peak(small, folder)
 
 
