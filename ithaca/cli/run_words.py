@@ -5,11 +5,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
-from ithaca.errors import ConfigError
+from ithaca.errors import ConfigError, IthacaError
+
+if TYPE_CHECKING:
+    from ithaca.config.schema import RunSettings
+
+# Keys of the default stage that leave its length to the model.
+_FREE = ("steps", "tokens", "batch", "lr", "schedule", "warmup", "final", "sp")
 
 
 def split_words(words: list[str] | None) -> tuple[str | None, list[str]]:
@@ -18,6 +25,37 @@ def split_words(words: list[str] | None) -> tuple[str | None, list[str]]:
     if words and "=" not in words[0]:
         return words[0], words[1:]
     return None, words
+
+
+def load_typed_run(words: list[str] | None) -> RunSettings:
+    """Return the run that the words describe.
+
+    Without a run file and a typed length, the default stage is no longer than the positions of a pretrained model.
+    """
+    from ithaca.config.schema import ModelSettings, load_run
+
+    file, overrides = split_words(words)
+    run = load_run(file, overrides)
+    keys = [word.partition("=")[0] for word in overrides]
+    typed = [key for key in keys if key.startswith("stages") and key not in {f"stages.0.{name}" for name in _FREE}]
+    pretrained = run.model.weights == "pretrained" and run.model.name != ModelSettings().name
+    if file is not None or typed or not pretrained:
+        return run
+    reach = (read_text_config(run) | run.model.config).get("max_position_embeddings")
+    if isinstance(reach, int) and 2 <= reach < run.stages[0].length:
+        return load_run(None, [*overrides, f"stages.0.length={reach}"])
+    return run
+
+
+def read_text_config(run: RunSettings) -> dict[str, Any]:
+    """Return the text model's part of config.json; empty if it cannot be read, which the ranks report."""
+    from ithaca.planning.model.config_check import read_content
+    from ithaca.planning.model.config_names import common_config
+
+    try:
+        return dict(common_config(read_content(Path(run.model.name).expanduser() / "config.json")))
+    except (IthacaError, TypeError, ValueError):
+        return {}
 
 
 class RunCommand(TyperCommand):

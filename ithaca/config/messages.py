@@ -99,16 +99,26 @@ def check_folder(name: str, typed: str) -> None:
 
 
 def near_paths(path: Path, holds: str = "") -> str:
-    """Return "; nearest here: ..." with similar names beside `path`; empty if there are none.
+    """Return "; nearest here: ..." with similar names beside `path`; empty if there are none."""
+    near = list_near_paths(path, holds)
+    return f"; nearest here: {', '.join(near)}" if near else ""
+
+
+def list_near_paths(path: Path, holds: str = "") -> list[str]:
+    """Return the paths beside `path` with similar names, the nearest first.
 
     `holds`: a file that a folder has to hold; any file or folder if empty.
     """
     try:
         beside = [other.name for other in path.parent.iterdir() if not holds or (other / holds).is_file()]
     except OSError:
-        return ""
-    near = difflib.get_close_matches(path.name, beside, 3)
-    return f"; nearest here: {', '.join(str(path.parent / name) for name in near)}" if near else ""
+        return []
+    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, 3)]
+
+
+def did_you_mean(names: Sequence[str], otherwise: str) -> str:
+    """Return "did you mean A or B?", or `otherwise` if there are no names."""
+    return f"did you mean {' or '.join(names)}?" if names else otherwise
 
 
 def describe_yaml_error(error: yaml.YAMLError) -> str:
