@@ -151,7 +151,9 @@ def config_of_model(name: str) -> tuple[PreTrainedConfig, Path | None]:
         return read_config(folder), folder
     if name not in verdicts():
         near = [*difflib.get_close_matches(name, verdicts(), 3), *nearest_models(name, 2)]
-        hint = did_you_mean([*list_near_paths(Path(name), "config.json"), *near], "`ithaca models` lists the architectures")
+        hint = did_you_mean(
+            [*list_near_paths(Path(name), "config.json"), *near], "`ithaca models` lists the architectures"
+        )
         raise ConfigError(f"--model {name!r}: no folder, model or architecture has this name: {hint}")
     if verdicts()[name]["verdict"] != "exact":
         raise UnsupportedError(f"the architecture {name!r} is refused: {verdicts()[name]['reason']}")

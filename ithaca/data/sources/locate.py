@@ -127,7 +127,11 @@ def _locate(source: SourceSettings, key: SourceKey) -> Located:
     # A similar name here makes a mistyped path likelier than a hub name, and the hub is asked only after long imports.
     if source.format == "hub" or (source.format == "auto" and may_be_hub and not near):
         return Located(source, "hub", source.path, ())
-    hub = f"; for the dataset on the hub, add {key.setting('format')}=hub" if may_be_hub and source.format == "auto" else ""
+    hub = (
+        f"; for the dataset on the hub, add {key.setting('format')}=hub"
+        if may_be_hub and source.format == "auto"
+        else ""
+    )
     raise DataError(
         f"{source.path!r} is no file or folder here (the working folder is {Path.cwd()}): type {key.words()}{near}{hub}"
     )

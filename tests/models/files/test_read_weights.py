@@ -176,7 +176,9 @@ def test_read_config_folder_without_model_is_refused(tmp_path: Path) -> None:
         find_folder(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"model.revision is for a name on the hub.*leave it out"):
         find_folder(str(tmp_path), "main")
-    with pytest.raises(ConfigError, match=r"no such folder here, and the hub .*: did you mean Qwen/Qwen3-8B or Qwen/Qwen3-4B\?"):
+    with pytest.raises(
+        ConfigError, match=r"no such folder here, and the hub .*: did you mean Qwen/Qwen3-8B or Qwen/Qwen3-4B\?"
+    ):
         find_folder("Qwen/Qwen3-5B")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         empty_model(tmp_path, dtype=torch.float32)
