@@ -143,8 +143,8 @@ def work(text: str, restart: bool = False, began: float | None = None) -> int:
 def describe_end(outcome: RunResult, seconds: float) -> str:
     """Return the last lines of a run: its losses, its files, and the commands to type next."""
     from ithaca.errors import DataError
-    from ithaca.report.loss_picture import read_metrics
     from ithaca.quantities import plural
+    from ithaca.report.loss_picture import read_metrics
     from ithaca.training.run.run_folder import RunFolder
 
     folder = RunFolder(outcome.folder)

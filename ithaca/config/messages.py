@@ -94,8 +94,8 @@ def check_folder(name: str, typed: str) -> None:
     folder = Path(expand_home(name))
     if folder.is_dir() or not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return
-    near = near_paths(folder, "config.json")
-    raise ConfigError(f"{typed} {name!r} is no folder: name a folder with config.json, or a hub name{near}")
+    hint = did_you_mean(list_near_paths(folder, "config.json"), "name a folder with config.json, or a hub name")
+    raise ConfigError(f"{typed} {name!r}: no such folder here: {hint}")
 
 
 def near_paths(path: Path, holds: str = "") -> str:

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -170,8 +171,13 @@ class RunFolder:
             more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
             raise ConfigError(
                 f"{self.root} holds a run with other settings: {'; '.join(map(str, found[:8]))}{more}: put "
-                f"{'it' if len(found) == 1 else 'them'} back, or set output=... to a new folder"
+                f"{'it' if len(found) == 1 else 'them'} back, or begin a second run with output={self._free_name()}"
             )
+
+    def _free_name(self) -> Path:
+        """Return the path of a folder beside this one that does not exist."""
+        names = (self.root.with_name(f"run-{number}" if number > 2 else "second") for number in count(2))
+        return next(path for path in names if not path.exists())
 
     def describe_rate_changes(self, run: RunSettings, progress: RunProgress) -> list[str]:
         """Return a warning for each setting that changes the learning rates which the stored settings would give."""
