@@ -73,6 +73,11 @@ def show_part(part: float, whole: float) -> str:
     return f"{part / unit:.1f} of {whole / unit:.1f} {name}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return `1 step` or `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def bytes_setting(size: float) -> str:
     """Return a text that `parse_bytes` reads, such as `38.8GiB`; rounded down, so that it is never above `size`."""
     unit, name = memory_unit(size)

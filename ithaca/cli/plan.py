@@ -58,7 +58,9 @@ def plan(
     if not model:
         if calibrate:
             return
-        raise typer.BadParameter("name the model to plan for: --model Qwen/Qwen3-8B", param_hint="--model")
+        from ithaca.errors import ConfigError
+
+        raise ConfigError("--model is missing: name the model to plan for, such as --model Qwen/Qwen3-8B")
     from ithaca.cli.plan_inputs import read_machine, read_model, read_tokens
     from ithaca.planning.search.request import LEAST_HEADROOM, PlanRequest
 

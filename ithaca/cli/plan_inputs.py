@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ithaca.config.messages import near_paths
+from ithaca.config.messages import did_you_mean, list_near_paths
 from ithaca.constants import CARDS_PER_NODE
 from ithaca.errors import ConfigError, UnsupportedError
 from ithaca.planning.machine.calibrated import read_measured, with_measured
@@ -99,23 +99,20 @@ def read_model(name: str) -> KnownModel:
         return _from_file(path / "config.json" if path.is_dir() else path, name)
     if name.startswith((".", "/", "~")):
         raise ConfigError(
-            f"--model {name}: there is no such folder; a model's folder or config.json is needed"
-            f"{near_paths(path, 'config.json')}"
+            f"--model {name!r}: no such folder here: "
+            f"{did_you_mean(list_near_paths(path, 'config.json'), 'a folder with config.json is needed')}"
         )
     known = find_model(name)
     if known is not None:
         return replace(known, name=_asked_for(name, known.name))
-    reason = "it is no folder and no name of the built-in table"
+    reason = "no such folder here, and no known model"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         config = _from_hub(name)
         if not isinstance(config, str):
             return _read(name, config)
-        reason += f", and the hub gave nothing ({config})"
-    near = nearest_models(name) or known_names()[:4]
-    raise UnsupportedError(
-        f"no model {name!r}: {reason}; nearest are {', '.join(near)}; or give a config.json"
-        f"{near_paths(path, 'config.json')}"
-    )
+        reason += f", and {config}"
+    near = [*list_near_paths(path, "config.json"), *(nearest_models(name, 2) or known_names()[:2])]
+    raise UnsupportedError(f"--model {name!r}: {reason}: {did_you_mean(near, '')} Or give a config.json")
 
 
 def _asked_for(name: str, known: str) -> str:
@@ -152,6 +149,7 @@ def _count(name: str, config: Mapping[str, Any]) -> ModelSizes | None:
 def _from_hub(name: str) -> dict[str, Any] | str:
     """Return the model's config.json from the hub, or the reason why it cannot be had."""
     try:
+        from urllib.error import HTTPError
         from urllib.request import Request, urlopen
 
         from huggingface_hub import hf_hub_url, try_to_load_from_cache
@@ -167,5 +165,7 @@ def _from_hub(name: str) -> dict[str, Any] | str:
                 content = json.load(answer)
     except Exception as error:
         # Whatever fails in the network or at the hub is one reason for the user.
-        return f"{type(error).__name__}: {error}"[:120]
-    return content if isinstance(content, dict) else "its config.json is no object"
+        if isinstance(error, HTTPError):
+            return f"the hub answered with status {error.code}"
+        return "the hub cannot be reached"
+    return content if isinstance(content, dict) else "its config.json on the hub is no object"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ithaca.cli.run_words import split_words
+from ithaca.cli.run_words import load_typed_run
 from ithaca.cli.train import check_paths
 from ithaca.launch.terminal import print_page, say_loading
 
@@ -38,10 +38,7 @@ def prepare(
     ),
 ) -> None:
     """Tokenize a run's documents into its cache, and show the counts."""
-    from ithaca.config.schema import load_run
-
-    file, overrides = split_words(words)
-    run = load_run(file, overrides)
+    run = load_typed_run(words)
     check_paths(run)
     say_loading("loading the tokenizer and the readers of documents")
     from ithaca.data.prepared import prepare as prepare_data

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ithaca.cli.process import show_own_warnings_only
-from ithaca.cli.run_words import split_words
+from ithaca.cli.run_words import load_typed_run, read_text_config
 from ithaca.exit_codes import INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def train(
     ),
 ) -> None:
     """Train a model on long sequences; without arguments, a small one made on the spot."""
-    from ithaca.config.schema import dump_run, load_run
+    from ithaca.config.schema import dump_run
     from ithaca.launch.launcher import launch
     from ithaca.training.run.before_start import check_folder
 
+    began = time.monotonic()
     # Everything that can be refused without ranks is refused here: ranks take many seconds to start.
-    file, overrides = split_words(words)
-    run = load_run(file, overrides)
+    run = load_typed_run(words)
     if show:
         typer.echo(dump_run(run), nl=False)
         return
@@ -64,7 +64,7 @@ def train(
         return
     status = launch(
         "ithaca.cli.train:train_rank",
-        (run.model_dump_json(), restart),
+        (run.model_dump_json(), restart, began),
         processes=processes or run.launch.processes,
         device=run.launch.device,
         grace=run.limits.grace,
@@ -97,7 +97,7 @@ def _check_dropout(run: RunSettings) -> None:
     """Refuse attention dropout that a folder's config.json names; the ranks check what the model type sets itself."""
     from ithaca.planning.model.config_names import refuse_attention_dropout
 
-    config = _read_text_config(run) | run.model.config
+    config = read_text_config(run) | run.model.config
     refuse_attention_dropout(config.get)
 
 
@@ -108,25 +108,16 @@ def _check_ranks(run: RunSettings, world: int, typed: Callable[[int], str | None
     """
     from ithaca.training.degrees import StageDegrees
 
-    heads = _read_text_config(run).get("num_attention_heads")
+    heads = read_text_config(run).get("num_attention_heads")
     known = heads if isinstance(heads, int) and heads > 0 else None
     StageDegrees(run.mesh, run.stages, world, known, typed).check()
 
 
-def _read_text_config(run: RunSettings) -> dict[str, Any]:
-    """Return the text model's part of config.json; empty if it cannot be read, which the ranks report."""
-    from ithaca.errors import IthacaError
-    from ithaca.planning.model.config_check import read_content
-    from ithaca.planning.model.config_names import common_config
+def train_rank(text: str, restart: bool = False, began: float | None = None) -> int:
+    """Train as one rank; return 0, 75 if a signal stopped the run before its end, or 130 if Ctrl-C did.
 
-    try:
-        return dict(common_config(read_content(Path(run.model.name).expanduser() / "config.json")))
-    except (IthacaError, TypeError, ValueError):
-        return {}
-
-
-def train_rank(text: str, restart: bool = False) -> int:
-    """Train as one rank; return 0, 75 if a signal stopped the run before its end, or 130 if Ctrl-C did."""
+    `began`: the command's start by `time.monotonic`, a clock that all processes of a machine share.
+    """
     show_own_warnings_only()
     from ithaca.config.schema import RunSettings
     from ithaca.errors import DataError
@@ -134,7 +125,7 @@ def train_rank(text: str, restart: bool = False) -> int:
     from ithaca.training.run.run_folder import RunFolder
     from ithaca.training.trainer import train as train_rank
 
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     outcome = train_rank(RunSettings.model_validate_json(text), restart=restart)
     if not outcome.finished:
         return INTERRUPTED if outcome.interrupted else PREEMPTED
@@ -152,6 +143,7 @@ def train_rank(text: str, restart: bool = False) -> int:
 def describe_end(outcome: RunResult, seconds: float) -> str:
     """Return the last lines of a run: its losses, its files, and the commands to type next."""
     from ithaca.errors import DataError
+    from ithaca.quantities import plural
     from ithaca.report.loss_picture import read_metrics
     from ithaca.training.run.run_folder import RunFolder
 
@@ -178,8 +170,8 @@ def describe_end(outcome: RunResult, seconds: float) -> str:
     course = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else none
     skipped = ((progress.silent, "nothing to learn"), (progress.bad, "a loss or gradient that is not finite"))
     for count, why in skipped:
-        course += f"; {count} {'step' if count == 1 else 'steps'} not taken for {why}" if count else ""
-    done = f"{progress.total} steps, {progress.tokens:,} tokens; {course}; this start took {minutes}"
+        course += f"; {plural(count, 'step')} not taken for {why}" if count else ""
+    done = f"{plural(progress.total, 'step')}, {progress.tokens:,} tokens; {course}; this start took {minutes}"
     return f"\n{done}\n{files}{_next_commands(folder.settings)}"
 
 

@@ -16,7 +16,7 @@ from ithaca.cli.plan import plan
 from ithaca.cli.prepare import prepare
 from ithaca.cli.process import show_own_warnings_only, use_expandable_segments
 from ithaca.cli.rehearse import rehearse
-from ithaca.cli.run_words import RunCommand
+from ithaca.cli.run_words import RunCommand, VerbGroup
 from ithaca.cli.train import train
 from ithaca.cli.verify import verify
 from ithaca.errors import IthacaError
@@ -25,15 +25,20 @@ from ithaca.launch.stopped import exit_when_stopped
 # In a narrower terminal typer's panels cut the names of options; click's plain pages break lines between words.
 _LEAST_COLUMNS = 80
 
+VERBS = (models, plan, rehearse, verify, prepare, train, export, doctor)
+# Their arguments are a run file and settings.
+TAKE_A_RUN = (rehearse, verify, prepare, train)
+
 app = typer.Typer(
+    cls=VerbGroup,
     help=SUMMARY,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _LEAST_COLUMNS else None,
 )
-for verb in (models, plan, rehearse, verify, prepare, train, export, doctor):
-    command_class = RunCommand if verb in (rehearse, verify, prepare, train) else None
+for verb in VERBS:
+    command_class = RunCommand if verb in TAKE_A_RUN else None
     register = app.command(cls=command_class, epilog=EPILOGS[verb.__name__], short_help=verb.__doc__)
     register(exit_when_stopped(verb.__name__)(verb))
 

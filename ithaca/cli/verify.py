@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from ithaca.cli.process import show_own_warnings_only
-from ithaca.cli.run_words import split_words
+from ithaca.cli.run_words import load_typed_run, split_words
 from ithaca.errors import ConfigError
 from ithaca.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from ithaca.launch.scratch import scratch_folder
@@ -64,13 +64,11 @@ def verify(
     report: str = typer.Option("", "--json", metavar="FILE", help="Also write the results to this JSON file."),
 ) -> None:
     """Prove on your own model and data that sequence parallelism changes nothing."""
-    from ithaca.config.schema import load_run
-
     file, overrides = split_words(words)
     model = expand_home(model) if model else model
     # With --model and settings of its config alone there are no documents to read: the model is verified by itself.
     model_alone = bool(model) and file is None and all(each.startswith("model.config") for each in overrides)
-    given = load_run(file, overrides)
+    given = load_typed_run(words)
     run = None if model_alone else given
     if run is not None and model:
         run = run.model_copy(update={"model": run.model.model_copy(update={"name": model})})

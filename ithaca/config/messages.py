@@ -94,21 +94,31 @@ def check_folder(name: str, typed: str) -> None:
     folder = Path(expand_home(name))
     if folder.is_dir() or not (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return
-    near = near_paths(folder, "config.json")
-    raise ConfigError(f"{typed} {name!r} is no folder: name a folder with config.json, or a hub name{near}")
+    hint = did_you_mean(list_near_paths(folder, "config.json"), "name a folder with config.json, or a hub name")
+    raise ConfigError(f"{typed} {name!r}: no such folder here: {hint}")
 
 
 def near_paths(path: Path, holds: str = "") -> str:
-    """Return "; nearest here: ..." with similar names beside `path`; empty if there are none.
+    """Return "; nearest here: ..." with similar names beside `path`; empty if there are none."""
+    near = list_near_paths(path, holds)
+    return f"; nearest here: {', '.join(near)}" if near else ""
+
+
+def list_near_paths(path: Path, holds: str = "") -> list[str]:
+    """Return the paths beside `path` with similar names, the nearest first.
 
     `holds`: a file that a folder has to hold; any file or folder if empty.
     """
     try:
         beside = [other.name for other in path.parent.iterdir() if not holds or (other / holds).is_file()]
     except OSError:
-        return ""
-    near = difflib.get_close_matches(path.name, beside, 3)
-    return f"; nearest here: {', '.join(str(path.parent / name) for name in near)}" if near else ""
+        return []
+    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, 3)]
+
+
+def did_you_mean(names: Sequence[str], otherwise: str) -> str:
+    """Return "did you mean A or B?", or `otherwise` if there are no names."""
+    return f"did you mean {' or '.join(names)}?" if names else otherwise
 
 
 def describe_yaml_error(error: yaml.YAMLError) -> str:

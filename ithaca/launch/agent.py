@@ -105,9 +105,7 @@ class Agent:
                     # SIGTERM whatever came: a rank that is still importing dies of it without a word.
                     process.terminate()
                 if self.saves:
-                    say_beside_a_bar(
-                        f"stopping: the steps taken so far are saved within {self.grace:g} s (Ctrl-C again ends at once)"
-                    )
+                    say_beside_a_bar("stopping (Ctrl-C again ends at once)")
             if self.failed or machines_parted():
                 deadline = min(deadline, now + LINGER)
             if self.hurried or now >= deadline:

@@ -14,6 +14,7 @@ from itertools import islice
 from ithaca.config.schema import MeshSettings, StageSettings
 from ithaca.errors import MeshError
 from ithaca.mesh import largest_divisor
+from ithaca.quantities import plural
 
 # Returns what the user types for a number of ranks; None if so many cannot be had.
 TypedRanks = Callable[[int], str | None]
@@ -67,7 +68,7 @@ class StageDegrees:
         advised = [f"{name}={degree}" for degree in near[:1]]
         if heads is not None and sp > heads:
             problem = (
-                f"{name}={sp}, but the model has {_plural(heads, 'attention head')}, and every rank of a row needs one"
+                f"{name}={sp}, but the model has {plural(heads, 'attention head')}, and every rank of a row needs one"
             )
         elif world % sp:
             problem = f"{name}={sp} does not divide {self._ranks}"
@@ -96,7 +97,7 @@ class StageDegrees:
 
     @property
     def _ranks(self) -> str:
-        return f"the {_plural(self.world, 'rank')} of this run"
+        return f"the {plural(self.world, 'rank')} of this run"
 
 
 def _typed_batch(number: int, batch: int, dp: int) -> str:
@@ -106,7 +107,3 @@ def _typed_batch(number: int, batch: int, dp: int) -> str:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -90,9 +90,9 @@ def apply_stages(config: Any, stages: Sequence[StageSettings], *, random: bool) 
         elif reach and stage.length > reach and not random:
             factor = _least_factor(_original(plain), stage.length)
             raise ConfigError(
-                f"stage {number} has {stage.length:,} tokens, this model's positions end at {reach:,}: add to the stage "
-                f"`rope: {{kind: yarn, factor: {factor}}}` (or theta, linear, ntk, llama3), "
-                f"or shorten it to {reach:,} tokens"
+                f"stage {number} has {stage.length:,} tokens, this model's positions end at {reach:,}: type "
+                f"stages.{number - 1}.length={reach}, or add "
+                f"'stages.{number - 1}.rope={{kind: yarn, factor: {factor}}}' (or theta, linear, ntk, llama3)"
             )
         if known:
             known = text.max_position_embeddings = max(min(known, reach), stage.length)

@@ -23,6 +23,7 @@ from ithaca.models.files.export_folder import RUN
 from ithaca.models.files.model_origin import ORIGIN, check_origin, read_origin
 from ithaca.models.files.pretrained import check_adapters, find_folder, read_config
 from ithaca.models.files.tokenizer import load_tokenizer
+from ithaca.quantities import plural
 from ithaca.ranks import on_rank_0, only_refusals
 from ithaca.state.checkpoint.checkpoints import Checkpoints
 from ithaca.training.degrees import StageDegrees
@@ -185,6 +186,6 @@ def adopt_run_folder(context: RunContext, start: RunStart) -> None:
             )
         for change in context.on_rank_0(lambda: context.folder.describe_rate_changes(run, progress)):
             context.display.say(f"warning: {change}")
-        context.display.say(f"going on from {path}: {progress.total} steps done")
+        context.display.say(f"going on from {path}: {plural(progress.total, 'step')} done")
     context.on_rank_0(lambda: context.journal.resume(progress.total))
     context.on_rank_0(lambda: context.folder.write_settings(run))

@@ -24,6 +24,7 @@ from ithaca.errors import CheckpointError, UnwrittenError
 from ithaca.memory.release import release
 from ithaca.mesh import init_mesh
 from ithaca.models.support import base_model, decoder_layers
+from ithaca.quantities import plural
 from ithaca.ranks import on_rank_0
 from ithaca.state.checkpoint.checkpoints import bytes_of
 from ithaca.state.checkpoint.state_tensors import check_fingerprint
@@ -60,7 +61,9 @@ def train(run: RunSettings, *, restart: bool = False) -> RunResult:
         folder = RunFolder(Path(run.output))
 
         def lock_folder() -> None:
+            made = folder.missing()
             stack.enter_context(folder.lock())
+            stack.callback(folder.remove_unused, made)
             folder.clear_left()
             folder.refuse_another(run)
 
@@ -167,8 +170,7 @@ class _Stages:
         error of writing that came with the stop; nothing is written again then.
         """
         context, saver = self.context, self.saver
-        goes_on = "goes on from the last checkpoint" if progress.total else "begins at step 1"
-        text = f" with nothing new to save: the same command {goes_on}"
+        text = " with nothing new to save: the same command goes on from the last checkpoint"
         with context.watch.expect_long(context.run.limits.grace, "saving before the end"):
             try:
                 context.checkpoints.wait()
@@ -183,5 +185,8 @@ class _Stages:
                 text = f": {unwritten}; {saver.describe_resume()}"
         context.journal.write("event", progress.total, event="stopped")
         context.display.close()
-        context.display.say(f"stopped after {progress.total} steps{text}")
+        if progress.total:
+            context.display.say(f"stopped after {plural(progress.total, 'step')}{text}")
+        else:
+            context.display.say("stopped before the first step: nothing to save, the same command begins again")
         return RunResult(context.folder.root, progress, finished=False, interrupted=context.watch.interrupted)

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ithaca.attention.kernels import check_name
+from ithaca.config.messages import did_you_mean, list_near_paths
 from ithaca.config.schema import RunSettings
 from ithaca.constants import IGNORE_INDEX
 from ithaca.data.prepared import check_id, prepare
@@ -150,8 +151,10 @@ def config_of_model(name: str) -> tuple[PreTrainedConfig, Path | None]:
         return read_config(folder), folder
     if name not in verdicts():
         near = [*difflib.get_close_matches(name, verdicts(), 3), *nearest_models(name, 2)]
-        hint = f"did you mean {', '.join(near)}?" if near else "`ithaca models` lists the architectures"
-        raise ConfigError(f"--model {name}: no folder here, no known model and no architecture is called so; {hint}")
+        hint = did_you_mean(
+            [*list_near_paths(Path(name), "config.json"), *near], "`ithaca models` lists the architectures"
+        )
+        raise ConfigError(f"--model {name!r}: no folder, model or architecture has this name: {hint}")
     if verdicts()[name]["verdict"] != "exact":
         raise UnsupportedError(f"the architecture {name!r} is refused: {verdicts()[name]['reason']}")
     return survey_config(name), None

@@ -31,7 +31,7 @@ class ParityLimits:
 # Sums in another order differ by 1e-16 to 1e-13; a wrong position, head or divisor by 1e-6 and more.
 # `saved`: weights are compared bit for bit, but buffers that no file holds (rotary frequencies, scales) are computed in
 # fp32 in a model that is converted to fp64, and in fp64 in a model that is loaded in fp64.
-FP64 = ParityLimits(loss=1e-10, logits=1e-10, gradients=1e-9, steps=1e-9, saved=1e-6, isolation=0.0)
+FP64 = ParityLimits(loss=1e-10, logits=1e-10, gradients=1e-10, steps=1e-9, saved=1e-6, isolation=0.0)
 
 # Rounding of 6e-8 in each of a few hundred sums of thousands of products, one after the other; AdamW divides by the
 # root of a gradient's square, which turns rounding of gradients near zero into steps.

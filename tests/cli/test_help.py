@@ -98,8 +98,9 @@ def test_mistyped_folder_gets_the_nearest_name(typed: Any) -> None:
     for words in (("plan", "--model", "./my-lama"), ("plan", "--model", "my-lama")):
         status, _, err = typed(*words)
         assert status == 2
-        assert "nearest here: my-llama\n" in err
-    with pytest.raises(ConfigError, match=r"; nearest here: my-llama$"):
+        assert "no such folder here" in err
+        assert "did you mean my-llama" in err
+    with pytest.raises(ConfigError, match=r"did you mean my-llama\?$"):
         find_folder("./my-lama")
 
 
@@ -239,4 +240,26 @@ def test_setting_typed_as_option_gets_the_setting_to_type(typed: Any, words: str
 def test_unknown_option_without_near_setting_is_a_usage_error(typed: Any) -> None:
     status, _, err = typed("train", "--qqq", "5")
     assert status == 2
-    assert "No such option: --qqq" in err
+    assert "no such option" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan llama-3.1-8b", "type --model llama-3.1-8b"),
+        ("plan --model llama-3.1-8b --lenght 1M", "did you mean --length?"),
+        ("plan --model llama-3.1-8b --json out.json", "type --json > out.json"),
+        ("plan --length 1M", "such as --model Qwen/Qwen3-8B"),
+        ("plan --model", "see `ithaca --help`"),
+        ("doctor gpu", "see `ithaca doctor --help`"),
+        ("export runs/mine --dtype fp16", "choose one of 'bf16', 'fp32'"),
+        ("export", "see `ithaca export --help`"),
+        ("--lenght", "see `ithaca --help`"),
+    ],
+)
+def test_mistake_in_words_is_one_sentence_with_words_to_type(typed: Any, words: str, said: str) -> None:
+    status, out, err = typed(*words.split())
+    assert (status, out) == (2, "")
+    assert err.startswith("ithaca: ")
+    assert err.count("\n") == 1
+    assert err.rstrip().endswith(said)

@@ -39,8 +39,8 @@ def run(typed: Any) -> Any:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--model", "lama-3.1-8b"), "nearest are meta-llama/Llama-3.1-8B"),
-        (("--model", "./nowhere"), "no such folder; a model's folder or config.json is needed"),
+        (("--model", "lama-3.1-8b"), "did you mean meta-llama/Llama-3.1-8B"),
+        (("--model", "./nowhere"), "no such folder here: a folder with config.json is needed"),
         (("--model", "qwen3-8b", "--gpus", "H100x8"), "the number comes first, such as 8xH100"),
         (("--model", "qwen3-8b", "--gpus", "A100-80GB x 4"), "the number comes first, such as 4xA100-80GB"),
         (("--model", "qwen3-8b", "--gpus", "8xH1000"), "no card 'H1000' in the table: nearest are H100"),

@@ -111,7 +111,7 @@ def test_advice_never_exceeds_the_gpus_of_the_machine(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"model": {"name": "./nowhere"}}, "model.name './nowhere' is no folder"),
+        ({"model": {"name": "./nowhere"}}, "model.name './nowhere': no such folder here"),
         ({"data": {"sources": ["nothing/"]}}, "nothing/"),
     ],
     ids=["model", "data"],

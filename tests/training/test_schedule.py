@@ -165,7 +165,10 @@ ORIGINAL = {"original_max_position_embeddings": 1024}
 )
 @pytest.mark.parametrize("kind", ["yarn", "linear", "ntk"])
 def test_scaling_replaces_own_scaling_over_original_length(config: Any, kind: Any) -> None:
-    with pytest.raises(ConfigError, match=r"positions end at 8,192.*kind: yarn, factor: 16\}.*shorten it to 8,192"):
+    with pytest.raises(
+        ConfigError,
+        match=r"positions end at 8,192: type stages\.0\.length=8192, or add 'stages\.0\.rope=\{kind: yarn, factor: 16\}'",
+    ):
         apply_stages(config, [StageSettings(length=16_384, steps=1)], random=False)
     for factor in (2, 8):
         with pytest.raises(ConfigError, match=r"over 1,024 positions.*use factor: 16$"):

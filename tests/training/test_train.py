@@ -334,7 +334,7 @@ def test_bad_steps_in_a_row_end_the_run(folder: Path) -> None:
 
 def test_folder_of_another_run_or_in_use_is_refused(folder: Path) -> None:
     run_train(1, small_run(folder, "taken"), stop=6)
-    with pytest.raises(RankError, match="seed was 0, is 5: put it back, or set output="):
+    with pytest.raises(RankError, match="seed was 0, is 5: put it back, or begin a second run with output="):
         run_train(1, small_run(folder, "taken", seed=5))
     other = tiny_model(folder / "other", hidden_size=64)
     with pytest.raises(RankError, match=r"model\.name was .*model, is .*other: put it"):

@@ -180,7 +180,7 @@ def written(folder: Path, run: Any) -> str:
     [
         (["--model", "lama"], ConfigError, "did you mean llama"),
         (["--model", "mamba"], UnsupportedError, "the architecture 'mamba' is refused"),
-        (["--model", "./nowhere"], ConfigError, "--model './nowhere' is no folder"),
+        (["--model", "./nowhere"], ConfigError, "--model './nowhere': no such folder here"),
         (["--model", "llama", "mesh.sp=4"], ConfigError, "--model llama is a config alone, .* leave the run file"),
         (["--model", "llama", "--layers", "9"], ConfigError, "this model has 2 layers of 1 kind"),
         (["--model", "llama", "--sp", "9"], MeshError, "8 heads over sp=9: every rank needs a head, use sp=8 or less"),

@@ -125,11 +125,17 @@ def _locate(source: SourceSettings, key: SourceKey) -> FoundSource:
         files = sorted(file for file in glob.glob(given, recursive=True) if os.path.isfile(file))
         found = _require_some(files, source, key, f"no file matches {source.path!r}")
         return FoundSource(source, _one_format(found, source, key), source.path, found)
-    if source.format == "hub" or (source.format == "auto" and _may_be_hub(source.path)):
+    may_be_hub, near = _may_be_hub(source.path), near_paths(Path(given))
+    # A similar name here makes a mistyped path likelier than a hub name, and the hub is asked only after long imports.
+    if source.format == "hub" or (source.format == "auto" and may_be_hub and not near):
         return FoundSource(source, "hub", source.path, ())
+    hub = (
+        f"; for the dataset on the hub, add {key.setting('format')}=hub"
+        if may_be_hub and source.format == "auto"
+        else ""
+    )
     raise DataError(
-        f"{source.path!r} is no file or folder here (the working folder is {Path.cwd()}): type {key.words()}"
-        f"{near_paths(Path(given))}"
+        f"{source.path!r} is no file or folder here (the working folder is {Path.cwd()}): type {key.words()}{near}{hub}"
     )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -30,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from ithaca.config.messages import check_folder, near_paths
+from ithaca.config.messages import check_folder, did_you_mean, list_near_paths
 from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.files.config_changes import check_shapes, with_changes
@@ -56,18 +55,40 @@ def find_folder(name: str, revision: str | None = None, *, typed: str = "model.n
         return folder
     check_folder(name, typed)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = re.split(r"\. |\n", str(error).strip())[0][:200]
-        near = ", ".join(nearest_models(name))
-        raise ConfigError(
-            f"{typed} {name!r} is neither a folder here nor found on the hub ({reason}): check the name"
-            f"{near and f' (the nearest known are {near})'}, or download the model and name its folder"
-            f"{near_paths(folder, CONFIG)}"
-        ) from None
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        near = [*list_near_paths(folder, CONFIG), *nearest_models(name, 2)]
+        hint = did_you_mean(near, "download the model, and name its folder")
+        raise ConfigError(f"{typed} {name!r}: no such folder here, and {_hub_reason(error)}: {hint}") from None
+
+
+def _hub_reason(error: Exception) -> str:
+    """Return the reason why the hub gave no model, without the network library's own words."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    # A gated repository is a kind of one that is not found, and must be asked for first.
+    reasons: dict[type[Exception], str] = {
+        GatedRepoError: "the hub gives this model only after its terms are accepted there and `hf auth login` is run",
+        RepositoryNotFoundError: "the hub has no model of this name, or needs `hf auth login` for it",
+        RevisionNotFoundError: "the hub's model has no such revision (model.revision)",
+        HFValidationError: "no model on the hub can have this name",
+    }
+    for kind, reason in reasons.items():
+        if isinstance(error, kind):
+            return reason
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, HfHubHTTPError) and status is not None:
+        return f"the hub answered with status {status}"
+    return "the hub cannot be reached"
 
 
 def known_model(name: str) -> PreTrainedConfig | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ithaca.config.schema import RunSettings
 from ithaca.errors import ConfigError, IthacaError
 from ithaca.models.files.export_folder import mark_of, read_mark
+from ithaca.quantities import plural
 from ithaca.state.checkpoint.manifest import listed, read_facts
 from ithaca.training.run.changed_settings import resumed_progress
 from ithaca.training.run.progress import RunProgress, read_progress
@@ -59,7 +60,7 @@ def _describe_end(run: RunSettings, folder: RunFolder, progress: RunProgress) ->
     number, stage = len(run.stages) - 1, run.stages[-1]
     name, longer = ("steps", 2 * stage.count) if stage.tokens is None else ("tokens", 2 * stage.tokens)
     return (
-        f"{folder.root} holds this run, ended after {progress.total} steps, and nothing is left to do; its model is "
+        f"{folder.root} holds this run, ended after {plural(progress.total, 'step')}, and nothing is left to do; its model is "
         f"{folder.model(len(run.stages))}; to train on, give the last stage more, such as stages.{number}.{name}={longer}, "
         "or set output=... to a new folder"
     )

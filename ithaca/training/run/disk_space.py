@@ -16,7 +16,7 @@ from torch import nn
 from ithaca.atomic import OVERHEAD, free_bytes
 from ithaca.config.schema import RunSettings
 from ithaca.errors import CheckpointError
-from ithaca.quantities import show_bytes
+from ithaca.quantities import plural, show_bytes
 from ithaca.state.checkpoint.manifest import PINNED, listed
 from ithaca.training.run.progress import RunProgress
 
@@ -44,8 +44,8 @@ class PendingWrites:
         larger = "set output=... to a folder on a larger disk"
         advice = f"{larger}, or checkpoints.keep=1" if self.rotated > 1 else f"or {larger}"
         raise CheckpointError(
-            f"this run will write {_plural(self.rotated + self.stages, 'checkpoint')} of {show_bytes(checkpoint)} and "
-            f"{_plural(self.stages, 'model')} of {show_bytes(model)}, {show_bytes(needed)} in all, and {folder} has "
+            f"this run will write {plural(self.rotated + self.stages, 'checkpoint')} of {show_bytes(checkpoint)} and "
+            f"{plural(self.stages, 'model')} of {show_bytes(model)}, {show_bytes(needed)} in all, and {folder} has "
             f"{show_bytes(free)} free: make room, {advice}"
         )
 
@@ -63,7 +63,3 @@ def _count_saves(run: RunSettings, progress: RunProgress) -> int:
         count += (end - 1) // every - (total + done) // every
         total, done = end, 0
     return count
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

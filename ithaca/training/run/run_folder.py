@@ -11,9 +11,12 @@ holds a run is resumed only by a run with the same model, data and optimizer (`c
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -52,6 +55,10 @@ class RunFolder:
     @property
     def picture(self) -> Path:
         return self.root / "loss.png"
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.root / "lock"
 
     def stage(self, number: int, length: int) -> Path:
         """Return the folder for the model after stage `number` (from 0)."""
@@ -125,17 +132,35 @@ class RunFolder:
         """Lock the folder for as long as the returned file is open."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            held = (self.root / "lock").open("a+", encoding="utf-8")
+            held = self._lock_file.open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"output {self.root} cannot be written ({error.strerror}): set output=...") from None
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # `remove_unused` of another job may have removed the file between the two calls.
+            if not os.path.samestat(os.fstat(held.fileno()), self._lock_file.stat()):
+                raise BlockingIOError
         except OSError:
             held.close()
             raise ConfigError(
                 f"{self.root} is in use by another run: wait for it to end, or set output=... to another folder"
             ) from None
         return held
+
+    def missing(self) -> list[Path]:
+        """Return the folders that `lock` will make, the innermost first."""
+        return [path for path in (self.root, *self.root.parents) if not path.exists()]
+
+    def remove_unused(self, made: Iterable[Path]) -> None:
+        """Remove the lock and the folders `made` by a start that wrote no file; its lock must still be held."""
+        with suppress(OSError):
+            # `rmdir` refuses a folder that holds anything.
+            self.checkpoints.rmdir()
+        if {path.name for path in self.root.iterdir()} == {self._lock_file.name}:
+            self._lock_file.unlink()
+            with suppress(OSError):
+                for folder in made:
+                    folder.rmdir()
 
     def refuse_another(self, run: RunSettings, progress: RunProgress | None = None) -> None:
         """Refuse a folder with checkpoints of another run. `progress`: None until known, and stages are not compared."""
@@ -146,8 +171,13 @@ class RunFolder:
             more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
             raise ConfigError(
                 f"{self.root} holds a run with other settings: {'; '.join(map(str, found[:8]))}{more}: put "
-                f"{'it' if len(found) == 1 else 'them'} back, or set output=... to a new folder"
+                f"{'it' if len(found) == 1 else 'them'} back, or begin a second run with output={self._free_name()}"
             )
+
+    def _free_name(self) -> Path:
+        """Return the path of a folder beside this one that does not exist."""
+        names = (self.root.with_name(f"run-{number}" if number > 2 else "second") for number in count(2))
+        return next(path for path in names if not path.exists())
 
     def describe_rate_changes(self, run: RunSettings, progress: RunProgress) -> list[str]:
         """Return a warning for each setting that changes the learning rates which the stored settings would give."""

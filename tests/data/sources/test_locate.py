@@ -273,3 +273,14 @@ def test_source_in_messages_is_named_as_typed(tmp_path: Path) -> None:
     assert said == ["data.sources=...", "data.sources.0.path=...", "data.sources.1.path=..."]
     with pytest.raises(DataError, match=r"type validation\.sources=\.\.\."):
         prepared(tmp_path / "cache", tmp_path / "a.txt", validation=ValidationSettings(sources=["no.jsonl"]))
+
+
+def test_mistyped_name_beside_similar_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        DataError, match=r"'textes' is no file or folder .*nearest here: texts; .*data\.sources\.0\.format=hub"
+    ):
+        locate(SourceSettings(path="textes"))
+    assert locate(SourceSettings(path="textes", format="hub")).format == "hub"
+    assert locate(SourceSettings(path="wikitext-of-the-hub")).format == "hub"

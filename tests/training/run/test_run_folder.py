@@ -26,7 +26,9 @@ def held(folder: Path, run: RunSettings, *, steps: bool = True) -> RunFolder:
 def test_setting_before_first_checkpoint_may_change(tmp_path: Path) -> None:
     wrong, right = load_run(None, ["data.sources=mistyped"]), load_run(None, ["data.sources=texts"])
     held(tmp_path / "early", wrong, steps=False).refuse_another(right)
-    with pytest.raises(ConfigError, match=r"data\.sources was .*mistyped.*, is .*texts.*set output="):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources was .*mistyped.*, is .*texts.*second run with output=.*/second$"
+    ):
         held(tmp_path / "late", wrong).refuse_another(right)
 
 
@@ -92,7 +94,7 @@ def test_refusal_names_all_changes_with_both_values(tmp_path: Path) -> None:
         folder.refuse_another(changed, RunProgress(0, 3, 3))
     said = str(refusal.value)
     for each in ("seed was 0, is 5", "data.rows was packed, is joined", "stages.0.batch was 1, is 2",
-                 "stages.0.length was 64, is 128", "put them back, or set output="):  # fmt: skip
+                 "stages.0.length was 64, is 128", "put them back, or begin a second run with output="):  # fmt: skip
         assert each in said
     assert "lr" not in said
 
