@@ -18,6 +18,7 @@ from ithaca.arguments import shown
 from ithaca.errors import UnsupportedError
 from ithaca.handle import is_bound
 from ithaca.models.refusals.compiled import compiled_within
+from ithaca.models.refusals.foreign_code import refuse_own_attention
 from ithaca.models.refusals.peft_kinds import check_adapters
 from ithaca.models.refusals.random_depth import refuse_dropped_layers
 from ithaca.planning.model.architectures import ParityVerdict, verdicts
@@ -81,6 +82,7 @@ def check_model(parts: ModelParts, *, allow_untested: bool) -> None:
     check_adapters(parts.model, allow_untested=allow_untested)
     _check_architecture(base, allow_untested)
     _check_settings(base)
+    refuse_own_attention(base)
     _check_shared_modules(parts.layers)
     refuse_dropped_layers(base, measured=str(base.config.model_type) in verdicts())
 
