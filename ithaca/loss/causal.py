@@ -145,6 +145,7 @@ def _check_model(model: nn.Module, mesh: Mesh) -> Binding:
     refuse_compiled(model)
     refuse_added(model)
     check_same_mesh(binding.mesh, mesh)
+    binding.refuse_changed()
     return binding
 
 

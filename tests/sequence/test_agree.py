@@ -213,6 +213,7 @@ ONE_RANK: dict[str, tuple[dict[str, Any], str]] = {
     "by_position": ({"by_position": 3}, "ArgumentError: by_position is 3"),
     "num_items_in_batch": ({}, "BatchError: the batch has num_items_in_batch"),
     "added weight": ({}, "UnsupportedError: LlamaForCausalLM got 1 parameters after parallelize"),
+    "a forward put on": ({}, "UnsupportedError: model.norm was given a forward after parallelize"),
     "plain model": ({}, "UnsupportedError: LlamaForCausalLM is not parallelized"),
     "no model": ({}, "UnsupportedError: the model is a dict"),
     "another mesh": ({}, "MeshError: mesh is .* the model was parallelized over"),
@@ -231,6 +232,8 @@ def refused_on_one(what: str) -> tuple[str, float, float]:
         batch |= {"num_items_in_batch": 5} if what == "num_items_in_batch" else {}
         if what == "num_items_in_batch":
             options = {}
+        if what == "a forward put on":
+            model.model.norm.forward = lambda x: x
         if what == "added weight":
             model.model.layers[1].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
     try:
@@ -239,6 +242,7 @@ def refused_on_one(what: str) -> tuple[str, float, float]:
         said = f"{type(error).__name__}: {error}"
     if what == "added weight" and mesh.rank == 1:
         del model.model.layers[1].mlp.extra
+    model.model.norm.__dict__.pop("forward", None)
     return said, float(causal_loss(model, GOOD, mesh).detach()), before
 
 

@@ -60,6 +60,31 @@ def foreign_within(model: nn.Module) -> str | None:
     return None
 
 
+def foreign_forwards(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """Return the modules inside `model` with a forward of the user's own, each with the names of the code's modules."""
+    found: dict[nn.Module, set[str]] = {}
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        # Ithaca's own forwards wrap what was there at `parallelize`, and `own_loss` compares the model's.
+        if forward is None or module is model or type(forward).__module__.startswith("ithaca."):
+            continue
+        homes = {home for home in _homes(forward) if not _is_known(home)}
+        if homes:
+            found[module] = homes
+    return found
+
+
+def refuse_forward_put_on_later(model: nn.Module, before: dict[nn.Module, set[str]]) -> None:
+    """Refuse a forward of the user's own that was put on after `parallelize`, which did not examine it."""
+    for module, homes in foreign_forwards(model).items():
+        if homes - before.get(module, set()):
+            name = next(name for name, each in model.named_modules() if each is module)
+            raise UnsupportedError(
+                f"{name} was given a forward after parallelize: do so before it, or call ithaca.unbind(model) and "
+                "parallelize it again"
+            )
+
+
 def refuse_own_attention(model: PreTrainedModel) -> None:
     """Refuse a model whose config or modeling file names an attention function of the user's own."""
     for module in model.modules():
