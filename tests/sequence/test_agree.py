@@ -181,6 +181,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "BatchError: .*the batch is empty"),
     "labels of another shape": (GOOD | {"labels": IDS[:, :5]}, r"BatchError: labels has shape \[1, 5\]"),
     "vocabulary": ({"input_ids": IDS + 60}, "BatchError: input_ids has the id 74: .* 0 to 60"),
+    "unsigned labels": (
+        GOOD | {"labels": (IDS - 103).to(torch.uint8)},
+        r"BatchError: labels has the id 167 in torch.uint8, which holds no -100: this model's vocabulary is 0 to 60",
+    ),
     "4-D mask": (GOOD | {"attention_mask": torch.ones(1, 1, 12, 12)}, "UnsupportedError: attention_mask is 4-D"),
     "no tokens": ({"labels": IDS}, "BatchError: .*neither input_ids nor inputs_embeds"),
     "a list": ({"input_ids": [[1, 2, 3]]}, "BatchError: input_ids is a list: a tensor is needed"),

@@ -241,3 +241,15 @@ def test_refuse_mixing_own_parametrization_passes() -> None:
     model: Any = small_model("llama")
     parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Doubled())
     refuse_mixing(model, foreign_within(model))
+
+
+def window_of_one_layer(window: int | None) -> None:
+    model: Any = small_model("gemma2")
+    model.model.layers[0].self_attn.sliding_window = window
+    parallelize(model, init_mesh(sp=1))
+
+
+@pytest.mark.parametrize("window", [2, None])
+def test_parallelize_window_of_one_layer_alone_is_refused(window: int | None) -> None:
+    match = rf"layers\.0\.self_attn\.sliding_window is {window} and its config's is \d+: set both"
+    expect_refusal(1, window_of_one_layer, window, error="UnsupportedError", match=match)
