@@ -114,12 +114,13 @@ def part_of_whole(
 ) -> tuple[dict[str, Any], Any]:
     """Return the whole model's plan as JSON, and the plan of the few layers that `model` has."""
     from ithaca.models.planner.plan_in_force import AutoMemory, job_of
+    from ithaca.models.support import ModelParts
     from ithaca.planning.memory_plan import UNDECIDED
     from ithaca.planning.terms.memory_terms import memory_of
     from ithaca.sequence.layout import SequenceLayout
 
     job = job_of(model, mesh, "shard", cell["settings"]["optimizer"], fused=True, compute_dtype=None)
-    auto = AutoMemory.of(model, model, mesh, job, budget, UNDECIDED, host)
+    auto = AutoMemory.of(ModelParts.of(model), mesh, job, budget, UNDECIDED, host)
     auto.sizes = whole_sizes(cell)
     plan = auto.plan_for(SequenceLayout.whole_rows(1, cell["length"], mesh.sp))
     assert plan is not None

@@ -120,8 +120,8 @@ def test_failed_check_ends_with_status_1(tmp_path: Path) -> None:
     plant = "from tests import faults\nplanted = faults.document_leak()\nplanted.__enter__()\n"
     (tmp_path / "planted.py").write_text(plant + "from ithaca.cli.verify import work as work\n")
     start = (
-        "from ithaca.cli import launch, main; own = launch.launch; "
-        "launch.launch = lambda entry, *rest, **more: own('planted:work', *rest, **more); main()"
+        "from ithaca.cli import main; from ithaca.launch import launcher; own = launcher.launch; "
+        "launcher.launch = lambda entry, *rest, **more: own('planted:work', *rest, **more); main()"
     )
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     done = subprocess.run(

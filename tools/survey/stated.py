@@ -1,9 +1,9 @@
 """Hand-written facts about types, which the survey takes from this table rather than from a run.
 
-A row names properties of a type's modules that its config does not hold. `--facts --write` puts the rows into
-`architectures.json`, from which plans are counted. Tests compare the table with transformers' modules: parameters to a
-percent (`tests/planning/model`), windows layer by layer, defaults value by value. No test covers norms in fp32 and centred
-norms, which were read from the modeling files.
+A row names properties of a type's modules that its config does not hold. Gates, norms and switches of types whose
+parameters plans count are measured (`measured.py`); the table has them for other types alone. `--facts --write` puts the
+rows into `architectures.json`, from which plans are counted. Tests compare the table with transformers' modules:
+parameters to a percent (`tests/planning/model`), windows layer by layer, defaults value by value.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TIED = (
     "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified",
     "gemma4_unified_assistant", "gemma4_unified_text", "gpt2", "gpt_bigcode",
 )  # fmt: skip
-# Types with biases in norms and linear layers; all of them have an MLP without a gate.
+# Types with biases in norms and linear layers.
 _BIASED = ("starcoder2", "gpt2", "gpt_bigcode")
-_UNGATED = (*_BIASED, "apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi")
+_UNGATED = ("biogpt", "gpt_neox", "nemotron", "persimmon", "phi")
 _HEAD_NORMS = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3_text", "gemma3"), "head"),
     **dict.fromkeys(("olmo2", "olmo3"), "heads"),
@@ -44,18 +44,14 @@ _HEAD_NORMS = {
 }  # fmt: skip
 _SANDWICHED = ("gemma2", "gemma3_text", "gemma3", "glm4")
 _NORM_AFTER_MLP = (*_SANDWICHED, "olmo2", "olmo3")
-_CENTRED = ("cohere", "cohere2", "cohere2_moe")
+_CENTRED = ("cohere2_moe",)
 _ONE_NORM = (*_CENTRED, "phi")
-_NORMS_IN_FP32 = (
-    *_CENTRED, "flex_olmo", "flint", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "helium", "olmo2", "olmo3",
-    "vaultgemma",
-)  # fmt: skip
+_NORMS_IN_FP32 = (*_CENTRED, "gemma3")
 _FULL_LAST = {
     "afmoe": 4, "cohere2": 4, "cohere2_moe": 4, "exaone4": 4, "exaone_moe": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6,
     "gemma4": 6, "gemma4_text": 6, "gpt_oss": 2, "olmo3": 4, "vaultgemma": 2,
 }  # fmt: skip
 _FULL_FIRST = {"cwm": 4, "granite_swa": 4, "granitemoe_swa": 4, "modernbert-decoder": 3}
-_SLIDE_IF_SET = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 _DEFAULT_KEYS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "max_position_embeddings", "sliding_window", "tie_word_embeddings",
@@ -95,7 +91,6 @@ def stated(kind: str) -> dict[str, Any]:
         "expert_biases": kind == "gpt_oss",
         "full_last": _FULL_LAST.get(kind, 0),
         "full_first": _FULL_FIRST.get(kind, 0),
-        "slides_if_set": kind in _SLIDE_IF_SET,
         "defaults": {key: value for key, value in values if value is not None} or None,
     }
     llama = ArchitectureFacts()
@@ -105,4 +100,4 @@ def stated(kind: str) -> dict[str, Any]:
 def stated_kinds() -> set[str]:
     """Return every type that the table has a fact about."""
     tables = (_COUNTED, _TIED, _UNGATED, _HEAD_NORMS, _NORM_AFTER_MLP, _ONE_NORM, _NORMS_IN_FP32, _FULL_LAST)
-    return {kind for table in (*tables, _FULL_FIRST, _SLIDE_IF_SET, _DEFAULTS, ("hrm_text",)) for kind in table}
+    return {kind for table in (*tables, _FULL_FIRST, _DEFAULTS, ("hrm_text",)) for kind in table}

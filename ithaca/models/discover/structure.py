@@ -9,7 +9,8 @@
     the module tree: classes, names, weight dimensions  devices, dtypes, values of weights and buffers
     every attribute and config switch that code reads   windows, token ids, a layer's index
 
-Two models with equal keys run the same code.
+Two models with equal keys run the same code: no modeling file of a stored type compares a size with anything but 0
+(`repeat_kv` apart, which belongs to attention).
 
 `Structure.of` returns None for anything that could change the code: a class from outside transformers and torch, a
 function that is not the one its file defines, a forward on an instance, a hook, a weight of another kind. Without a key
@@ -18,49 +19,39 @@ the model is run instead (`findings.py`). A missing key costs a second; a wrong 
 
 from __future__ import annotations
 
-import dis
 import hashlib
-import inspect
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ithaca.models.discover.logits_path import numbers_read
+from ithaca.models.discover.structure_code import PLAIN, SourceCode, UnknownStructure, is_library, wrapped_functions
 from ithaca.models.layers.hooks import hooked
 
-_ROOTS = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (torch, transformers))
-_STANDARD = str(Path(inspect.__file__).parent) + "/"
-# Classes of these transformers modules are checked for the functions that lead into a forward, and for no others: the
-# rest of their code loads, generates and saves.
-_GENERAL = ("transformers.modeling_utils", "transformers.generation", "transformers.utils", "transformers.integrations")
-_INTO_FORWARD = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__")
-_NOT_RUN = ("__init__", "_init_weights", "__init_subclass__", "__repr__", "extra_repr")
 _OF_ANY_MODULE = frozenset(nn.Module().__dict__)
 # Special tokens, the layer's index, sharding plans and flags of loading: none changes what a layer's children compute.
 _NOT_KEYED = frozenset((
     "padding_idx", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "layer_idx", "layer_id", "dtype",
     "generation_config", "_is_hf_initialized", "_tp_plan", "_pp_plan", "_ep_plan", "_fsdp_plan",
 ))  # fmt: skip
-_PLAIN = (bool, int, float, str)
+# Numbers of torch's modules that follow from a model's size; a dim or a stride does not, and is keyed as it is.
+_TORCH_SIZES = frozenset(
+    ("in_features", "out_features", "num_embeddings", "embedding_dim", "normalized_shape", "eps", "p")
+)
+# The inner model, whose output the head takes, hangs on the model by this name.
+_ALWAYS_READ = frozenset(("base_model_prefix",))
 # The only private switch of a config that selects code outside attention.
 _EXPERTS = "_experts_implementation_internal"
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
 )  # fmt: skip
-
-
-class _Unknown(Exception):
-    """Raised for code or objects that no key covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +66,23 @@ class Structure:
         """Return the keys; None if the model has anything that a key cannot cover."""
         try:
             if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
-                raise _Unknown("hooks on every module")
-            code = _Code()
+                raise UnknownStructure("hooks on every module")
+            paths = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
+            if len(paths) != len(set(paths)):
+                raise UnknownStructure("a module at two places")
+            code = SourceCode(names=set(_ALWAYS_READ))
             for kind in {type(module) for module in model.modules()}:
                 code.add_class(kind)
             within = {inner for layer in layers for inner in layer.modules()}
             weights = [id(p) for inner in within for p in inner._parameters.values() if p is not None]
             if len(weights) != len(set(weights)):
-                raise _Unknown("a weight that two modules share")
-            files = [*sorted(map(_digest, code.files)), *sorted(code.library_functions)]
-            each = tuple(_key([*files, *_lines(layer, code.names, frozenset())]) for layer in layers)
-            around = [*_lines(model, code.names, within - set(layers)), *_config_lines(model, code.names)]
+                raise UnknownStructure("a weight at two places")
+            files = code.lines()
+            each = tuple(_key([*files, *_lines(layer, None, frozenset(), frozenset())]) for layer in layers)
+            stacked = frozenset(layers)
+            around = [*_lines(model, code.names, within - stacked, stacked), *_config_lines(model, code.names)]
             return cls(_key([*files, *around]), each)
-        except (_Unknown, OSError):
+        except (UnknownStructure, OSError):
             return None
 
 
@@ -95,148 +90,23 @@ def _key(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-@cache
-def _digest(file: str) -> str:
-    # Line ends differ between Windows and Unix installations of one version.
-    return hashlib.sha256(Path(file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+def _lines(
+    root: nn.Module, names: set[str] | None, left_out: Collection[nn.Module], stacked: Collection[nn.Module]
+) -> list[str]:
+    """Return a line for every module below `root`; modules of `stacked` that have one form have one line.
 
-
-@dataclass(eq=False)
-class _Code:
-    """Source code of a model's classes.
-
-    `files`: their source files. `names`: every name that their functions read. `library_functions`: functions of other
-    transformers modules that the classes call. `seen`: classes and globals that are already added.
+    `names`: the attributes that count, None for all of them.
     """
-
-    files: set[str] = field(default_factory=set)
-    names: set[str] = field(default_factory=set)
-    library_functions: set[str] = field(default_factory=set)
-    seen: set[Any] = field(default_factory=set)
-
-    def add_class(self, kind: type) -> None:
-        """Add a class and its base classes; raise _Unknown if one of them is not the class that its file defines."""
-        for base in kind.__mro__:
-            if base in self.seen:
-                continue
-            self.seen.add(base)
-            home, name = sys.modules.get(base.__module__), base.__module__
-            if home is None or not name.startswith(("transformers.", "torch.")) or base is object:
-                if base.__module__ in ("builtins", "typing", "abc") or name in sys.stdlib_module_names:
-                    continue
-                raise _Unknown(f"{base.__module__}.{base.__qualname__}")
-            if getattr(home, base.__qualname__, None) is not base and not name.startswith("torch."):
-                raise _Unknown(f"another {base.__qualname__}")
-            if name.startswith("torch.") or name.startswith(_GENERAL):
-                self._check_forward_path(base)
-            else:
-                self._add_functions(base, home)
-
-    def _check_forward_path(self, base: type) -> None:
-        """Raise _Unknown if a function between `__call__` and `forward` is not a library's own."""
-        for name in _INTO_FORWARD:
-            function = vars(base).get(name)
-            if isinstance(function, FunctionType) and not all(map(_is_library, _wrapped(function))):
-                raise _Unknown(f"{base.__qualname__}.{name}")
-
-    def _add_functions(self, base: type, home: ModuleType) -> None:
-        """Add the source file and the functions of one class of a modeling file."""
-        self.files.add(str(home.__file__))
-        for name, value in vars(base).items():
-            functions = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
-            if name == "forward" and not isinstance(value, FunctionType):
-                raise _Unknown(f"{base.__qualname__}.forward")
-            for function in functions:
-                if isinstance(function, FunctionType):
-                    self._add_function(function, home, f"{base.__qualname__}.{name}", reads=name not in _NOT_RUN)
-                elif callable(function) and not isinstance(function, type):
-                    raise _Unknown(f"{base.__qualname__}.{name}")
-
-    def _add_function(self, function: FunctionType, home: ModuleType, qualified: str, *, reads: bool) -> None:
-        *wrappers, innermost = _wrapped(function)
-        if innermost.__code__.co_filename != home.__file__ or innermost.__qualname__ != qualified:
-            # transformers' decorator for experts replaces methods by functions of its own module: the key names them.
-            defined = getattr(sys.modules.get(innermost.__module__), innermost.__qualname__, None)
-            if defined is not innermost:
-                raise _Unknown(f"{qualified} is {innermost.__module__}.{innermost.__qualname__}")
-            self._add_library(qualified, innermost)
-        for wrapper in wrappers:
-            self._add_library(qualified, wrapper)
-        if not reads:
-            return
-        for code in (code for each in (*wrappers, innermost) for code in _codes(each.__code__)):
-            self.names.update(code.co_names)
-            self.names.update(const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
-        for code in _codes(innermost.__code__):
-            for name in set(_globals_of(code)):
-                if name in innermost.__globals__:
-                    self._add_global(name, innermost.__globals__[name], home)
-
-    def _add_global(self, name: str, value: Any, home: ModuleType) -> None:
-        """Add a global that a function reads: a function with its code, a class only if a known library defines it."""
-        if not isinstance(value, FunctionType | type) or (home, name, value) in self.seen:
-            return
-        self.seen.add((home, name, value))
-        module = sys.modules.get(value.__module__)
-        if isinstance(value, type):
-            root = value.__module__.partition(".")[0]
-            if root not in ("torch", "transformers") and root not in sys.stdlib_module_names and root != "builtins":
-                raise _Unknown(f"{home.__name__}.{name}")
-        elif module is home:
-            self._add_function(value, home, name, reads=True)
-        else:
-            for each in _wrapped(value):
-                self._add_library(f"{home.__name__}.{name}", each)
-
-    def _add_library(self, name: str, function: FunctionType) -> None:
-        """Add the file of a function of transformers, and the name under which the code calls the function."""
-        file = function.__code__.co_filename
-        if not _is_library(function):
-            raise _Unknown(f"{name} is from {file}")
-        self.library_functions.add(f"{name}={function.__module__}.{function.__qualname__}")
-        if file.startswith(_ROOTS[1]):
-            self.files.add(file)
-
-
-def _wrapped(function: FunctionType) -> list[FunctionType]:
-    """Return the function and the functions it wraps: functools.wraps copies names, so every link must be checked."""
-    links: list[FunctionType] = [function]
-    while (inner := getattr(links[-1], "__wrapped__", None)) is not None:
-        if not isinstance(inner, FunctionType):
-            raise _Unknown(f"{function.__qualname__} wraps {type(inner).__name__}")
-        links.append(inner)
-    return links
-
-
-def _is_library(function: FunctionType) -> bool:
-    file = function.__code__.co_filename
-    return file.startswith(_ROOTS) or (file.startswith(_STANDARD) and "site-packages" not in file)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _codes(const)
-
-
-@cache
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    return tuple({str(each.argval) for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"})
-
-
-def _lines(root: nn.Module, names: set[str], left_out: frozenset[nn.Module] | set[nn.Module]) -> list[str]:
-    """Return a line for every module below `root`; list entries with equal content share one line."""
     found: dict[str, None] = {}
     for path, module in root.named_modules():
         if module in left_out:
             continue
         kind = type(module)
         if hooked(module, ("ithaca.",)):
-            raise _Unknown(f"a hook on {path}")
-        children = [f"{'*' if name.isdigit() else name}" for name in module._modules]
+            raise UnknownStructure(f"a hook on {path}")
+        children = ["*" if child in stacked else name for name, child in module._modules.items()]
         line = (
-            ".".join("*" if part.isdigit() else part for part in path.split(".")),
+            path.rpartition(".")[0] + ".*" if module in stacked else path,
             f"{kind.__module__}.{kind.__qualname__}",
             *dict.fromkeys(children),
             *(_weight(name, weight) for name, weight in (module._parameters | module._buffers).items()),
@@ -248,11 +118,11 @@ def _lines(root: nn.Module, names: set[str], left_out: frozenset[nn.Module] | se
 
 def _weight(name: str, weight: Tensor | None) -> str:
     if weight is not None and type(weight) not in (nn.Parameter, Tensor):
-        raise _Unknown(f"{name} is a {type(weight).__name__}")
+        raise UnknownStructure(f"{name} is a {type(weight).__name__}")
     return f"{name}:{'' if weight is None else weight.ndim}"
 
 
-def _attributes(module: nn.Module, names: set[str]) -> Iterator[str]:
+def _attributes(module: nn.Module, names: set[str] | None) -> Iterator[str]:
     """Yield the module's attributes that the code may read: switches by value, functions by name."""
     of_torch = type(module).__module__.startswith("torch.")
     for key, value in sorted(vars(module).items()):
@@ -261,26 +131,28 @@ def _attributes(module: nn.Module, names: set[str]) -> Iterator[str]:
         if key in _OF_ANY_MODULE or key in _NOT_KEYED or home.startswith("ithaca."):
             continue
         if callable(value) and not isinstance(value, nn.Module | type) and hasattr(type(module), key):
-            raise _Unknown(f"{key} of an instance")
-        if key not in names and not of_torch:
+            raise UnknownStructure(f"{key} of an instance")
+        if names is not None and key not in names and not of_torch:
             continue
         if isinstance(value, partial):
-            fixed = [f"{name}={_shown(name, each)}" for name, each in sorted(value.keywords.items())]
+            fixed = [f"{name}={each!r}" for name, each in sorted(value.keywords.items())] + [*map(repr, value.args)]
             yield f"{key}={_function(key, value.func)}({', '.join(fixed)})"
         elif isinstance(value, FunctionType | BuiltinFunctionType):
             yield f"{key}={_function(key, value)}"
         elif callable(value) and home.partition(".")[0] not in ("torch", "transformers"):
-            raise _Unknown(key)
+            raise UnknownStructure(key)
+        elif of_torch and key not in _TORCH_SIZES and isinstance(value, (*PLAIN, tuple)):
+            yield f"{key}={value!r}"
         else:
             yield f"{key}={_shown(key, value)}"
 
 
 def _function(key: str, value: Any) -> str:
     """Return the full name of a function of torch or transformers."""
-    if isinstance(value, FunctionType) and not all(map(_is_library, _wrapped(value))):
-        raise _Unknown(key)
+    if isinstance(value, FunctionType) and not all(map(is_library, wrapped_functions(value))):
+        raise UnknownStructure(key)
     if not isinstance(value, FunctionType | BuiltinFunctionType):
-        raise _Unknown(key)
+        raise UnknownStructure(key)
     return f"{value.__module__}.{value.__qualname__}"
 
 
@@ -290,12 +162,24 @@ def _config_lines(model: PreTrainedModel, names: set[str]) -> list[str]:
     found = {f"{name}={'1' if value == 1 else _shown(name, value)}" for name, value in numbers_read(model)}
     for config in [*configs.values(), model.config.get_text_config()]:
         if getattr(config, "is_heterogeneous", False):
-            raise _Unknown("layers with configs of their own")
-        for key, value in vars(config).items():
-            read = key in names and key not in _NOT_KEYED and not key.startswith("_")
-            if (read or (key == _EXPERTS and "_experts_implementation" in names)) and isinstance(value, _PLAIN):
+            raise UnknownStructure("layers with configs of their own")
+        found.add(f"config {type(config).__module__}.{type(config).__qualname__}")
+        for key in sorted(names - _NOT_KEYED):
+            value = _value(config, key) if not key.startswith("_") else None
+            if isinstance(value, PLAIN):
                 found.add(f"config.{key}={_shown(key, value)}")
+        if "_experts_implementation" in names and (name := vars(config).get(_EXPERTS)) is not None:
+            # Anybody may register experts of his own, under a name that was there before.
+            function = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.get(name)
+            found.add(f"config.{_EXPERTS}={name} {'' if function is None else _function(name, function)}")
     return sorted(found)
+
+
+def _value(config: PretrainedConfig, key: str) -> Any:
+    try:
+        return getattr(config, key, None)
+    except ValueError as error:
+        raise UnknownStructure(f"config.{key}") from error
 
 
 def _shown(key: str, value: Any) -> str:
@@ -306,6 +190,9 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, int | float):
         if "window" in key:
             return ""
+        if isinstance(value, int) and value < 0:
+            # A dim, and no size.
+            return repr(value)
         unit = isinstance(value, float) and value == 1
         return "1.0" if unit else "0" if value == 0 else "+" if value > 0 else "-"
     if isinstance(value, dict):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, configuration_utils
 from transformers.activations import ACT2FN
@@ -34,6 +35,7 @@ from ithaca.config.schema import LoraSettings
 from ithaca.errors import CheckpointError, ConfigError, UnsupportedError
 from ithaca.models.files.config_changes import check_shapes, with_changes
 from ithaca.models.refusals.config_numbers import check_computed, check_numbers
+from ithaca.planning.model.architectures import verdicts
 from ithaca.planning.model.config_check import KnownWords, check_config, read_content
 from ithaca.planning.model.known_models import known_config, nearest_models
 
@@ -141,7 +143,12 @@ def build_causal(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     `options`: transformers' own (`dtype`). Every model of a user's config is built here.
     """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        model: PreTrainedModel
+        if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.model_type not in verdicts():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        else:
+            # transformers' own table of causal language models lacks some text parts of multimodal models.
+            model = getattr(transformers, verdicts()[config.model_type]["classes"])._from_config(config, **options)
     except Exception as error:
         # A model's code raises any exception for a wrong value, such as torch's assertion on padding_idx.
         raise UnsupportedError(

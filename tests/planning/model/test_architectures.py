@@ -7,7 +7,8 @@ import sys
 from dataclasses import fields
 
 from ithaca.planning.model.architectures import ArchitectureFacts, architectures, facts_of, structures_of, verdicts
-from tools.survey.stated import stated, stated_kinds
+from tools.survey.measured import facts_row
+from tools.survey.stated import stated_kinds
 
 
 def test_facts_of_unknown_type_are_uncounted_llama() -> None:
@@ -31,11 +32,21 @@ def test_structures_only_of_types_with_exact_replays() -> None:
     assert {verdicts()[kind].get("memory") for kind in stored} == {"exact"}
 
 
-def test_facts_of_every_type_equal_stated() -> None:
+def test_facts_of_every_type_equal_measured_and_stated() -> None:
     rows = architectures()["architectures"]
-    assert {kind: row["facts"] for kind, row in rows.items() if "facts" in row} == {
-        kind: stated(kind) for kind in sorted(stated_kinds())
-    }
+    found = {kind: facts_row(kind) for kind in sorted(stated_kinds())}
+    assert {kind: row["facts"] for kind, row in rows.items() if "facts" in row} == found
+
+
+def test_measured_facts_are_those_that_modeling_files_show() -> None:
+    assert facts_row("gemma2")["norms_in_fp32"]
+    assert "centred" not in facts_row("gemma2")
+    assert facts_row("cohere")["centred"]
+    assert facts_row("cohere")["one_norm"]
+    assert not facts_row("gpt2")["gated"]
+    assert "gated" not in facts_row("mixtral")
+    assert facts_row("qwen3_moe")["slides_if_set"]
+    assert "slides_if_set" not in facts_row("llama")
 
 
 def test_architectures_reader_imports_no_torch() -> None:
