@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ithaca.arguments import check_kind, named_arguments, shown
 from ithaca.errors import BatchError, PeerError
+from ithaca.handle import handle_of
 from ithaca.loss.by_position import LossByPosition
 from ithaca.loss.loss_tensor import as_loss
 from ithaca.mesh import Mesh, check_mesh
@@ -62,14 +63,19 @@ def causal_loss(
     each target that is spread over the vocabulary. `z_loss`: the weight of the squared log of the softmax's divisor.
     `by_position`: adds this rank's token losses up by position in the document.
     """
-    _check_options(batch, count, label_smoothing, z_loss)
-    if by_position is not None:
-        check_kind("by_position", by_position, LossByPosition, "pass None, or a LossByPosition(length, device)")
-    binding = _check_model(model, mesh)
-    vocabulary = binding.model.config.get_text_config().vocab_size
-    cut = CutBatch.of(batch, partial(shard_batch, mesh=mesh, vocab_size=vocabulary))
+    check_mesh(mesh)
+
+    def checked_shard(batch: Mapping[str, Any]) -> Shard:
+        _check_options(batch, count, label_smoothing, z_loss)
+        if by_position is not None:
+            check_kind("by_position", by_position, LossByPosition, "pass None, or a LossByPosition(length, device)")
+        binding = _check_model(model, mesh)
+        return shard_batch(batch, mesh, vocab_size=binding.model.config.get_text_config().vocab_size)
+
+    # A refusal on one rank alone, of an option as of the batch, must reach the other ranks: they wait in `agree`.
+    cut = CutBatch.of(batch, checked_shard)
     options = {"count": count, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    (targets,) = agree(mesh, [cut], model, options)
+    (targets,) = agree(_agreed_mesh(model, mesh), [cut], model, options)
     assert cut.shard is not None
     if count is not None and targets and not count:
         raise BatchError(
@@ -100,11 +106,10 @@ def agree_on(
     `number`: micro-batches on every rank, which a rank that cannot read its batches does not know otherwise. Shards stay
     on the host until `micro_loss` moves them to the device one by one.
     """
-    binding = _check_model(model, mesh)
-    vocabulary = binding.model.config.get_text_config().vocab_size
-    cut = partial(cut_batch, shards=mesh.shards, rank=mesh.sequence_rank, device=_HOST, vocab_size=vocabulary)
     cuts: list[CutBatch] = []
     try:
+        vocabulary = _check_model(model, mesh).model.config.get_text_config().vocab_size
+        cut = partial(cut_batch, shards=mesh.shards, rank=mesh.sequence_rank, device=_HOST, vocab_size=vocabulary)
         cuts += [CutBatch.of(batch, cut) for batch in batches]
     except Exception as error:
         cuts = [CutBatch({}, error=error)] * number
@@ -140,7 +145,14 @@ def _check_model(model: nn.Module, mesh: Mesh) -> Binding:
     refuse_compiled(model)
     refuse_added(model)
     check_same_mesh(binding.mesh, mesh)
+    binding.refuse_changed()
     return binding
+
+
+def _agreed_mesh(model: nn.Module, mesh: Mesh) -> Mesh:
+    """Return the mesh of `parallelize`, over which the ranks with the right mesh agree; `mesh` if there is none."""
+    handle = handle_of(model) if isinstance(model, nn.Module) else None
+    return mesh if handle is None else handle.mesh
 
 
 def _check_options(batch: object, count: object, label_smoothing: object, z_loss: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ithaca.errors import UnsupportedError
 from ithaca.memory.replay import WHOLE_BACKWARD
@@ -20,7 +20,8 @@ class LossTensor(Tensor):
     Three reasons for a subclass of Tensor: `backward(inputs=...)` runs none of Ithaca's code, since the weights of a
     recomputed layer are no nodes of the graph. A function set on the tensor object would be lost with a temporary, as in
     `causal_loss(...).backward()`. And sharded weights in a term that is added, such as an L2 norm, must be summed over
-    ranks first. Any other result computed from a loss is a plain tensor.
+    ranks first. What is computed from a loss with a gradient, as in `(loss / 4).backward(inputs=...)`, is a `LossTensor`
+    too: autograd runs no hook at all for inputs that it does not reach, so only the tensor itself can refuse them.
     """
 
     binding: Binding
@@ -37,10 +38,8 @@ class LossTensor(Tensor):
         )
         with torch._C.DisableTorchFunctionSubclass():
             given = func(*args, **kwargs)
-        if terms and isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
-            # More terms may be added to this sum.
-            given = as_loss(given, next(value for value in flat if isinstance(value, cls)).binding)
-        return given
+        binding = next((value.binding for value in flat if isinstance(value, cls)), None)
+        return given if binding is None else tree_map_only(Tensor, lambda x: as_loss(x, binding), given)
 
     def __format__(self, how: str) -> str:
         """Format the loss as a plain tensor, as torch formats no subclass: `f"{loss:.4f}"`."""

@@ -52,6 +52,7 @@ from ithaca.models.learned_positions import learned_positions, refuse_beyond_tab
 from ithaca.models.partial_calls import refuse_partial_calls
 from ithaca.models.reduction_marks import mark_output, with_gradient_times
 from ithaca.models.refusals.calls import check_call, refuse_arguments, refuse_autocast, refuse_checkpointing
+from ithaca.models.refusals.foreign_code import foreign_forwards
 from ithaca.models.refusals.random_depth import watch_rates
 from ithaca.models.rope import pin_length
 from ithaca.models.weight_versions import WeightVersions
@@ -71,6 +72,7 @@ def bind(model: PreTrainedModel, mesh: Mesh, *, kernel: str = "auto") -> Binding
         kernel,
         layers=model.config.get_text_config().num_hidden_layers,
         configs=configs,
+        forwards=foreign_forwards(model),
         positions=learned_positions(model),
         takes_kwargs=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
     )
@@ -154,8 +156,7 @@ class _BackwardCheck:
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Check a call of the model before its forward, and put an AttentionCall in the place of the SequenceLayout."""
     binding = binding_of(model)
-    if binding.memory is not None:
-        binding.memory.refuse_replaced()
+    binding.refuse_changed()
     if not binding.sharded:
         return args, kwargs | _check_whole_call(binding, kwargs)
     layout = kwargs.pop(LAYOUT, None)

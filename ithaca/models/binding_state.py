@@ -28,6 +28,7 @@ from ithaca.models.layers.hooks import CopyingHooks
 from ithaca.models.layers.installed_state import Installed
 from ithaca.models.layers.module_attributes import dropping
 from ithaca.models.refusals.calls import checkpoints
+from ithaca.models.refusals.foreign_code import refuse_forward_put_on_later
 from ithaca.state.weights.placement import Placement
 
 NAME = "ithaca"
@@ -41,7 +42,8 @@ logger = logging.getLogger("ithaca")
 class Binding:
     """State of a bound model and of its forward pass in progress.
 
-    `layers`: number of layers. `configs`: every module's config before. `positions`: size of the table of learned
+    `layers`: number of layers. `configs`: every module's config before. `forwards`: modules with a forward of the user's
+    own, from `foreign_forwards`. `positions`: size of the table of learned
     positions. `attended`: attention calls of this pass. `shown`: copies of tensors for the caller's hooks.
     """
 
@@ -50,6 +52,7 @@ class Binding:
     kernel: str
     layers: int
     configs: dict[Any, Any]
+    forwards: dict[nn.Module, set[str]] = field(default_factory=dict)
     positions: int | None = None
     takes_kwargs: bool = True
     copying_hooks: CopyingHooks | None = None
@@ -98,6 +101,13 @@ class Binding:
         """True if a forward pass made now recomputes layers in its backward."""
         ours = self.memory is not None and any(layer.mode != "keep" for layer in self.memory.layers)
         return ours or checkpoints(self.model)
+
+    def refuse_changed(self) -> None:
+        """Raise UnsupportedError if modules, settings or forwards changed since the model was parallelized."""
+        if self.memory is not None:
+            self.memory.refuse_replaced()
+        if self.sharded and self.mesh.shards > 1:
+            refuse_forward_put_on_later(self.model, self.forwards)
 
     def warn_of_labels(self, unlearned: int) -> None:
         """Warn once of labels that are left out here and that transformers would train on."""

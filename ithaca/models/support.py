@@ -18,6 +18,7 @@ from ithaca.arguments import shown
 from ithaca.errors import UnsupportedError
 from ithaca.handle import is_bound
 from ithaca.models.refusals.compiled import compiled_within
+from ithaca.models.refusals.foreign_code import refuse_own_attention
 from ithaca.models.refusals.peft_kinds import check_adapters
 from ithaca.models.refusals.random_depth import refuse_dropped_layers
 from ithaca.planning.model.architectures import ParityVerdict, verdicts
@@ -81,6 +82,8 @@ def check_model(parts: ModelParts, *, allow_untested: bool) -> None:
     check_adapters(parts.model, allow_untested=allow_untested)
     _check_architecture(base, allow_untested)
     _check_settings(base)
+    _check_windows(base)
+    refuse_own_attention(base)
     _check_shared_modules(parts.layers)
     refuse_dropped_layers(base, measured=str(base.config.model_type) in verdicts())
 
@@ -175,6 +178,23 @@ def _check_settings(base: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"config.layer_types has {strange[0]!r} layers, which are not exact when tokens are split"
         )
+
+
+def _check_windows(base: PreTrainedModel) -> None:
+    """Raise UnsupportedError if a layer's window differs from its config's: eager masks by one, flash by the other."""
+    for name, module in base.named_modules():
+        config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        asked = getattr(config, "sliding_window", None)
+        if not isinstance(asked, int) or "sliding_window" not in vars(module):
+            continue
+        kinds = getattr(config, "layer_types", None) or ()
+        slides = isinstance(index, int) and index < len(kinds) and kinds[index] == "sliding_attention"
+        window = module.sliding_window
+        if window != asked and (slides or window is not None):
+            raise UnsupportedError(
+                f"{name}.sliding_window is {window} and its config's is {asked}: set both to one window, or the layer's "
+                "entry of config.layer_types"
+            )
 
 
 def _check_shared_modules(layers: list[nn.Module]) -> None:

@@ -2,10 +2,10 @@
 
 Each rank fills its row of a table and the sum gives every rank the whole table. Four ranks, sp=2, one micro-batch:
 
-    rank   rows  tokens  targets  ids   labels  documents  embeddings | options  trained weights
-    0      1     8192    8191     71..  88..    12..       0          | 33..     40..     same sequence group:
-    1      1     8192    8191     71..  88..    12..       0          | 33..     40..     these two rows must be equal
-    2      1     4096    4095     55..  61..    90..       0          | 33..     40..
+    rank   rows  tokens  targets  ids   labels  documents  embeddings | count  ...  trained weights
+    0      1     8192    8191     71..  88..    12..       0          | 33..   ...  40..     same sequence group:
+    1      1     8192    8191     71..  88..    12..       0          | 33..   ...  40..     these two rows must be equal
+    2      1     4096    4095     55..  61..    90..       0          | 33..   ...  40..
     3      -1    ...                                                                      failed: all ranks raise
 
 Without the agreement a bad batch on one rank would leave the others waiting in an all-to-all, and ranks of one sequence
@@ -16,7 +16,7 @@ mean, and ranks that freeze different weights would wait for each other's gradie
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,10 @@ def agree(
         if failure is not None:
             raise failure
         return [cut.shard.count for cut in cuts if cut.shard is not None]
-    mine = [number for cut in cuts for number in _note(cut)] + [_checksum(options or {}), _trained(model)]
+    options = options or {}
+    mine = [number for cut in cuts for number in _note(cut)]
+    # A refused option may be no number, and a refused model no model.
+    mine += [0] * (len(options) + 1) if failure else [*map(_checksum, options.values()), _trained(model)]
     table = gather_rows(mesh, mine)
     if failure is not None:
         raise failure
@@ -93,14 +96,14 @@ def agree(
     notes = [[row[at * width : (at + 1) * width] for at in range(len(cuts))] for row in table]
     failed = [rank for rank, of_rank in enumerate(notes) if any(note[0] == _FAILED for note in of_rank)]
     if failed:
-        raise PeerError(f"rank {failed[0]} refused its batch and says why; this rank's was fine, all ranks stop alike")
+        raise PeerError(f"rank {failed[0]} refused its batch or options and says why; this rank's were fine, all stop")
     counts = []
     for at in range(len(cuts)):
         firsts = range(0, mesh.world, mesh.shards)
         for first in firsts:
             _refuse_other_rows([notes[rank][at] for rank in range(first, first + mesh.shards)], first)
         counts.append(sum(notes[first][at][_TARGETS] for first in firsts))
-    _refuse_other_options([row[-2] for row in table], options or {})
+    _refuse_other_options([row[-1 - len(options) : -1] for row in table], options)
     _refuse_other_weights([row[-1] for row in table])
     return counts
 
@@ -124,8 +127,8 @@ def _note(cut: CutBatch) -> list[int]:
     return [layout.batch, layout.length, shard.count, *contents, int(trained)]
 
 
-def _checksum(options: Mapping[str, float | None]) -> int:
-    return zlib.crc32(repr([value if value is None else float(value) for value in options.values()]).encode())
+def _checksum(option: float | None) -> int:
+    return zlib.crc32(repr(option if option is None else float(option)).encode())
 
 
 def _trained(model: nn.Module) -> int:
@@ -135,13 +138,14 @@ def _trained(model: nn.Module) -> int:
     return 1 + zlib.crc32(bytes(parameter.requires_grad for parameter in model.parameters()))
 
 
-def _refuse_other_options(of_ranks: list[int], options: Mapping[str, float | None]) -> None:
+def _refuse_other_options(of_ranks: list[list[int]], names: Iterable[str]) -> None:
     """Refuse loss options that differ between ranks: parts divided by different counts add up to no mean."""
     other = next((rank for rank, asked in enumerate(of_ranks) if asked != of_ranks[0]), None)
     if other is not None:
+        each = zip(names, of_ranks[0], of_ranks[other], strict=True)
         raise BatchError(
-            f"ranks 0 and {other} differ in {', '.join(options)}: pass the same on every rank; "
-            "ithaca.count_tokens(batches, mesh) counts over all of them"
+            f"ranks 0 and {other} differ in {', '.join(name for name, mine, its in each if mine != its)}: pass the same on "
+            "every rank; ithaca.count_tokens(batches, mesh) counts over all of them"
         )
 
 

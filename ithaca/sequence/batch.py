@@ -197,4 +197,6 @@ def _check_vocabulary(batch: Mapping[str, Any], vocab_size: int | None) -> None:
         )
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
-            raise BatchError(f"{key} has the id {bad}: this model's vocabulary is 0 to {vocab_size - 1}")
+            # An unsigned dtype has no -100: in torch.uint8 it is 156.
+            dtype = "" if batch[key].dtype.is_signed else f" in {batch[key].dtype}, which holds no -100"
+            raise BatchError(f"{key} has the id {bad}{dtype}: this model's vocabulary is 0 to {vocab_size - 1}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ithaca.errors import BatchError
+from ithaca.errors import BatchError, UnsupportedError
 from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.parallelize import parallelize
@@ -102,7 +102,6 @@ def _changed_in_place(change: str) -> float:
             else:
                 loss += 0.1 * each.get_input_embeddings().weight.square().sum()
             loss.backward()
-    assert type(losses[model] * 2) is torch.Tensor
     grads = {key: p.grad for key, p in alone.named_parameters() if p.grad is not None}
     return max(gradient_errors(model, grads).values())
 
@@ -120,6 +119,57 @@ def _second_derivatives() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     expect_refusal(1, _second_derivatives, error="UnsupportedError", match="have no second derivatives")
+
+
+def _derived(kind: str, loss: torch.Tensor) -> torch.Tensor:
+    """Return a scalar computed from a loss as users do."""
+    if kind == "in place into a tensor":
+        total = torch.zeros((), dtype=loss.dtype)
+        total += loss
+        total += loss
+        return total
+    made: dict[str, Any] = {
+        "times": lambda: 2 * loss,
+        "divided": lambda: loss / 4,
+        "sum": lambda: sum([loss, loss]),
+        "stacked": lambda: torch.stack([loss, loss]).mean(),
+        "split": lambda: loss[None].split(1)[0].sum(),
+    }
+    scalar: torch.Tensor = made[kind]()
+    return scalar
+
+
+DERIVED = ["times", "divided", "sum", "stacked", "split", "in place into a tensor"]
+
+
+def _refusals(kind: str, weights: Any) -> list[str]:
+    """Return what is said of gradients of chosen weights, and of second derivatives; none may be set."""
+    mesh = init_mesh(sp=2)
+    model, batch = parallelize(small_model("llama"), mesh, weights=weights), small_batch(1, 12)
+    chosen = list(model.parameters())
+    calls: list[Any] = [
+        lambda loss: loss.backward(inputs=chosen),
+        lambda loss: torch.autograd.grad(loss, chosen),
+        lambda loss: loss.backward(create_graph=True),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(UnsupportedError) as raised:
+            call(_derived(kind, causal_loss(model, batch, mesh)))
+        said.append(str(raised.value))
+    assert all(weight.grad is None for weight in chosen)
+    _derived(kind, causal_loss(model, batch, mesh)).backward()
+    assert all(weight.grad is not None for weight in chosen)
+    return said
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", DERIVED)
+def test_gradients_of_chosen_weights_of_derived_loss_are_refused(kind: str) -> None:
+    for said in run_ranks(2, _refusals, kind, "shard"):
+        assert said[0] == said[1]
+        assert "find no gradients of sharded weights" in said[0]
+        assert "have no second derivatives" in said[2]
 
 
 def _padding_learned() -> list[str]:

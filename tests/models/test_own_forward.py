@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ithaca.loss.causal import causal_loss
 from ithaca.mesh import init_mesh
 from ithaca.models.binding import unbind
 from ithaca.models.layers import fuse
@@ -18,7 +19,7 @@ from ithaca.planning.memory_plan import LayerMode, MemoryPlan
 from ithaca.verify.fp64 import compute_in_fp64
 from ithaca.verify.parity import compare
 from ithaca.verify.small_models.features import small_batch, small_model
-from tests.ranks import run_ranks
+from tests.ranks import expect_refusal, run_ranks
 from tests.tolerances import FP64
 
 NORM, MLP, PRODUCT = "post_attention_layernorm", "mlp", "mlp.up_proj"
@@ -109,3 +110,34 @@ def test_own_forward_stays_after_unbind(place: str, kind: str, fuse_it: bool) ->
     [(same, off)] = run_ranks(1, taken_off, place, kind, fuse_it)
     assert same
     assert off < FP64
+
+
+TILES = MemoryPlan(("save", "save"), (False, False), TILED, TILED)
+LATE = ["model.norm", MLP, NORM, "mlp.act_fn", "mlp.up_proj", "self_attn.o_proj"]
+
+
+def put_on_later(place: str, memory: Any, sp: int) -> None:
+    """A forward that reads other tokens is put on after the first step."""
+    mesh = init_mesh(sp=sp)
+    model = parallelize(small_model("llama"), mesh, memory=memory)
+    causal_loss(model, small_batch(1, 16), mesh).backward()
+    path = place if place.startswith("model.") else f"model.layers.1.{place}"
+    model.get_submodule(path).forward = lambda x: x - x.mean(1, keepdim=True)
+    causal_loss(model, small_batch(1, 16), mesh)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("memory", ["auto", TILES, None], ids=["auto", "tiled", "none"])
+@pytest.mark.parametrize("place", LATE)
+def test_forward_put_on_later_over_shards_is_refused(place: str, memory: Any) -> None:
+    expect_refusal(
+        2, put_on_later, place, memory, 2, error="UnsupportedError", match=f"{place} was given a forward after parallel"
+    )
+
+
+@pytest.mark.parametrize("place", ["mlp.act_fn", "mlp.up_proj"])
+def test_forward_put_on_later_inside_tiles_is_refused(place: str) -> None:
+    """On one rank the forward would read the tokens of a tile."""
+    expect_refusal(
+        1, put_on_later, place, TILES, 1, error="UnsupportedError", match=f"{place} was given a forward after parallel"
+    )

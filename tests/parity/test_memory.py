@@ -138,7 +138,7 @@ def test_lora_memory_mode_equals_one_process(name: str) -> None:
 def _counted(name: str) -> dict[str, int]:
     """Attention forwards, collectives by phase, and runs of every layer's MLP, in one step."""
     mesh = init_mesh(sp=2)
-    parallel = parallelize(small_model("llama", num_hidden_layers=LAYERS), mesh, memory=plan(name, groups=1, tile=1000))
+    model: Any = small_model("llama", num_hidden_layers=LAYERS)
     counts: Counter[str] = Counter()
     phase = "forward"
     attend, exchange = LocalAttention.attend, dist.all_to_all_single
@@ -155,9 +155,12 @@ def _counted(name: str) -> dict[str, int]:
         # Not by a hook: what has one is never left out.
         return lambda *args: (counts.update(["mlp forwards"]), forward(*args))[1]
 
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.forward = counting_gate(layer.mlp.gate_proj.forward)
+    parallel = parallelize(model, mesh, memory=plan(name, groups=1, tile=1000))
     for layer in parallel.model.layers:
         layer.self_attn.o_proj.register_forward_hook(lambda *_: counts.update(["token-wise forwards"]))
-        layer.mlp.gate_proj.forward = counting_gate(layer.mlp.gate_proj.forward)
+    counts.clear()
     with (
         patch.object(LocalAttention, "attend", counting_attend),
         patch.object(dist, "all_to_all_single", counting_exchange),

@@ -132,11 +132,19 @@ def own_options(options: dict[str, float], sp: int) -> None:
 
 @pytest.mark.parametrize("sp", [1, 2])
 @pytest.mark.parametrize(
-    "options", [{"count": 11}, {}, {"count": 22, "z_loss": 1e-4}, {"count": 22, "label_smoothing": 0.1}], ids=str
+    ("options", "names"),
+    [
+        ({"count": 11}, "count"),
+        ({}, "count"),
+        ({"count": 22, "z_loss": 1e-4}, "z_loss"),
+        ({"count": 22, "label_smoothing": 0.1}, "label_smoothing"),
+        ({"count": 11, "z_loss": 1e-4}, "count, z_loss"),
+    ],
+    ids=str,
 )
-def test_agree_different_counts_raise(options: dict[str, float], sp: int) -> None:
+def test_agree_different_counts_raise(options: dict[str, float], names: str, sp: int) -> None:
     """Such as a number of targets that each rank counted by itself: the parts would add up to no mean."""
-    said = "ranks 0 and 1 differ in count, label_smoothing, z_loss: pass the same on every rank; .*count_tokens"
+    said = f"ranks 0 and 1 differ in {names}: pass the same on every rank; .*count_tokens"
     expect_refusal(2, own_options, options, sp, error="BatchError", match=said)
 
 
@@ -173,6 +181,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"input_ids": torch.empty(1, 0, dtype=torch.long)}, "BatchError: .*the batch is empty"),
     "labels of another shape": (GOOD | {"labels": IDS[:, :5]}, r"BatchError: labels has shape \[1, 5\]"),
     "vocabulary": ({"input_ids": IDS + 60}, "BatchError: input_ids has the id 74: .* 0 to 60"),
+    "unsigned labels": (
+        GOOD | {"labels": (IDS - 103).to(torch.uint8)},
+        r"BatchError: labels has the id 167 in torch.uint8, which holds no -100: this model's vocabulary is 0 to 60",
+    ),
     "4-D mask": (GOOD | {"attention_mask": torch.ones(1, 1, 12, 12)}, "UnsupportedError: attention_mask is 4-D"),
     "no tokens": ({"labels": IDS}, "BatchError: .*neither input_ids nor inputs_embeds"),
     "a list": ({"input_ids": [[1, 2, 3]]}, "BatchError: input_ids is a list: a tensor is needed"),
@@ -187,13 +199,64 @@ def test_agree_bad_batch_on_one_rank_next_step_works(what: str) -> None:
     bad, own = BAD[what]
     said = run_ranks(2, recover, bad, 1, timeout=30)
     assert_said(said[1][0], own)
-    assert_said(said[0][0], "PeerError: rank 1 refused its batch and says why")
+    assert_said(said[0][0], "PeerError: rank 1 refused its batch or options and says why")
     for _, after, before in said:
         assert after == before == said[0][2]
 
 
 def assert_said(said: str, pattern: str) -> None:
     assert re.match(pattern, said), said
+
+
+ONE_RANK: dict[str, tuple[dict[str, Any], str]] = {
+    "negative count": ({"count": -1}, "BatchError: count=-1: pass what"),
+    "count of text": ({"count": "22"}, "BatchError: count='22': pass what"),
+    "label_smoothing of text": ({"label_smoothing": "x"}, "BatchError: label_smoothing='x'"),
+    "label_smoothing": ({"label_smoothing": 1.5}, "BatchError: label_smoothing=1.5"),
+    "z_loss": ({"z_loss": -1.0}, "BatchError: label_smoothing=0.0, z_loss=-1.0"),
+    "by_position": ({"by_position": 3}, "ArgumentError: by_position is 3"),
+    "num_items_in_batch": ({}, "BatchError: the batch has num_items_in_batch"),
+    "added weight": ({}, "UnsupportedError: LlamaForCausalLM got 1 parameters after parallelize"),
+    "a forward put on": ({}, "UnsupportedError: model.norm was given a forward after parallelize"),
+    "plain model": ({}, "UnsupportedError: LlamaForCausalLM is not parallelized"),
+    "no model": ({}, "UnsupportedError: the model is a dict"),
+    "another mesh": ({}, "MeshError: mesh is .* the model was parallelized over"),
+}
+
+
+def refused_on_one(what: str) -> tuple[str, float, float]:
+    """Return this rank's error where rank 1 alone passes something wrong, and the losses after and before."""
+    model, mesh = setup()
+    mine, batch, options, other = model, dict(GOOD), {"count": 22}, init_mesh(sp=1)
+    before = float(causal_loss(model, GOOD, mesh).detach())
+    said = "nothing"
+    if mesh.rank == 1:
+        options |= ONE_RANK[what][0]
+        mine = {"plain model": small_model("llama"), "no model": {}}.get(what, model)
+        batch |= {"num_items_in_batch": 5} if what == "num_items_in_batch" else {}
+        if what == "num_items_in_batch":
+            options = {}
+        if what == "a forward put on":
+            model.model.norm.forward = lambda x: x
+        if what == "added weight":
+            model.model.layers[1].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
+    try:
+        causal_loss(mine, batch, other if what == "another mesh" and mesh.rank == 1 else mesh, **options)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    if what == "added weight" and mesh.rank == 1:
+        del model.model.layers[1].mlp.extra
+    model.model.norm.__dict__.pop("forward", None)
+    return said, float(causal_loss(model, GOOD, mesh).detach()), before
+
+
+@pytest.mark.parametrize("what", ONE_RANK)
+def test_agree_refusal_on_one_rank_raises_on_all(what: str) -> None:
+    """Rank 0 waits in the agreement, and learns there that rank 1 never calls the model."""
+    (others, *losses), (own, *_) = run_ranks(2, refused_on_one, what, timeout=30)
+    assert_said(own, ONE_RANK[what][1])
+    assert_said(others, "PeerError: rank 1 refused its batch or options and says why")
+    assert losses[0] == losses[1]
 
 
 def count(bad: bool) -> str:

@@ -261,6 +261,7 @@ def _install_unit(
     backward = None if split is None else UnitBackward(role.until_main(layer), split, forward)
     unit = Unit(forward, forward.parameters, tile=2, draws=role.draws, gradients=backward, snapshot=forward.snapshot)
     installed.units.append(unit)
+    installed.assumed.assume_forwards(children)
     if not role.draws:
         installed.assumed.assume_deterministic(children)
     if fused is not None:

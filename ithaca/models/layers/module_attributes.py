@@ -52,6 +52,12 @@ class Assumed:
         # A module may keep a dropout probability as a number and call F.dropout.
         self.recorded += [each for each in within if "drop" in each[1] and isinstance(each[2], int | float)]
 
+    def assume_forwards(self, children: list[nn.Module]) -> None:
+        """Record the forwards inside the children of a unit, which would see tiles and not all tokens."""
+        # The forwards of the children themselves are ours; a child that gets another one runs by itself on all tokens.
+        within = [inner for child in children for inner in child.modules() if inner is not child]
+        self.recorded += [(inner, "forward", inner.__dict__.get("forward")) for inner in within]
+
     def assume_compiled(self, children: list[nn.Module]) -> None:
         """Record the children's settings, which compiled code holds as constants."""
         for child in children:
