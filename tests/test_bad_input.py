@@ -190,7 +190,10 @@ def shadow_attention(model: Any) -> None:
 
 BYPASSES: dict[str, tuple[Callable[[Any], None], str]] = {
     "set_attn_implementation": (replace_attention, "0 of 2 layers .* reached the bound attention: .* parallelize last"),
-    "a skipped attention": (skip_attention, r"layers\.0\.self_attn was given a forward after parallelize: do so before it"),
+    "a skipped attention": (
+        skip_attention,
+        r"layers\.0\.self_attn was given a forward after parallelize: do so before it",
+    ),
     "one layer's own config": (shadow_attention, "1 of 2 layers .* reached the bound attention: .* parallelize last"),
 }
 

@@ -35,11 +35,9 @@ def plan(
         None, help="adamw, adamw8bit or bf16_sr; the most exact that fits if left out."
     ),
     precision: str | None = typer.Option(None, help="mixed (fp32 weights, bf16 computing) or bf16."),
-    headroom: float = typer.Option(0.25, help="Share of memory left free; of the host's at least 0.25."),
-    host_headroom: float | None = typer.Option(
-        None, help="Share of host memory left free, where it is not --headroom's."
-    ),
-    target_tok_s: float | None = typer.Option(None, help="Tokens a second to reach: names the GPUs that give them."),
+    headroom: float = typer.Option(0.25, help="Share of device memory left free; of host memory at least 0.25."),
+    host_headroom: float | None = typer.Option(None, help="Share of host memory left free; --headroom's if left out."),
+    target_tok_s: float | None = typer.Option(None, help="Prints how many of these GPUs reach this throughput."),
     tokens: str | None = typer.Option(None, help="Tokens to train on, 2B: hours and GPU-hours."),
     price: float | None = typer.Option(None, help="Price of a GPU-hour: the cost."),
     link: str | None = typer.Option(None, help="What joins cards of a node: 'NVLink 4', 'PCIe 5'."),
