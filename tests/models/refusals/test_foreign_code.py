@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor, nn
@@ -135,19 +136,19 @@ class Attend:
 
 def own_attention(what: str) -> None:
     model: Any = small_model("llama")
-    if what == "registered":
-        ALL_ATTENTION_FUNCTIONS.register("mine", attend)
-        model.config._attn_implementation = "mine"
-    elif what == "over a name of transformers":
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", Attend())
-        model.config._attn_implementation = "sdpa"
-    elif what == "partial":
-        ALL_ATTENTION_FUNCTIONS.register("mine", partial(attend))
-        model.config._attn_implementation = "mine"
-    else:
-        modeling_llama.eager_attention_forward = attend
-        model.config._attn_implementation = "eager"
-    parallelize(model, init_mesh(sp=1))
+    registered: dict[str, Any] = {
+        "registered": {"mine": attend},
+        "over a name of transformers": {"sdpa": Attend()},
+        "partial": {"mine": partial(attend)},
+    }.get(what, {})
+    model.config._attn_implementation = next(iter(registered), "eager")
+    default = EAGER if registered else attend
+    # The rank lives on: what is put on transformers is taken off again.
+    with (
+        patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, registered),
+        patch.object(modeling_llama, "eager_attention_forward", default),
+    ):
+        parallelize(model, init_mesh(sp=1))
 
 
 @pytest.mark.parametrize("what", ["registered", "over a name of transformers", "partial", "eager of the file"])
