@@ -30,6 +30,7 @@ lint: venv
 	@$(PY) -m ruff check -q .
 	@$(PY) -m ruff format -q --check . || { echo "run: make format" >&2; exit 1; }
 	@$(PY) -m mypy --no-error-summary
+	@$(PY) -m tools.lint
 
 format: venv
 	@$(PY) -m ruff check -q --fix .
