@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from ithaca.config.schema import RunSettings
 from ithaca.data.prepared import Prepared, changed_sources, prepare
 from ithaca.errors import CheckpointError, UnwrittenError
@@ -119,13 +117,8 @@ def find_model(context: RunContext) -> str:
     model = context.run.model
     if model.name != "embedded":
         return str(find_folder(model.name, model.revision))
-    return _write_on_rank_0(context.folder.root / "embedded", build_embedded, context)
-
-
-def _write_on_rank_0(folder: Path, write: Callable[[Path], object], context: RunContext) -> str:
-    if context.mesh.rank == 0:
-        write(folder)
-    dist.barrier(context.mesh.world_group)
+    folder = context.folder.root / "embedded"
+    context.on_rank_0(lambda: build_embedded(folder))
     return str(folder)
 
 
@@ -158,9 +151,9 @@ def prepare_documents(context: RunContext, source: str) -> tuple[Prepared, str |
     run, name = context.run, context.run.model.tokenizer
     if name == EMBEDDED:
         # An export copies the tokenizer's files from a folder.
-        name = _write_on_rank_0(
-            context.folder.root / "tokenizer", lambda folder: embedded_tokenizer().save_pretrained(folder), context
-        )
+        folder = context.folder.root / "tokenizer"
+        context.on_rank_0(lambda: embedded_tokenizer().save_pretrained(folder))
+        name = str(folder)
     prepared = prepare(
         run.data,
         load_tokenizer(name or source, run.model.revision),
