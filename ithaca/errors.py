@@ -69,7 +69,7 @@ class MemoryPlanError(IthacaError, MemoryError):
 
 
 class HostMemoryError(IthacaError, MemoryError):
-    """Raised if the host has less memory than a plan wants to pin."""
+    """Raised if the host has less free memory than a plan pins."""
 
 
 class RowError(Exception):

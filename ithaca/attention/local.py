@@ -89,7 +89,7 @@ class LocalAttention:
         if len(parts) == 1 and self._is_whole_call(parts[0][1], qkv.q):
             out_BShE, lse_BhS = parts[0][0].forward(qkv, self.spec)
         else:
-            # Laid out as the wire wants it, so that the way back needs no copy.
+            # In the layout of the send buffer, so that the exchange back needs no copy.
             batch, total, heads = qkv.q.shape[:3]
             out_BShE = qkv.v.new_zeros(total, batch, heads, qkv.v.shape[-1]).transpose(0, 1)
             exact = torch.promote_types(qkv.q.dtype, torch.float32)

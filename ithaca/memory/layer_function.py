@@ -19,7 +19,7 @@ class LayerResult:
 
 
 class LayerFunction(Protocol):
-    """Runs one layer; implemented by the folder that knows the model."""
+    """Runs one layer; implemented in models/layers, by a class that has the model."""
 
     def run(self, args: Any, kwargs: Any, anchors: list[Tensor] | None, *, value: bool) -> LayerResult:
         """Run the layer, its attention from `anchors` if there are any. `value=False`: no caller reads the output."""

@@ -1,1 +1,1 @@
-"""The only core folder that knows transformers: which architectures are exact, and how attention is bound."""
+"""The only core folder that imports transformers: which architectures are exact, and how attention is bound."""

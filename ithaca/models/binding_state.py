@@ -126,7 +126,7 @@ class Binding:
             self.rng = ShardRng(self.mesh.device, self.mesh.sequence_rank)
 
     def end_drawing(self) -> None:
-        """Restore the random generators, alike on all ranks of a sequence group."""
+        """Restore the random generators, to the same state on all ranks of a sequence group."""
         rng, self.rng = self.rng, None
         if rng is not None:
             # With dropout in experts, a rank whose tokens chose none of them drew nothing, and other ranks drew.

@@ -1,4 +1,4 @@
-"""Refusal of positions beyond a table of learned positions, on all ranks alike.
+"""Refusal of positions beyond a table of learned positions, on all ranks.
 
 Only the rank whose shard has such a position would fail, with an index error (on a GPU, a device assert), and the other
 ranks would wait for it. The layout has the largest position of the whole batch, so every rank can check it.

@@ -81,7 +81,7 @@ def loss_of(
 def shown_sum(part: Tensor, group: dist.ProcessGroup, binding: Binding, scale: float = 1.0) -> Tensor:
     """Return the sum of all ranks' parts, rounded once; its gradient is this rank's own part, times `scale`.
 
-    The plain model rounds the sum before it divides; so does this function, and both round alike.
+    The plain model rounds the sum before it divides; so does this function, and both round the same way.
     """
     dtype = torch.promote_types(binding.model.dtype, torch.float32)
     total = part.detach().clone()

@@ -1,1 +1,1 @@
-"""Tables and pictures from a run's files."""
+"""Pictures and pages from a run's files, and from plans."""

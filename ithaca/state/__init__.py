@@ -1,1 +1,1 @@
-"""Weights and what is kept of them: FSDP2, and standard safetensors."""
+"""State of training over ranks: `weights/` (FSDP2), `optimizer/`, `checkpoint/` (DCP)."""

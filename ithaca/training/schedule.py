@@ -104,7 +104,7 @@ def apply_stages(config: Any, stages: Sequence[StageSettings], *, random: bool) 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Number of positions that a model knows, number before any scaling, and the smallest RoPE theta."""
+    """Number of positions that a model was trained on, number before any scaling, and the smallest RoPE theta."""
 
     reach: int
     original: int
