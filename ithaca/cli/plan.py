@@ -50,7 +50,7 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="Print JSON, and write nothing."),
     calibrate: bool = typer.Option(False, help="Measure this machine's GPU once; its own figures count from then on."),
 ) -> None:
-    """Predict memory, speed and settings of a run: no GPU needed."""
+    """Predict memory, speed and settings of a run without a GPU; write run.yaml to train with."""
     if calibrate:
         _calibrate()
     if not model:
