@@ -34,7 +34,7 @@ def rehearse(
     stage: int | None = typer.Option(None, help="Stage of the run, from 1; the last if left out."),
     layers: str = typer.Option(
         "auto",
-        help="Layers to run: `all`, or a number; N and then 2N layers are run, and the rest is extrapolated.",
+        help="Layers to run: `auto`, `all`, or a number by which later runs exceed the first; the rest is derived.",
     ),
     cap: str = typer.Option("", help="Limit on the device's memory, such as 80GB."),
     gpus: str = typer.Option("", help="GPUs of the job, such as H100 or 8xH100; this machine's if left out."),
