@@ -4,6 +4,9 @@ Cells measured again at HEAD, some of Ithaca among them, are compared with those
 gradient norm. Where each repeats within its spread, stale figures whose changed files are among those the cells ran
 are stamped as carried over: the first stamp stays, and beside it stand the commit they are carried to and every
 comparison made.
+
+Seconds differ by 1% from card to card. A file of `benchmarks.versions` has both codes on one card: there the older
+version stands for the committed cell, if it repeats it, and the newer is compared with the older.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fingerprints import changed
-from benchmarks.stamps import Result, Stamp, figures_of, name_of, program_of, put, save, short, stamp_at, versions
+from benchmarks.stamps import HERE, Result, Stamp, figures_of, name_of, program_of, put, save, short, stamp_at, versions
 
 # Of seconds, where a cell was measured once: one H200 gives a cell's seconds again within 1% on most days.
 SPREAD = 0.01
@@ -79,8 +82,11 @@ def compare(committed: Result, again: Result, earlier: list[Result]) -> list[Com
     cells = again.get("cells", [])
     if not any(cell.get("system") == "ithaca" for cell in cells):
         raise SystemExit("the file of --again has no cell of Ithaca to compare: measure one by benchmarks.step")
+    others = {_plain_name(cell): cell for cell in cells if cell.get("version", HERE) != HERE}
     for cell in cells:
-        name = name_of(cell)
+        name = _plain_name(cell)
+        if cell.get("version", HERE) != HERE:
+            continue
         if name not in here:
             raise SystemExit(f"{name} is not among the committed cells: {'; '.join(here)}")
         old = here[name]
@@ -89,12 +95,24 @@ def compare(committed: Result, again: Result, earlier: list[Result]) -> list[Com
             raise SystemExit(
                 f"{name} was measured on {devices[0]} and again on {devices[1]}: measure on the same device"
             )
-        if cell["outcome"] != "done" or old["outcome"] != "done":
-            raise SystemExit(f"{name}: {old['outcome']}, and again {cell['outcome']}: nothing to compare")
+        beside = others.get(name, old)
+        if ended := [one["outcome"] for one in (old, beside, cell) if one["outcome"] != "done"]:
+            raise SystemExit(f"{name}: {ended[0]}: nothing to compare")
+        if beside is not old:
+            # Another card's seconds say that it is the same plan and the same work, no more.
+            found += _values(f"{name}, {beside['version']}", old, beside, MOST)
         past = [one for result in earlier for one in result.get("cells", []) if name_of(one) == name]
-        spreads = {"seconds": spread_of(old, cell, past)} | FIXED
-        found += [Comparison(name, v, old[v], cell[v], s) for v, s in spreads.items() if v in old and v in cell]
+        found += _values(name, beside, cell, spread_of(beside, cell, past if beside is old else []))
     return found
+
+
+def _plain_name(cell: Result) -> str:
+    return name_of({key: value for key, value in cell.items() if key != "version"})
+
+
+def _values(name: str, old: Result, new: Result, seconds: float) -> list[Comparison]:
+    spreads = {"seconds": seconds} | FIXED
+    return [Comparison(name, v, old[v], new[v], s) for v, s in spreads.items() if v in old and v in new]
 
 
 def ran(root: Path, again: Result) -> tuple[str, dict[str, str]]:

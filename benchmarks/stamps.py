@@ -32,6 +32,8 @@ RESULTS = "benchmarks/results"
 _KERNELS = ("ithaca/attention/kernels/*",)
 _ATTENTION = ("ithaca/attention/*", "ithaca/heads.py", "ithaca/mesh.py", "ithaca/sequence/layout.py")
 _LOSS = ("ithaca/memory/head_loss.py", "ithaca/memory/liger.py")
+# The version of a cell of `benchmarks.versions` that is this tree's.
+HERE = "here"
 _STEP = (
     *_ATTENTION, "ithaca/memory/*", "ithaca/models/*", "ithaca/parallelize.py", "ithaca/planning/*", "ithaca/sequence/*",
     "ithaca/state/*", "ithaca/loss/causal.py",
@@ -71,11 +73,12 @@ PARTS: dict[str, dict[str, str]] = {
     "ulysses": {
         "pack": "attention", "overhead": "attention", "nccl": "step", "shared_2": "attention", "shared_4": "attention",
     },
+    "versions": {"cells": "step"},
 }  # fmt: skip
 # Result files whose name is not their program's.
 PROGRAMS = {"lengths": "step"}
 
-_IDENTITY = ("group", "system", "model", "sp", "length", "settings", "options")
+_IDENTITY = ("group", "system", "model", "sp", "length", "settings", "options", "version")
 # Values that are computed from other values when a file is written, or that refer to another entry of the file.
 _DERIVED = ("run", "predicted", "memory_error", "time_error", "planned_so_today", "step_s", "utilisation", "flops")
 
@@ -102,10 +105,11 @@ def program_of(file: Path) -> str:
 
 
 def figures_of(program: str, result: Result) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, subject and value of every figure in a program's result."""
+    """Yield name, subject and value of every figure in a program's result; another version's are not of this code."""
     parts = PARTS[program]
     for cell in result.get("cells", []):
-        yield name_of(cell), parts.get(f"cells {cell.get('system')}", parts["cells"]), cell
+        if cell.get("version", HERE) == HERE:
+            yield name_of(cell), parts.get(f"cells {cell.get('system')}", parts["cells"]), cell
     yield from ((part, parts[part], result[part]) for part in result if part in parts and part != "cells")
 
 

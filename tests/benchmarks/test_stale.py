@@ -254,6 +254,29 @@ def test_files_that_no_cell_runs_are_not_carried_unless_asked_for(
     assert "which do not run apart/three.py" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "carried"),
+    [(4.06, 4.07, True), (4.06, 4.0, False), (4.0, 4.0, True), (4.2, 4.2, False)],
+    ids=["another card", "the newer faster there", "the same card", "the older is of other work"],
+)
+def test_newer_version_is_compared_with_older_on_its_card(
+    stamped: Scratch, tmp_path: Path, capsys: pytest.CaptureFixture[str], old: float, new: float, *, carried: bool
+) -> None:
+    root, run = stamped
+    code(root, "one.py", CODE.replace("* 2", "* 3"))
+    commit(root)
+    cells = cell(32, new) | {"version": stamps.HERE}, cell(32, old) | {"version": "1a2b3c4"}
+    words = ("--carry", "losses.json", "--again", str(again(root, tmp_path, *cells)))
+    if not carried:
+        with pytest.raises(SystemExit, match="nothing is carried over"):
+            run(*words)
+        return
+    assert run(*words) == 0
+    said = states(stamped, capsys)["rows"]["carried"]["comparisons"]
+    assert said[0].startswith("ithaca, 8B, 32, 1a2b3c4: seconds 4,")
+    assert said[3].startswith(f"ithaca, 8B, 32: seconds {old:.6g}, again {new:.6g}")
+
+
 def test_cells_of_other_code_than_head_carry_nothing(stamped: Scratch, tmp_path: Path) -> None:
     root, run = stamped
     new = again(root, tmp_path, cell(32, 4.0))
