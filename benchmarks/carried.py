@@ -83,6 +83,7 @@ def compare(committed: Result, again: Result, earlier: list[Result]) -> list[Com
     if not any(cell.get("system") == "ithaca" for cell in cells):
         raise SystemExit("the file of --again has no cell of Ithaca to compare: measure one by benchmarks.step")
     others = {_plain_name(cell): cell for cell in cells if cell.get("version", HERE) != HERE}
+    reserved = _spread_of_reserved([(here[name], other) for name, other in others.items() if name in here])
     for cell in cells:
         name = _plain_name(cell)
         if cell.get("version", HERE) != HERE:
@@ -100,18 +101,27 @@ def compare(committed: Result, again: Result, earlier: list[Result]) -> list[Com
             raise SystemExit(f"{name}: {ended[0]}: nothing to compare")
         if beside is not old:
             # Another card's seconds say that it is the same plan and the same work, no more.
-            found += _values(f"{name}, {beside['version']}", old, beside, MOST)
+            found += _values(f"{name}, {beside['version']}", old, beside, {"seconds": MOST, "reserved_gib": reserved})
         past = [one for result in earlier for one in result.get("cells", []) if name_of(one) == name]
-        found += _values(name, beside, cell, spread_of(beside, cell, past if beside is old else []))
+        seconds = spread_of(beside, cell, past if beside is old else [])
+        found += _values(name, beside, cell, {"seconds": seconds, "reserved_gib": reserved})
     return found
+
+
+def _spread_of_reserved(pairs: list[tuple[Result, Result]]) -> float:
+    """Return the largest difference between what one code reserved in two processes: the pages that the allocator maps
+    depend on when a copy to the host has ended."""
+    name = "reserved_gib"
+    found = [_range([old[name], again[name]]) for old, again in pairs if name in old and name in again]
+    return max([FIXED[name], *found])
 
 
 def _plain_name(cell: Result) -> str:
     return name_of({key: value for key, value in cell.items() if key != "version"})
 
 
-def _values(name: str, old: Result, new: Result, seconds: float) -> list[Comparison]:
-    spreads = {"seconds": seconds} | FIXED
+def _values(name: str, old: Result, new: Result, measured: dict[str, float]) -> list[Comparison]:
+    spreads = {"seconds": SPREAD} | FIXED | measured
     return [Comparison(name, v, old[v], new[v], s) for v, s in spreads.items() if v in old and v in new]
 
 
