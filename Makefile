@@ -6,11 +6,12 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 # Installed before the rest, so that a machine may choose its own build of torch (CPU, another CUDA).
 TORCH ?= torch==2.13.0
 VENV := .venv
+EXTRAS := [dev]
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: venv demo test test-all lint format stale clean
+.PHONY: venv demo library test test-all lint format stale clean
 
 venv: $(STAMP)
 
@@ -20,11 +21,16 @@ $(STAMP): pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install -q --upgrade pip
 	@$(PY) -m pip install -q '$(TORCH)'
-	@$(PY) -m pip install -q -e '.[dev]'
+	@$(PY) -m pip install -q -e '.$(EXTRAS)'
 	@touch $@
 
-demo: venv
+# Needs no tools of development: installs the library alone where nothing is installed yet.
+demo:
+	@test -e $(STAMP) || test -x $(VENV)/bin/ithaca || $(MAKE) -s library
 	@$(VENV)/bin/ithaca train
+
+library:
+	@$(MAKE) -s EXTRAS= $(STAMP) && rm $(STAMP)
 
 lint: venv
 	@$(PY) -m ruff check -q .

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what it puts in the background with Ctrl-C ignored, and every process that a test starts inherits
+    # that. Processes that share the tests have their own main thread, which alone may set a handler.
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     file = config.getoption("--record")
     # Processes that run a share of the tests report to the first one, which writes.
     if file is not None and not hasattr(config, "workerinput"):

@@ -75,7 +75,7 @@ def refusal(request: PlanRequest, length: int) -> MemoryPlanError | MeshError:
     (used, degrees), recipe, memory = nearest
     device, host = used.budgets
     on_host = memory.host_bytes / host > memory.device_bytes / device
-    advice = _any_of(_request_changes(request, length))
+    advice = _any_of(list(_request_changes(request, length)) or _two_changes(request))
     if degrees.sp == request.sizes.heads:
         advice += f". More than {degrees.sp} ranks, one a head, need a ring, which is not built yet"
     left = f"headroom {request.headroom:.0%}"
@@ -192,6 +192,15 @@ def _more_cards(request: PlanRequest, length: int) -> Iterator[str]:
                 same = f", {machine.host_memory / 1e9:,.0f} GB of host memory a node as now"
                 yield show_gpus(other, machine) + words + ("" if machine.usual_host else same)
                 return
+
+
+def _two_changes(request: PlanRequest) -> Iterator[str]:
+    """Yield more cards together with a shorter row, where neither helps alone: the longest row on the most cards tried."""
+    other = _of_cards(request.machine, max(_cards(request.machine)))
+    for free, words in _requests_without_fixed_choices(request):
+        if best := longest_length(replace(free, machine=other)):
+            yield f"{show_gpus(other, request.machine)} --length {show_length(best)}{words}"
+            return
 
 
 def _requests_without_fixed_choices(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
