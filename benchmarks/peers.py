@@ -49,13 +49,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.floor import SHAPES, Shape, build_model, floor, step_flops, synchronize
 from benchmarks.kernels import machine
 
-Step = Callable[[Tensor], Tensor]  # whole ids [1, S] on the host -> the loss; gradients are left in .grad
+# Whole ids [1, S] on the host -> the loss; gradients are left in .grad.
+Step = Callable[[Tensor], Tensor]
 Settings = dict[str, Any]
 GIB = 2**30
 ALST = {"offload": "deepspeed", "loss": "liger"}
 BACKENDS = {"alst-fa2": SDPBackend.FLASH_ATTENTION, "alst-cudnn": SDPBackend.CUDNN_ATTENTION}
 SYSTEMS = ("transformers", "liger", "alst-fa2", "alst-cudnn", "ithaca", "floor")
-PACKAGES = ("transformers", "deepspeed", "liger-kernel")
+PACKAGES = ("transformers", "deepspeed", "liger-kernel", "flash-attn-4")
+# Documents drawn at random: the median length, and the standard deviation of its logarithm.
+LOG_NORMAL = (2048, 1.4)
 
 
 def make_step(system: str, model: nn.Module, settings: Settings) -> Step:
@@ -79,17 +82,32 @@ def ithaca_step(model: nn.Module, settings: Settings) -> Step:
     memory = settings.get("memory")
     if isinstance(memory, dict):
         memory = one_mode(memory, len(decoder_layers(base_model(model))))
-    given: Settings = {"memory": memory, "optimizer": "none"}
+    given: Settings = {"memory": memory, "optimizer": "none"} | {n: settings[n] for n in ("kernel",) if n in settings}
     if settings.get("budget_gib") is not None:
         given["memory_budget"] = int(settings["budget_gib"] * GIB)
     ithaca.parallelize(model, mesh, **given)
 
     def step(ids: Tensor) -> Tensor:
-        loss = ithaca.causal_loss(model, {"input_ids": ids}, mesh)
+        batch = {"input_ids": ids}
+        if "documents" in settings:
+            batch["position_ids"] = positions(settings["documents"], ids.shape[1])
+        loss = ithaca.causal_loss(model, batch, mesh)
         loss.backward()
         return loss.detach()
 
     return step
+
+
+def positions(documents: str, length: int) -> Tensor:
+    """Return the position ids of a packed row: documents of so many tokens, or of lengths from a log-normal law."""
+    if documents.isdigit():
+        lengths = torch.full((-(-length // int(documents)),), int(documents))
+    else:
+        median, deviation = LOG_NORMAL
+        drawn = torch.randn(length, generator=torch.Generator().manual_seed(2)) * deviation + math.log(median)
+        lengths = drawn.exp().ceil().long()
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)[:length]
+    return (torch.arange(length) - starts)[None]
 
 
 def one_mode(asked: Settings, layers: int) -> Any:
@@ -262,7 +280,8 @@ def run_steps(
         result |= {"seconds": min(steps), "steps_s": steps, "loss": float(loss)} | memory(device)
         if cell["system"] == "ithaca":
             result |= ithaca_figures(model)
-        result["model_tflops"] = step_flops(shape, cell["length"]) / min(steps) / 1e12
+        if "documents" not in cell["settings"]:
+            result["model_tflops"] = step_flops(shape, cell["length"]) / min(steps) / 1e12
         result["host_growth_gib"] = host_gib("VmHWM") - before
         keep(result)
     norms = [float(torch.linalg.vector_norm(g, dtype=torch.float32)) for g in gradients(model).values()]

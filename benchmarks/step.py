@@ -75,7 +75,8 @@ def settings_of(system: str, arguments: argparse.Namespace) -> dict[str, Any]:
         found |= ALST | json.loads(arguments.alst)
     if system == "ithaca":
         found["memory"] = parse_memory(arguments.memory)
-        found |= {} if arguments.budget is None else {"budget_gib": arguments.budget}
+        given = {"budget_gib": arguments.budget, "documents": arguments.documents, "kernel": arguments.kernel}
+        found |= {name: value for name, value in given.items() if value is not None}
     return found
 
 
@@ -275,6 +276,8 @@ def main() -> int:
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="separated by commas (default: all)")
     parser.add_argument("--memory", default="auto", help='ithaca: "auto", a JSON object, or null to leave it away')
     parser.add_argument("--budget", type=float, metavar="GiB", help="ithaca: memory_budget")
+    parser.add_argument("--documents", help="ithaca: pack rows of documents of so many tokens each, or log-normal")
+    parser.add_argument("--kernel", help="ithaca: the attention kernel (default: the fastest)")
     parser.add_argument("--alst", default="{}", help=f"changes to ALST's settings, JSON (default: {json.dumps(ALST)})")
     parser.add_argument("--layers", type=int, help="build the model with so many layers only")
     parser.add_argument("--warmup", type=int, default=1, help="steps before the timed ones, at the same length")

@@ -6,10 +6,12 @@ head. Padding gets zero output and zero gradients, unless the layout asks for mo
 
 Example: one row of 100K tokens, documents A (60K), B (1K), C (2K), D (37K), and 3 padding tokens:
 
-    with a varlen kernel         A: dense | B, C: one varlen call | D: dense | padding: zeros
-    without one                  A: dense | B: dense | C: dense | D: dense | padding: zeros
+    one kernel for both forms    A, B, C, D: one varlen call | padding: zeros
+    a varlen kernel beside a     A: dense | B, C: one varlen call | D: dense | padding: zeros
+    faster dense one
+    no varlen kernel             A: dense | B: dense | C: dense | D: dense | padding: zeros
 
-Sinks need no kernel: with a sink s the softmax has one more key of score s and value 0, so lse' = log(e^lse +
+Sinks need no kernel that knows them: with a sink s the softmax has one more key of score s and value 0, so lse' = log(e^lse +
 e^s) and out' = out * e^(lse - lse'). The ordinary backward evaluated at (out', lse') is then right,
 and ds = -sum of e^(s - lse') * (dout . out').
 """
@@ -17,7 +19,7 @@ and ds = -sum of e^(s - lse') * (dout . out').
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,8 +44,8 @@ class KernelCall:
     lengths: tuple[int, ...] = ()
 
 
-def plan_calls(layout: SequenceLayout, *, varlen: bool) -> list[KernelCall]:
-    """Return the kernel calls that cover every document once."""
+def plan_calls(layout: SequenceLayout, *, varlen: bool, long_alone: bool = True) -> list[KernelCall]:
+    """Return the kernel calls that cover every document once. `long_alone`: a dense kernel is faster for long ones."""
     if layout.uniform:
         # Equal rows share their calls; varlen takes rows one by one, so it pays only for short documents.
         documents = layout.documents[0]
@@ -54,7 +56,7 @@ def plan_calls(layout: SequenceLayout, *, varlen: bool) -> list[KernelCall]:
         row = slice(b, b + 1)
         short: list[Span] = []
         for span in documents:
-            alone = not varlen or len(documents) == 1 or span[1] - span[0] >= LONG_DOCUMENT
+            alone = not varlen or len(documents) == 1 or (long_alone and span[1] - span[0] >= LONG_DOCUMENT)
             if alone or (short and short[-1][1] != span[0]):
                 calls += _run_of_short(row, short)
                 short = []
@@ -86,6 +88,7 @@ class LocalAttention:
     def attend(self, qkv: QKV, sinks_h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._check(qkv)
         parts = list(self._parts(qkv))
+        qkv = self._with_sinks(qkv, sinks_h, parts)
         if len(parts) == 1 and self._is_whole_call(parts[0][1], qkv.q):
             out_BShE, lse_BhS = parts[0][0].forward(qkv, self.spec)
         else:
@@ -101,26 +104,36 @@ class LocalAttention:
             if self.layout.padding != "zero":
                 padding = PaddingAttention(self.layout, self.spec, self.runs, sinks_h is not None)
                 padding.attend(qkv, out_BShE, lse_BhS)
-        return (out_BShE, lse_BhS) if sinks_h is None else self._rescale(out_BShE, lse_BhS, sinks_h)
+        if sinks_h is None or qkv.sinks is not None:
+            return out_BShE, lse_BhS
+        return self._rescale(out_BShE, lse_BhS, sinks_h)
 
     @CLOCK.timed(ATTENTION)
     def attend_backward(
-        self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, *, with_sinks: bool = False
-    ) -> Gradients:
+        self, dout_BShE: Tensor, qkv: QKV, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor | None = None
+    ) -> tuple[Gradients, Tensor | None]:
+        """Return `(dq, dk, dv)`, and the gradient of this rank's sinks, `[h]`, if there are any."""
         parts = list(self._parts(qkv))
+        qkv = self._with_sinks(qkv, sinks_h, parts)
+        from_kernels = None if qkv.sinks is None else torch.zeros_like(qkv.sinks)
+        dsinks = from_kernels
+        if sinks_h is not None and from_kernels is None:
+            dsinks = self.sinks_backward(dout_BShE, out_BShE, lse_BhS, sinks_h)
         if len(parts) == 1 and self._is_whole_call(parts[0][1], qkv.q):
-            return parts[0][0].backward(dout_BShE, qkv, out_BShE, lse_BhS, self.spec)
+            kernel, call, _ = parts[0]
+            return _backward(kernel, dout_BShE, qkv, out_BShE, lse_BhS, call, self.spec, from_kernels), dsinks
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in qkv.tensors)
         for kernel, call, run in parts:
             dout, out = _cut(dout_BShE, call, run.q), _cut(out_BShE, call, run.q)
             lse = _cut_lse(lse_BhS, call, run.q)
-            pieces = _backward(kernel, dout, _cut_qkv(qkv, call, run), out, lse, call, self.spec)
+            own = None if from_kernels is None else from_kernels[slice(*run.q)]
+            pieces = _backward(kernel, dout, _cut_qkv(qkv, call, run), out, lse, call, self.spec, own)
             for grad, piece, r in zip((dq, dk, dv), pieces, (run.q, run.kv, run.kv), strict=True):
                 _cut(grad, call, r).copy_(piece)
         if self.layout.padding != "zero":
-            padding = PaddingAttention(self.layout, self.spec, self.runs, with_sinks)
+            padding = PaddingAttention(self.layout, self.spec, self.runs, sinks_h is not None)
             padding.attend_backward(dout_BShE, qkv, out_BShE, lse_BhS, (dq, dk, dv))
-        return dq, dk, dv
+        return (dq, dk, dv), dsinks
 
     def sinks_backward(self, dout_BShE: Tensor, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> Tensor:
         """Return the gradient of this rank's sinks, `[h]`, in lse's precision."""
@@ -129,11 +142,17 @@ class LocalAttention:
         # Padding that attends to nothing has zero output, so its delta is zero whatever its weight.
         return -(weight_BhS * delta_BhS).sum((0, 2))
 
+    def _with_sinks(self, qkv: QKV, sinks_h: Tensor | None, parts: list[tuple[Kernel, KernelCall, HeadRange]]) -> QKV:
+        """Return the tensors with the sinks if every kernel takes them; padding that attends is rescaled with the rest."""
+        if sinks_h is None or self.layout.padding != "zero" or not all(kernel.takes_sinks for kernel, _, _ in parts):
+            return qkv
+        return replace(qkv, sinks=sinks_h.detach().to(torch.float32))
+
     def _parts(self, qkv: QKV) -> Iterator[tuple[Kernel, KernelCall, HeadRange]]:
         dense = choose(self.kernel, qkv.q, qkv.v, self.spec)
         several = any(len(row) > 1 for row in self.layout.documents)
         packed = choose(self.kernel, qkv.q, qkv.v, self.spec, varlen=True) if several else None
-        for call in plan_calls(self.layout, varlen=packed is not None):
+        for call in plan_calls(self.layout, varlen=packed is not None, long_alone=packed is not dense):
             for run in self.runs:
                 yield (packed if call.lengths and packed else dense), call, run
 
@@ -157,7 +176,8 @@ def _cut(x_BShD: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tensor:
 
 
 def _cut_qkv(qkv: QKV, call: KernelCall, run: HeadRange) -> QKV:
-    return QKV(_cut(qkv.q, call, run.q), _cut(qkv.k, call, run.kv), _cut(qkv.v, call, run.kv))
+    sinks = None if qkv.sinks is None else qkv.sinks[slice(*run.q)]
+    return QKV(_cut(qkv.q, call, run.q), _cut(qkv.k, call, run.kv), _cut(qkv.v, call, run.kv), sinks=sinks)
 
 
 def _cut_lse(lse_BhS: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tensor:
@@ -168,7 +188,7 @@ def _end_to_end(qkv: QKV, call: KernelCall) -> QKV:
     """Return the varlen form of a call's only row: [1, S, h, D] -> [S, h, D]."""
     offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     bounds = DocumentOffsets(offsets.to(qkv.q.device, non_blocking=True), max(call.lengths))
-    return QKV(qkv.q[0], qkv.k[0], qkv.v[0], bounds)
+    return QKV(qkv.q[0], qkv.k[0], qkv.v[0], bounds, qkv.sinks)
 
 
 def _forward(kernel: Kernel, qkv: QKV, call: KernelCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -179,9 +199,21 @@ def _forward(kernel: Kernel, qkv: QKV, call: KernelCall, spec: AttentionSpec) ->
 
 
 def _backward(
-    kernel: Kernel, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, call: KernelCall, spec: AttentionSpec
+    kernel: Kernel,
+    dout: Tensor,
+    qkv: QKV,
+    out: Tensor,
+    lse: Tensor,
+    call: KernelCall,
+    spec: AttentionSpec,
+    dsinks: Tensor | None,
 ) -> Gradients:
-    if not call.lengths:
-        return kernel.backward(dout, qkv, out, lse, spec)
-    dq, dk, dv = kernel.backward(dout[0], _end_to_end(qkv, call), out[0], lse[0], spec)
-    return dq[None], dk[None], dv[None]
+    """Return the gradients of one call; that of its sinks is added to `dsinks`, where the kernel takes them."""
+    if call.lengths:
+        dout, qkv, out, lse = dout[0], _end_to_end(qkv, call), out[0], lse[0]
+    if dsinks is None:
+        grads = kernel.backward(dout, qkv, out, lse, spec)
+    else:
+        grads, piece = kernel.backward_with_sinks(dout, qkv, out, lse, spec)
+        dsinks += piece
+    return (grads[0][None], grads[1][None], grads[2][None]) if call.lengths else grads

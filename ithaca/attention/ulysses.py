@@ -275,13 +275,10 @@ def _attend_backward(
     for each in groups:
         part, local = each.part, plan.local(each.part)
         sinks_h = plan.own_sinks(sinks_H, part)
-        if dsinks is not None and sinks_h is not None:
-            dsinks[slice(*part.q[plan.rank])] = local.sinks_backward(
-                each.dout_BShE, each.out_BShE, each.lse_BhS, sinks_h
-            )
-        pieces = list(
-            local.attend_backward(each.dout_BShE, each.qkv, each.out_BShE, each.lse_BhS, with_sinks=sinks_h is not None)
-        )
+        grads_BShD, dsinks_h = local.attend_backward(each.dout_BShE, each.qkv, each.out_BShE, each.lse_BhS, sinks_h)
+        pieces = list(grads_BShD)
+        if dsinks is not None and dsinks_h is not None:
+            dsinks[slice(*part.q[plan.rank])] = dsinks_h
         if plan.is_single_rank and plan.groups == 1:
             return (*pieces, dsinks)
         if not grads:

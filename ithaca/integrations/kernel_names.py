@@ -13,9 +13,10 @@ _KERNELS = {
     "ithaca": "auto",
     "flash_attention_2": "flash",
     "flash_attention_3": "flash_attn_3",
+    "flash_attention_4": "flash_attn_4",
     "flex_attention": "flex",
 }
-_HUB = {"flash-attn2": "flash", "flash-attn3": "flash_attn_3"}
+_HUB = {"flash-attn2": "flash", "flash-attn3": "flash_attn_3", "flash-attn4": "flash_attn_4"}
 
 
 def kernel_for(attention: str) -> str:

@@ -40,9 +40,15 @@ OPTIONAL = {
     "tensorboard": "the tracker tensorboard",
     "wandb": "the tracker wandb",
     "trackio": "the tracker trackio",
+    "flash-attn-4": "FlashAttention 4, the fastest attention on Hopper",
     "flash-attn": "FlashAttention 2, slower than cuDNN's kernel and not chosen unless named",
 }
-_EXTRAS = ("peft", "trl", "torchao", "tensorboard", "wandb", "trackio")
+# Package: the extra of Ithaca that installs it.
+_EXTRAS = {name: name for name in ("peft", "trl", "torchao", "tensorboard", "wandb", "trackio")} | {
+    "flash-attn-4": "fa4"
+}
+# Package: what to import, where it is not the package's name.
+_MODULES = {"flash-attn-4": "flash_attn.cute.interface"}
 # Requirements to check if Ithaca runs from sources that are not installed, without its own list.
 MAIN = ("torch", "transformers", "accelerate", "datasets", "safetensors")
 SMALLEST_SHM, SMALLEST_DISK, SMALLEST_LOCKED = GIB, 20 * GIB, 8 * GIB
@@ -117,7 +123,7 @@ def package(needed: Requirement) -> Finding:
 
 def optional(name: str, purpose: str) -> Finding:
     """Check a package that Ithaca can use; one that is installed but cannot be imported counts as missing."""
-    extra = f"ithaca[{name}]" if name in _EXTRAS else name
+    extra = f"ithaca[{_EXTRAS[name]}]" if name in _EXTRAS else name
     fix = f"pip install '{extra}'"
     try:
         version = metadata.version(name)
@@ -125,7 +131,7 @@ def optional(name: str, purpose: str) -> Finding:
         return Finding("versions", name, "missing", f"not installed: {purpose}", fix)
     try:
         # An installed package may still fail here: compiled for another torch or CUDA.
-        import_module(name.replace("-", "_"))
+        import_module(_MODULES.get(name, name.replace("-", "_")))
     except Exception as error:
         return Finding("versions", name, "missing", f"{version} cannot be imported ({error}): {purpose}"[:200], fix)
     return Finding("versions", name, "good", version)

@@ -292,7 +292,16 @@ def test_flash_package_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_kernels_are_tested_and_fast() -> None:
-    assert list(KERNELS) == ["cudnn", "flash_attn_3", "flash_attn_2", "flash", "flex", "cpu", "blockwise"]
+    assert list(KERNELS) == [
+        "flash_attn_4",
+        "cudnn",
+        "flash_attn_3",
+        "flash_attn_2",
+        "flash",
+        "flex",
+        "cpu",
+        "blockwise",
+    ]
     assert {name for name in KERNELS if name not in AUTO} == {"flash_attn_3", "flash_attn_2", "blockwise"}
     assert all(KERNELS[name].tested for name in AUTO)
 
@@ -309,7 +318,7 @@ def test_choose_refusing_kernel_names_working_one() -> None:
     q, _, v, _ = inputs(64)
     with pytest.raises(UnsupportedError, match=r"'cudnn' cannot do this call: it needs an NVIDIA GPU.*Use 'cpu'"):
         choose("cudnn", q, v, SPECS[0])
-    with pytest.raises(UnsupportedError, match="called 'sdpa': use one of auto, cudnn"):
+    with pytest.raises(UnsupportedError, match="called 'sdpa': use one of auto, flash_attn_4"):
         choose("sdpa", q, v, SPECS[0])
 
 

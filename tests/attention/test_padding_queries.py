@@ -62,7 +62,7 @@ def _local(kind: Padding, spec: AttentionSpec) -> list[Tensor]:
     dout[:, S:] = 0
     local = LocalAttention(_layout(kind), spec, (HeadRange((0, 4), (0, 2)),), "cpu")
     out, lse = local.attend(QKV(q, k, v))
-    return [x[:, :S] for x in (out, *local.attend_backward(dout, QKV(q, k, v), out, lse))]
+    return [x[:, :S] for x in (out, *local.attend_backward(dout, QKV(q, k, v), out, lse)[0])]
 
 
 def _off(kind: Padding, spec: AttentionSpec) -> float:

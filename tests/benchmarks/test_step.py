@@ -28,7 +28,8 @@ CLOSE = 1e-4
 
 def options(**given: Any) -> argparse.Namespace:
     usual: dict[str, Any] = {
-        "cells": "tiny:96", "systems": "transformers,ithaca", "memory": "auto", "budget": None, "alst": "{}",
+        "cells": "tiny:96", "systems": "transformers,ithaca", "memory": "auto", "budget": None, "documents": None,
+        "kernel": None, "alst": "{}",
         "layers": None, "warmup": 0, "repeat": 1, "short": 4096, "limit": 60.0, "total": float("inf"), "again": False,
         "packages": None, "device": "cpu",
     }  # fmt: skip
@@ -58,6 +59,28 @@ def test_step_models_have_published_weight_counts(name: str, total: int) -> None
     norms = (2 * shape.layers + 1) * shape.hidden
     embedding = 0 if shape.tied else shape.vocab * shape.hidden
     assert shape.linear_weights() + embedding + norms == total
+
+
+@pytest.mark.parametrize(("documents", "count"), [("7", 9), ("log-normal", 6)])
+def test_positions_begin_anew_with_each_document(documents: str, count: int) -> None:
+    length = 60 if documents == "7" else 10_000
+    found = peers.positions(documents, length)
+    assert found.shape == (1, length)
+    starts = (found[0] == 0).nonzero().flatten().tolist()
+    assert starts[0] == 0
+    assert len(starts) == count
+    assert torch.equal(found[0].diff() == 1, found[0, 1:] != 0)
+
+
+def test_step_of_documents_runs_and_differs_from_one_of_a_whole_row(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    losses = []
+    for documents in (None, "7"):
+        given = options(systems="ithaca", documents=documents, file=file)
+        result = step.load(file)
+        step.run_all(step.wanted(given, result), result, given)
+        losses.append(result["cells"][-1]["loss"])
+    assert losses[0] != losses[1]
 
 
 def test_flops_equal_those_of_model() -> None:

@@ -18,6 +18,7 @@ from ithaca.attention.kernels.blockwise import BlockwiseKernel
 from ithaca.attention.kernels.cpu import CpuKernel
 from ithaca.attention.kernels.cudnn import CudnnKernel
 from ithaca.attention.kernels.flash import FlashKernel
+from ithaca.attention.kernels.flash_attn_4 import FlashAttn4Kernel
 from ithaca.attention.kernels.flash_packages import FlashAttn2Kernel, FlashAttn3Kernel
 from ithaca.attention.kernels.flex import FlexKernel
 from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets, Kernel
@@ -25,7 +26,8 @@ from ithaca.errors import UnsupportedError
 
 # Fastest first. What each computes is in its `refusal`; in short:
 _ORDERED: tuple[Kernel, ...] = (
-    CudnnKernel(),  # dense, head sizes to 128; Hopper's fastest
+    FlashAttn4Kernel(),  # dense, varlen, window, softcap; head sizes to 256; package flash-attn-4, Hopper's fastest
+    CudnnKernel(),  # dense, head sizes to 128; the fastest without a package
     FlashAttn3Kernel(),  # dense, varlen, window, softcap; package flash_attn_3, Hopper; never run here
     FlashAttn2Kernel(),  # dense, varlen, window, softcap; package flash-attn; never run here
     FlashKernel(),  # dense, varlen, window; head sizes to 256; part of torch
@@ -35,9 +37,9 @@ _ORDERED: tuple[Kernel, ...] = (
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ORDERED})
 
-# Kernels that "auto" chooses from. Not the flash-attn packages, which are untested here, and not blockwise, which is so
+# Kernels that "auto" chooses from. Not the older flash-attn packages, which are untested here, and not blockwise, which is so
 # slow on a GPU that only a user who names it gets it.
-AUTO = ("cudnn", "flash", "flex", "cpu")
+AUTO = ("flash_attn_4", "cudnn", "flash", "flex", "cpu")
 
 
 @overload

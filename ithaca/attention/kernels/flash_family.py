@@ -35,19 +35,27 @@ class FlashFamily(Kernel):
 
     def forward(self, qkv: QKV, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         self.check(qkv)
-        out, lse = self.run_forward(self._pad_head_sizes(qkv), spec)
+        out, lse = self.run_forward(self.pad_head_sizes(qkv), spec)
         return out[..., : qkv.v.shape[-1]], lse
 
     def backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
-        wide = self._pad_head_sizes(qkv)
-        wide_dout, wide_out = (pad_head_size(x, wide.v.shape[-1]) for x in (dout, out))
-        dq, dk, dv = self.run_backward(wide_dout, wide, wide_out, lse.contiguous(), spec)
-        size = qkv.q.shape[-1]
-        return dq[..., :size], dk[..., :size], dv[..., : qkv.v.shape[-1]]
+        return cut_head_sizes(self.run_backward(*self.padded(dout, qkv, out), lse.contiguous(), spec), qkv)
 
-    def _pad_head_sizes(self, qkv: QKV) -> QKV:
+    def padded(self, dout: Tensor, qkv: QKV, out: Tensor) -> tuple[Tensor, QKV, Tensor]:
+        wide = self.pad_head_sizes(qkv)
+        value_size = wide.v.shape[-1]
+        return pad_head_size(dout, value_size), wide, pad_head_size(out, value_size)
+
+    def pad_head_sizes(self, qkv: QKV) -> QKV:
         size, value_size = self.padded_sizes(qkv.q.shape[-1], qkv.v.shape[-1])
-        return QKV(pad_head_size(qkv.q, size), pad_head_size(qkv.k, size), pad_head_size(qkv.v, value_size), qkv.bounds)
+        q, k, v = pad_head_size(qkv.q, size), pad_head_size(qkv.k, size), pad_head_size(qkv.v, value_size)
+        return QKV(q, k, v, qkv.bounds, qkv.sinks)
+
+
+def cut_head_sizes(grads: Gradients, qkv: QKV) -> Gradients:
+    """Return the gradients without the columns of padding."""
+    size, value_size = qkv.q.shape[-1], qkv.v.shape[-1]
+    return grads[0][..., :size], grads[1][..., :size], grads[2][..., :value_size]
 
 
 def pad_head_size(x: Tensor, size: int) -> Tensor:

@@ -12,7 +12,8 @@ In the dense form every row is one document of S tokens. Only kernels whose `var
 `h` is a multiple of `k`: query head i reads key-value head i // (h / k). Tensors may be strided views; only their last
 dim is contiguous. `lse` is the natural logarithm of the sum of exponentials of the scaled (and capped) scores, fp32, or
 fp64 for fp64 inputs. `backward` computes from whatever `(out, lse)` it is given: with attention sinks those are
-rescaled, and the same formula stays exact.
+rescaled, and the same formula stays exact. A kernel whose `takes_sinks` is true gets sinks, rescales by itself, and has
+`backward_with_sinks`.
 
 To add a kernel:
 
@@ -27,7 +28,8 @@ To add a kernel:
 5. Add an instance to the lists at the head of `tests/attention/test_kernels.py`, which compares outputs and gradients
    with dense attention; GPU kernels are compared by `benchmarks/exact.py` and timed by `benchmarks/kernels.py`.
 
-`attention/local.py` cuts rows into documents and heads into equal groups, and applies sinks: a kernel does neither.
+`attention/local.py` cuts rows into documents and heads into equal groups, and applies sinks around kernels that do not
+take them: a kernel needs none of these.
 """
 
 from __future__ import annotations
@@ -71,12 +73,13 @@ class DocumentOffsets:
 
 @dataclass(frozen=True, slots=True)
 class QKV:
-    """The tensors of one call: dense, or varlen where `bounds` are given."""
+    """The tensors of one call: dense, or varlen where `bounds` are given. `sinks`: one extra score a query head, fp32."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bounds: DocumentOffsets | None = None
+    sinks: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,6 +95,8 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     varlen: ClassVar[bool] = False
+    # True: `forward` takes `QKV.sinks`, and `backward_with_sinks` is there.
+    takes_sinks: ClassVar[bool] = False
     # False: written from a package's source and never run, so never chosen by "auto".
     tested: ClassVar[bool] = True
 
@@ -109,6 +114,12 @@ class Kernel(ABC):
     @abstractmethod
     def backward(self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec) -> Gradients:
         """Return `(dq, dk, dv)`."""
+
+    def backward_with_sinks(
+        self, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, spec: AttentionSpec
+    ) -> tuple[Gradients, Tensor]:
+        """Return `(dq, dk, dv)` and the gradient of the sinks, from the rescaled `(out, lse)` of `forward`."""
+        raise NotImplementedError(f"the kernel {self.name!r} takes no sinks")
 
     def check(self, qkv: QKV) -> None:
         """Assert what the callers in this package guarantee."""

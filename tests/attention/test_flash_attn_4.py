@@ -1,0 +1,237 @@
+"""FlashAttention-4 without a GPU: its calls fit the package's source, its refusals, and one call for all documents.
+
+The package is pure Python and is installed without what it needs to run, so that its source can be read here.
+`benchmarks/kernels.py` compares its results on a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ithaca.attention.kernels import KERNELS, choose, flash_attn_4
+from ithaca.attention.kernels.flash_attn_4 import CHECKED, FlashAttn4Kernel
+from ithaca.attention.kernels.interface import QKV, AttentionSpec, DocumentOffsets
+from ithaca.attention.local import KernelCall, plan_calls
+from ithaca.errors import UnsupportedError
+from ithaca.sequence.layout import SequenceLayout
+
+KERNEL = FlashAttn4Kernel()
+CAUSAL = AttentionSpec(scale=0.1)
+
+
+def signatures() -> dict[str, inspect.Signature]:
+    """The signatures of the package's functions, read from its source: importing it needs a CUDA compiler."""
+    distribution = metadata.distribution("flash-attn-4")
+    source = Path(str(distribution.locate_file("flash_attn/cute/interface.py"))).read_text()
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            every = [*node.args.posonlyargs, *node.args.args]
+            required = len(every) - len(node.args.defaults)
+            given = [
+                inspect.Parameter(
+                    each.arg,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=inspect.Parameter.empty if place < required else None,
+                )
+                for place, each in enumerate(every)
+            ]
+            found[node.name] = inspect.Signature(given)
+    return found
+
+
+class Recorder:
+    """Stands for the package's interface: keeps the arguments of each call by the names of its signature."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, dict[str, Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any, **named: Any) -> tuple[Tensor, ...]:
+            bound = signatures()[name].bind(*given, **named).arguments
+            self.calls[name] = bound
+            if name == "_flash_attn_fwd":
+                q, v = bound["q"], bound["v"]
+                return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(1, dtype=torch.float32), None
+            return torch.zeros_like(bound["q"]), torch.zeros_like(bound["k"]), torch.zeros_like(bound["v"])
+
+        return call
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(flash_attn_4, "_package", lambda: recorder)
+    return recorder
+
+
+def tensors(size: int = 64, value_size: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads = (4, 2, 2, 4)
+    sizes = (size, size, value_size, value_size)
+    q, k, v, dout = (torch.randn(1, 10, h, d).bfloat16() for h, d in zip(heads, sizes, strict=True))
+    return q, k, v, dout
+
+
+def test_installed_version_is_checked() -> None:
+    assert metadata.version("flash-attn-4") in CHECKED
+
+
+def test_extra_installs_a_checked_version() -> None:
+    extra = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    assert f'fa4 = ["flash-attn-4[cu13]=={CHECKED[-1]}"]' in extra
+
+
+def test_calls_fit_the_package_and_hand_each_tensor_to_its_name(package: Recorder) -> None:
+    q, k, v, dout = tensors()
+    qkv = QKV(q, k, v)
+    out, lse = KERNEL.forward(qkv, CAUSAL)
+    lse = torch.zeros(1, 4, 10)
+    KERNEL.backward(dout, qkv, out, lse, CAUSAL)
+    forward, backward = package.calls["_flash_attn_fwd"], package.calls["_flash_attn_bwd"]
+    assert (forward["q"] is q, forward["k"] is k, forward["v"] is v, forward["return_lse"]) == (True,) * 4
+    assert (backward["q"] is q, backward["k"] is k, backward["v"] is v, backward["dout"] is dout) == (True,) * 4
+    assert (backward["out"] is out, backward["lse"] is lse) == (True, True)
+    for call in (forward, backward):
+        assert (call["softmax_scale"], call["causal"], call["softcap"]) == (0.1, True, 0.0)
+        # A causal call without a window names no side: given one, the package takes the slower way of windows.
+        assert (call["window_size_left"], call["window_size_right"]) == (None, None)
+        assert "cu_seqlens_q" not in call
+
+
+@pytest.mark.parametrize(
+    ("spec", "sides"),
+    [
+        (AttentionSpec(0.1, window=5), (4, 0)),
+        (AttentionSpec(0.1, window=5, causal=False), (4, 4)),
+        (AttentionSpec(0.1, causal=False), (None, None)),
+        (AttentionSpec(0.1, window=1), (0, 0)),
+    ],
+    ids=["window", "window both ways", "both ways", "itself alone"],
+)
+def test_window_becomes_numbers_of_keys_before_and_after(
+    package: Recorder, spec: AttentionSpec, sides: tuple[int | None, int | None]
+) -> None:
+    KERNEL.forward(QKV(*tensors()[:3]), spec)
+    call = package.calls["_flash_attn_fwd"]
+    assert (call["window_size_left"], call["window_size_right"]) == sides
+
+
+def test_documents_are_offsets_of_queries_and_keys(package: Recorder) -> None:
+    q, k, v, dout = (x[0] for x in tensors())
+    qkv = QKV(q, k, v, DocumentOffsets(torch.tensor([0, 3, 10], dtype=torch.int32), 7))
+    out, _ = KERNEL.forward(qkv, CAUSAL)
+    KERNEL.backward(dout, qkv, out, torch.zeros(4, 10), CAUSAL)
+    for call in package.calls.values():
+        assert call["cu_seqlens_q"].tolist() == call["cu_seqlens_k"].tolist() == [0, 3, 10]
+        assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (7, 7)
+
+
+def test_repeatable_mode_asks_for_the_repeatable_backward(package: Recorder) -> None:
+    q, k, v, dout = tensors()
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            KERNEL.backward(dout, QKV(q, k, v), q, torch.zeros(1, 4, 10), CAUSAL)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert package.calls["_flash_attn_bwd"]["deterministic"] is wanted
+
+
+@pytest.mark.parametrize(
+    ("own", "heads", "size", "value_size"),
+    [((20, 36), 2, 64, 64), ((192, 36), 2, 192, 192), ((180, 100), 2, 192, 192), ((180, 100), 4, 192, 128)],
+    ids=["to 32", "to the larger", "shared kv heads to one size", "latent attention as it is"],
+)
+def test_odd_head_sizes_are_padded_to_those_that_are_right(
+    package: Recorder, own: tuple[int, int], heads: int, size: int, value_size: int
+) -> None:
+    q, k, v, _ = tensors(own[0], own[1])
+    k, v = (x[:, :, :1].expand(-1, -1, heads, -1).contiguous() for x in (k, v))
+    out, _ = KERNEL.forward(QKV(q, k, v), CAUSAL)
+    call = package.calls["_flash_attn_fwd"]
+    assert (call["q"].shape[-1], call["v"].shape[-1], out.shape[-1]) == (size, value_size, own[1])
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size: int, value_size: int) -> str | None:
+    monkeypatch.setattr(flash_attn_4, "_version", lambda: CHECKED[-1])
+    monkeypatch.setattr(flash_attn_4, "cuda_refusal", lambda x, dtypes: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q, _, v, _ = tensors(size, value_size)
+    return KERNEL.refusal(q, v, CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "value_size", "reason"),
+    [
+        ((9, 0), 128, 128, None), ((9, 0), 192, 128, None), ((9, 0), 256, 256, None), ((9, 0), 80, 40, None),
+        ((9, 0), 257, 64, "head sizes go up to 256, got 257 and 64"),
+        ((10, 0), 128, 64, None),
+        ((10, 3), 192, 128, "on Blackwell head sizes go up to 128, or 192 with values of 128, got 192 and 128"),
+        ((10, 0), 160, 160, "on Blackwell head sizes go up to 128, or 192 with values of 128, got 160 and 160"),
+        ((8, 0), 128, 128, "it needs a Hopper or datacenter Blackwell GPU, got capability 8.0"),
+        ((12, 0), 128, 128, "it needs a Hopper or datacenter Blackwell GPU, got capability 12.0"),
+    ],
+)  # fmt: skip
+def test_card_and_head_sizes_are_guarded(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size: int, value_size: int, reason: str | None
+) -> None:
+    assert refusal(monkeypatch, capability, size, value_size) == reason
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, "the package flash-attn-4 is not installed: pip install 'ithaca[fa4]'"),
+        ("4.0.0b1", "flash-attn-4 4.0.0b1 was not checked, 4.0.0b36 was: pip install flash-attn-4==4.0.0b36"),
+    ],
+)
+def test_missing_or_unchecked_package_is_refused_by_name_and_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, reason: str
+) -> None:
+    monkeypatch.setattr(flash_attn_4, "_version", lambda: version)
+    q, _, v, _ = tensors()
+    with pytest.raises(UnsupportedError) as refused:
+        choose("flash_attn_4", q, v, CAUSAL)
+    assert reason in str(refused.value)
+    assert "Use 'cpu'" in str(refused.value)
+    assert choose("auto", q, v, CAUSAL).name == "cpu"
+
+
+def test_first_choice_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashAttn4Kernel, "refusal", lambda *_: None)
+    q, _, v, _ = tensors()
+    assert choose("auto", q, v, CAUSAL) is KERNELS["flash_attn_4"]
+    assert choose("auto", q, v, CAUSAL, varlen=True) is KERNELS["flash_attn_4"]
+
+
+def test_cache_of_compiled_kernels_is_the_users_unless_decided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(flash_attn_4, "import_module", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Set and deleted, so that what the kernel sets is taken back after the test.
+    for name in ("ENABLED", "DIR"):
+        monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "")
+        monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}")
+    flash_attn_4._package.cache_clear()
+    flash_attn_4._package()
+    flash_attn_4._package.cache_clear()
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "ithaca" / "flash-attn-4")
+
+
+def test_one_kernel_for_both_forms_takes_all_documents_in_one_call() -> None:
+    lengths = (40_000, 10, 50_000, 3)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    layout = SequenceLayout.packed(ids, 1, 100_000)
+    total = sum(lengths)
+    assert plan_calls(layout, varlen=True, long_alone=False) == [KernelCall(slice(0, 1), (0, total), lengths)]
+    assert len(plan_calls(layout, varlen=True)) == 4
