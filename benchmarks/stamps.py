@@ -76,7 +76,7 @@ PARTS: dict[str, dict[str, str]] = {
     "versions": {"cells": "step"},
 }  # fmt: skip
 # Result files whose name is not their program's.
-PROGRAMS = {"lengths": "step"}
+PROGRAMS = {"lengths": "step", "fa4": "step", "documents": "step"}
 
 _IDENTITY = ("group", "system", "model", "sp", "length", "settings", "options", "version")
 # Values that are computed from other values when a file is written, or that refer to another entry of the file.
