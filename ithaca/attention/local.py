@@ -11,6 +11,8 @@ Example: one row of 100K tokens, documents A (60K), B (1K), C (2K), D (37K), and
     faster dense one
     no varlen kernel             A: dense | B: dense | C: dense | D: dense | padding: zeros
 
+A call of more elements than its kernel takes (2^31 of most) is cut by rows, then by heads.
+
 Sinks need no kernel that knows them: with a sink s the softmax has one more key of score s and value 0, so lse' = log(e^lse +
 e^s) and out' = out * e^(lse - lse'). The ordinary backward evaluated at (out', lse') is then right,
 and ds = -sum of e^(s - lse') * (dout . out').
@@ -66,6 +68,27 @@ def plan_calls(layout: SequenceLayout, *, varlen: bool, long_alone: bool = True)
                 short.append(span)
         calls += _run_of_short(row, short)
     return calls
+
+
+def within_limit(call: KernelCall, run: HeadRange, qkv: QKV, most: int) -> Iterator[tuple[KernelCall, HeadRange]]:
+    """Yield the call in parts of at most `most` elements of q, k, v or out: by rows, and a row by its kv heads."""
+    rows = range(*call.rows.indices(qkv.q.shape[0]))
+    length = call.span[1] - call.span[0]
+    (first, _), (first_kv, last_kv) = run.q, run.kv
+    group = (run.q[1] - first) // (last_kv - first_kv)
+    # There are no fewer query heads than kv heads, so q or out is the largest; some kernels pad head sizes, to 32.
+    of_kv_head = length * group * 32 * -(-max(qkv.q.shape[-1], qkv.v.shape[-1]) // 32)
+    kv_heads = max(1, min(last_kv - first_kv, most // of_kv_head))
+    together = max(1, most // (of_kv_head * kv_heads)) if kv_heads == last_kv - first_kv else 1
+    if kv_heads == last_kv - first_kv and together >= len(rows):
+        yield call, run
+        return
+    for row in range(rows.start, rows.stop, together):
+        part = replace(call, rows=slice(row, min(row + together, rows.stop)))
+        for kv in range(first_kv, last_kv, kv_heads):
+            end = min(kv + kv_heads, last_kv)
+            queries = first + (kv - first_kv) * group, first + (end - first_kv) * group
+            yield part, HeadRange(queries, (kv, end))
 
 
 def _run_of_short(row: slice, short: list[Span]) -> list[KernelCall]:
@@ -154,7 +177,9 @@ class LocalAttention:
         packed = choose(self.kernel, qkv.q, qkv.v, self.spec, varlen=True) if several else None
         for call in plan_calls(self.layout, varlen=packed is not None, long_alone=packed is not dense):
             for run in self.runs:
-                yield (packed if call.lengths and packed else dense), call, run
+                kernel = packed if call.lengths and packed else dense
+                for smaller, heads in within_limit(call, run, qkv, kernel.most_elements):
+                    yield kernel, smaller, heads
 
     def _is_whole_call(self, call: KernelCall, q_BShD: Tensor) -> bool:
         whole = call.rows == slice(None) or q_BShD.shape[0] == 1

@@ -11,7 +11,9 @@ import typer
 from ithaca.exit_codes import FAILED
 from ithaca.launch.terminal import say_loading
 
-_STYLES = {"good": "green", "missing": "dim", "tight": "yellow", "broken": "bold red"}
+_STYLES = {
+    "good": "green", "right": "green", "missing": "dim", "tight": "yellow", "wrong": "bold red", "broken": "bold red",
+}  # fmt: skip
 
 
 def doctor(

@@ -1,7 +1,7 @@
 """Checks of `ithaca doctor`: trials of this machine for training, each with its result and the way to mend it.
 
 A `Finding` is "broken" only if training cannot run without the thing; "missing" if it is an option that is absent, and
-"tight" if it works and may not be enough.
+"tight" if it works and may not be enough. A kernel that was run is "right" or "wrong".
 
 Invariant: a check that raises becomes a finding; `examine` itself does not raise.
 """
@@ -25,12 +25,11 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ithaca.atomic import nearest_folder
-from ithaca.attention.kernels import AUTO, KERNELS, QKV, AttentionSpec, Kernel
+from ithaca.attention.kernels import AUTO, KERNELS
 from ithaca.constants import GIB
+from ithaca.machine.kernel_trials import HEAD_SIZE, try_kernel
 
-State = Literal["good", "missing", "tight", "broken"]
-# Size of a kernel's trial: few tokens, and the head size that most models have.
-TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 256, 4, 2, 128
+State = Literal["good", "right", "missing", "tight", "wrong", "broken"]
 # Package: purpose.
 OPTIONAL = {
     "peft": "LoRA adapters",
@@ -158,42 +157,25 @@ def devices() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Yield findings on every attention kernel: forward and backward on small tensors."""
+    """Yield findings on every attention kernel: whether it computes rightly, at the edge of its guards too."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    works = []
+    states: dict[str, State] = {}
     for name, kernel in KERNELS.items():
-        reason = try_kernel(kernel, device)
-        works += [name] if reason is None else []
-        found = "forward and backward run" if reason is None else reason
-        yield Finding("attention", name, "good" if reason is None else "missing", found)
-    best = next((name for name in AUTO if name in works), None)
+        trial = try_kernel(kernel, device)
+        states[name] = trial.state
+        fix = (
+            f"name another kernel, as in parallelize(kernel=...), or reinstall {name}" if trial.state == "wrong" else ""
+        )
+        yield Finding("attention", name, trial.state, trial.said, fix)
+    best = next((name for name in AUTO if states[name] != "missing"), None)
     if best is None:
         fix = "reinstall torch for this machine; kernel='blockwise' is exact but slow"
         yield Finding("attention", "chosen", "broken", "no kernel that `auto` may take runs here", fix)
+    elif states[best] == "wrong":
+        fix = "name a kernel that is right, as in parallelize(kernel=...)"
+        yield Finding("attention", "chosen", "broken", f"{best}, which is wrong here", fix)
     else:
         yield Finding("attention", "chosen", "good", f"{best}, for full attention of head size {HEAD_SIZE}")
-
-
-def try_kernel(kernel: Kernel, device: torch.device) -> str | None:
-    """Return the reason why a kernel does not run here; None if forward and backward give finite numbers."""
-    # The GPU kernels take no fp32.
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    draw = torch.Generator(device).manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(1, TOKENS, heads, HEAD_SIZE, device=device, dtype=dtype, generator=draw)
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)  # grouped-query attention, as most models have it
-    )
-    spec = AttentionSpec(HEAD_SIZE**-0.5)
-    refused = kernel.refusal(q, v, spec)
-    if refused is not None:
-        return refused
-    try:
-        qkv = QKV(q, k, v)
-        out, lse = kernel.forward(qkv, spec)
-        results = (out, lse, *kernel.backward(dout, qkv, out, lse, spec))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return None if all(bool(x.isfinite().all()) for x in results) else "its numbers are not finite"
 
 
 def links() -> Iterator[Finding]:

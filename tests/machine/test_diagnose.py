@@ -14,9 +14,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from ithaca.attention.kernels import KERNELS, QKV
+from ithaca.attention.kernels import AUTO, KERNELS
 from ithaca.cli import main
 from ithaca.machine import diagnose
+from ithaca.machine.kernel_trials import KernelTrial
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,8 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, diagnose.Fin
 
 
 def test_cpu_kernel_runs_and_is_chosen(findings: dict[str, diagnose.Finding]) -> None:
-    assert findings["cpu"].found == "forward and backward run"
+    assert findings["cpu"].state == findings["blockwise"].state == "right"
+    assert findings["cpu"].found.endswith("of fp32: head size 128, head size 256")
     assert findings["cudnn"].state == "missing"
     assert "needs an NVIDIA GPU" in findings["cudnn"].found
     assert findings["chosen"].found.startswith("cpu")
@@ -37,30 +39,19 @@ def test_doctor_on_this_machine_finds_nothing_broken(findings: dict[str, diagnos
     assert findings["torch"].found == torch.__version__
     assert findings["gloo"].state == "good"
     assert findings["output"].topic == "disk"
-    assert all(each.fix for each in findings.values() if each.state in ("tight", "broken"))
+    assert all(each.fix for each in findings.values() if each.state in ("tight", "wrong", "broken"))
 
 
-def test_kernel_that_fails_gets_its_reason() -> None:
-    class Wrong:
-        name, varlen = "wrong", False
+@pytest.mark.parametrize(("state", "chosen"), [("wrong", "broken"), ("missing", "good"), ("right", "good")])
+def test_wrong_first_choice_is_broken(monkeypatch: pytest.MonkeyPatch, state: Any, chosen: str) -> None:
+    def trial(kernel: Any, device: torch.device) -> KernelTrial:
+        return KernelTrial(state if kernel.name == AUTO[0] else "right", "said")
 
-        def refusal(self, *_: Any) -> None:
-            return None
-
-        def forward(self, qkv: QKV, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            return qkv.q, torch.full(qkv.q.shape[:3], torch.nan)
-
-        def backward(self, dout: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-            return dout, dout, dout
-
-    class Raising(Wrong):
-        def backward(self, *_: Any) -> Any:
-            raise RuntimeError("no such instruction")
-
-    cpu = torch.device("cpu")
-    assert diagnose.try_kernel(KERNELS["cpu"], cpu) is None
-    assert diagnose.try_kernel(Wrong(), cpu) == "its numbers are not finite"  # type: ignore[arg-type]
-    assert diagnose.try_kernel(Raising(), cpu) == "RuntimeError: no such instruction"  # type: ignore[arg-type]
+    monkeypatch.setattr(diagnose, "try_kernel", trial)
+    found = {each.name: each for each in diagnose.kernels()}
+    assert found[AUTO[0]].state == state
+    assert found["chosen"].state == chosen
+    assert bool(found[AUTO[0]].fix) == (state == "wrong")
 
 
 def test_missing_package_gets_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,14 +64,16 @@ def choose(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec, *, va
         return kernel if kernel.varlen or not varlen else None
     refusals = {}
     for candidate in (KERNELS[n] for n in AUTO if KERNELS[n].varlen or not varlen):
-        refused = candidate.refusal(q_BShD, v_BSkE, spec)
+        refused = candidate.why_not(q_BShD, v_BSkE, spec)
         if refused is None:
             return candidate
         refusals[candidate.name] = refused
     if varlen:
         return None
     reasons = "; ".join(f"{n}: {reason}" for n, reason in refusals.items())
-    raise UnsupportedError(f"no attention kernel for this call. {reasons}. Exact but slow: kernel='blockwise'")
+    slow = KERNELS["blockwise"].why_not(q_BShD, v_BSkE, spec) is None
+    advice = ". Exact but slow: kernel='blockwise'" if slow else ""
+    raise UnsupportedError(f"no attention kernel for this call. {reasons}{advice}")
 
 
 def check_name(name: str) -> None:
@@ -82,11 +84,12 @@ def check_name(name: str) -> None:
 
 def _named(name: str, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> Kernel:
     check_name(name)
-    refused = KERNELS[name].refusal(q_BShD, v_BSkE, spec)
+    refused = KERNELS[name].why_not(q_BShD, v_BSkE, spec)
     if refused is None:
         return KERNELS[name]
-    works = next(n for n in (*AUTO, "blockwise") if KERNELS[n].refusal(q_BShD, v_BSkE, spec) is None)
-    raise UnsupportedError(f"the attention kernel {name!r} cannot do this call: {refused}. Use {works!r}")
+    works = next((n for n in (*AUTO, "blockwise") if KERNELS[n].why_not(q_BShD, v_BSkE, spec) is None), None)
+    advice = f"Use {works!r}" if works else "No kernel here can"
+    raise UnsupportedError(f"the attention kernel {name!r} cannot do this call: {refused}. {advice}")
 
 
 __all__ = ["AUTO", "KERNELS", "QKV", "AttentionSpec", "DocumentOffsets", "Kernel", "check_name", "choose"]

@@ -2,7 +2,7 @@
 
 `q_BShD, k_BSkD, v_BSkE -> out_BShE, lse_BhS`, or `q_ThD, k_TkD, v_TkE -> out_ThE, lse_hT`. Windows, softcap, sinks,
 fewer kv heads than query heads and head sizes up to 256 are native. One call takes all documents of a row, long and
-short, and more than 2^31 elements.
+short.
 
 The functions called here are private to the package and change from one beta to the next: a version that is not in
 CHECKED is refused. A test holds the signatures of the checked versions against the package's source.
@@ -47,6 +47,9 @@ class FlashAttn4Kernel(FlashFamily):
 
     name = "flash_attn_4"
     takes_sinks = True
+    # As many as were run, in rows and in documents; beyond that nothing is known.
+    most_elements = 2_280_000_000
+    more_keys = True
 
     def refusal(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
         refused = package_refusal() or cuda_refusal(q_BShD, HALF_DTYPES)

@@ -20,8 +20,9 @@ To add a kernel:
 1. Write `kernels/<name>.py` with a class derived from `Kernel`: `name`, `varlen` (True if the second form works), and
    the methods `refusal`, `forward`, `backward`. Imports of optional packages stand inside the methods. A kernel of the
    flash-attn kind derives from `FlashFamily` (`flash_family.py`), which pads head sizes. `cpu.py` is a short example.
-2. In `refusal` return a reason for every call that the kernel would compute wrongly, sizes included. `cuda_refusal`
-   checks device and dtype; with `must_be_deterministic()` a kernel refuses if its backward does not repeat.
+2. In `refusal` return a reason for every call that the kernel would compute wrongly, head sizes included.
+   `cuda_refusal` checks device and dtype; with `must_be_deterministic()` a kernel refuses if its backward does not
+   repeat. `most_elements`, `more_keys` and `largest_sizes` are guards: raise them only by what was run.
 3. Add an instance to `_ORDERED` in `kernels/__init__.py`, at its rank in speed. The name is then valid everywhere
    (`kernel="<name>"`, run files, `--help`, `ithaca doctor`). Until someone has run the kernel set `tested = False`.
 4. Add the name to `AUTO` in the same file if "auto" may choose the kernel.
@@ -43,6 +44,9 @@ from torch import Tensor
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Several kernels count elements in 32 bits. One H200, torch 2.11, q of 2.3e9 elements: dq of torch's FlashAttention over
+# documents was wrong by 0.7 of its size, without an error; with 2.1e9 it was right.
+INT32_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,12 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     varlen: ClassVar[bool] = False
+    # Most elements of q, k, v or out in one call: `attention/local.py` cuts larger calls by rows and heads.
+    most_elements: ClassVar[int] = INT32_ELEMENTS
+    # True: k may be longer than q, and the last query sees the last key. Other kernels align the first ones.
+    more_keys: ClassVar[bool] = False
+    # The largest head sizes of q and v, for trials of the kernel.
+    largest_sizes: ClassVar[tuple[int, int]] = (256, 256)
     # True: `forward` takes `QKV.sinks`, and `backward_with_sinks` is there.
     takes_sinks: ClassVar[bool] = False
     # False: written from a package's source and never run, so never chosen by "auto".
@@ -127,6 +137,17 @@ class Kernel(ABC):
         assert q % k == 0, f"{q} query heads over {k} key-value heads"
         if qkv.bounds is not None and not self.varlen:
             raise NotImplementedError(f"the kernel {self.name!r} has no varlen form: call it document by document")
+        elements = max(x.numel() for x in qkv.tensors)
+        assert elements <= self.most_elements, f"{elements:,} elements for {self.name!r}: cut the call by rows or heads"
+
+    def why_not(self, q_BShD: Tensor, v_BSkE: Tensor, spec: AttentionSpec) -> str | None:
+        """Return the reason against this kernel for a call, that of its guards included; None if it is right."""
+        queries, keys = q_BShD.shape[1], v_BSkE.shape[1]
+        if queries != keys and not self.more_keys:
+            return f"it takes as many keys as queries, got {queries} queries and {keys} keys"
+        if queries > keys:
+            return f"every query needs a key, got {queries} queries and {keys} keys"
+        return self.refusal(q_BShD, v_BSkE, spec)
 
 
 def cuda_refusal(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
