@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.documents import positions
 from benchmarks.floor import SHAPES, Shape, build_model, floor, step_flops, synchronize
 from benchmarks.kernels import machine
 
@@ -57,8 +58,6 @@ ALST = {"offload": "deepspeed", "loss": "liger"}
 BACKENDS = {"alst-fa2": SDPBackend.FLASH_ATTENTION, "alst-cudnn": SDPBackend.CUDNN_ATTENTION}
 SYSTEMS = ("transformers", "liger", "alst-fa2", "alst-cudnn", "ithaca", "floor")
 PACKAGES = ("transformers", "deepspeed", "liger-kernel", "flash-attn-4")
-# Documents drawn at random: the median length, and the standard deviation of its logarithm.
-LOG_NORMAL = (2048, 1.4)
 
 
 def make_step(system: str, model: nn.Module, settings: Settings) -> Step:
@@ -96,18 +95,6 @@ def ithaca_step(model: nn.Module, settings: Settings) -> Step:
         return loss.detach()
 
     return step
-
-
-def positions(documents: str, length: int) -> Tensor:
-    """Return the position ids of a packed row: documents of so many tokens, or of lengths from a log-normal law."""
-    if documents.isdigit():
-        lengths = torch.full((-(-length // int(documents)),), int(documents))
-    else:
-        median, deviation = LOG_NORMAL
-        drawn = torch.randn(length, generator=torch.Generator().manual_seed(2)) * deviation + math.log(median)
-        lengths = drawn.exp().ceil().long()
-    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)[:length]
-    return (torch.arange(length) - starts)[None]
 
 
 def one_mode(asked: Settings, layers: int) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +28,14 @@ KERNEL = FlashAttn4Kernel()
 CAUSAL = AttentionSpec(scale=0.1)
 
 
+def package_file(name: str) -> str:
+    return Path(str(metadata.distribution("flash-attn-4").locate_file(f"flash_attn/cute/{name}"))).read_text()
+
+
 def signatures() -> dict[str, inspect.Signature]:
     """The signatures of the package's functions, read from its source: importing it needs a CUDA compiler."""
-    distribution = metadata.distribution("flash-attn-4")
-    source = Path(str(distribution.locate_file("flash_attn/cute/interface.py"))).read_text()
     found = {}
-    for node in ast.parse(source).body:
+    for node in ast.parse(package_file("interface.py")).body:
         if isinstance(node, ast.FunctionDef):
             every = [*node.args.posonlyargs, *node.args.args]
             required = len(every) - len(node.args.defaults)
@@ -214,18 +215,68 @@ def test_first_choice_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", q, v, CAUSAL, varlen=True) is KERNELS["flash_attn_4"]
 
 
-def test_cache_of_compiled_kernels_is_the_users_unless_decided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(flash_attn_4, "import_module", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # Set and deleted, so that what the kernel sets is taken back after the test.
-    for name in ("ENABLED", "DIR"):
-        monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "")
-        monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}")
+class Store:
+    """Stands for the package's cache_utils, and makes caches in memory or in a folder as that does."""
+
+    class JITCache:
+        def __init__(self, place: str = "memory") -> None:
+            self.place = place
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.CUTE_DSL_CACHE_ENABLED = folder is not None
+        self.CUTE_DSL_CACHE_DIR = folder
+
+    def get_jit_cache(self, name: str) -> JITCache:
+        return self.JITCache(f"{self.CUTE_DSL_CACHE_DIR}/{name}" if self.CUTE_DSL_CACHE_ENABLED else "memory")
+
+
+def interface_of(store: Store) -> SimpleNamespace:
+    def _flash_attn_fwd() -> None: ...
+    def other() -> None: ...
+
+    _flash_attn_fwd.compile_cache = store.get_jit_cache("fwd")  # type: ignore[attr-defined]
+    return SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd, other=other, number=3)
+
+
+def test_compiled_kernels_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> None:
+    store = Store()
+    interface = interface_of(store)
+    flash_attn_4.keep_compiled(interface, store, tmp_path / "ours")
+    assert interface._flash_attn_fwd.compile_cache.place == f"{tmp_path}/ours/_flash_attn_fwd"
+    assert (tmp_path / "ours").is_dir()
+    assert not hasattr(interface.other, "compile_cache")
+
+
+def test_store_that_the_user_switched_on_stays(tmp_path: Path) -> None:
+    store = Store("/scratch")
+    interface = interface_of(store)
+    flash_attn_4.keep_compiled(interface, store, tmp_path / "ours")
+    assert interface._flash_attn_fwd.compile_cache.place == "/scratch/fwd"
+    assert not (tmp_path / "ours").exists()
+
+
+def test_folder_that_cannot_be_made_leaves_kernels_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = Store()
+    modules = {"flash_attn.cute.interface": interface_of(store), "flash_attn.cute.cache_utils": store}
+    (tmp_path / ".cache").write_text("a file")
+    monkeypatch.setattr(flash_attn_4, "import_module", modules.__getitem__)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     flash_attn_4._package.cache_clear()
-    flash_attn_4._package()
+    found = flash_attn_4._package()
     flash_attn_4._package.cache_clear()
-    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
-    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "ithaca" / "flash-attn-4")
+    assert found._flash_attn_fwd.compile_cache.place == "memory"
+
+
+def test_members_of_the_packages_store_are_there() -> None:
+    source = package_file("cache_utils.py")
+    for member in (
+        "CUTE_DSL_CACHE_ENABLED: bool",
+        "CUTE_DSL_CACHE_DIR: str | None",
+        "class JITCache:",
+        "def get_jit_cache(",
+    ):
+        assert f"\n{member}" in source
+    assert package_file("interface.py").count(".compile_cache = get_jit_cache(") >= 6
 
 
 def test_one_kernel_for_both_forms_takes_all_documents_in_one_call() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import documents as documents_of
 from benchmarks import floor, peers, step
 from benchmarks.floor import SHAPES
 from tests.ranks import ROOT
@@ -64,7 +65,7 @@ def test_step_models_have_published_weight_counts(name: str, total: int) -> None
 @pytest.mark.parametrize(("documents", "count"), [("7", 9), ("log-normal", 6)])
 def test_positions_begin_anew_with_each_document(documents: str, count: int) -> None:
     length = 60 if documents == "7" else 10_000
-    found = peers.positions(documents, length)
+    found = documents_of.positions(documents, length)
     assert found.shape == (1, length)
     starts = (found[0] == 0).nonzero().flatten().tolist()
     assert starts[0] == 0

@@ -16,7 +16,7 @@ that were wrong by their own size where query heads share kv heads, without an e
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib import import_module, metadata
@@ -126,14 +126,25 @@ def _version() -> str | None:
 
 @cache
 def _package() -> Any:
-    """Import the package's interface, with its cache of compiled kernels on disk unless the user has decided.
+    interface, store = (import_module(f"flash_attn.cute.{name}") for name in ("interface", "cache_utils"))
+    # Without a folder that they can be kept in, kernels are compiled anew in each process.
+    with suppress(OSError):
+        keep_compiled(interface, store, Path.home() / ".cache" / "ithaca" / "flash-attn-4")
+    return interface
 
-    The package's own place for the cache is below /tmp, where other users could put kernels.
+
+def keep_compiled(interface: Any, store: Any, folder: Path) -> None:
+    """Keep compiled kernels on disk, unless the user has switched the package's own store on.
+
+    That store is off by default, and below /tmp, where other users could put kernels.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ithaca" / "flash-attn-4"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
-    return import_module("flash_attn.cute.interface")
+    if store.CUTE_DSL_CACHE_ENABLED:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    store.CUTE_DSL_CACHE_ENABLED, store.CUTE_DSL_CACHE_DIR = True, str(folder)
+    for name, function in vars(interface).items():
+        if isinstance(getattr(function, "compile_cache", None), store.JITCache):
+            function.compile_cache = store.get_jit_cache(name)
 
 
 def _settings(spec: AttentionSpec) -> dict[str, Any]:
