@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # Installed before the rest, so that a machine may choose its own build of torch (CPU, another CUDA).
 TORCH ?= torch==2.13.0
+# Its source alone, 0.5 MB, for the tests that hold its signatures; it runs on GPUs only.
+FA4 := flash-attn-4==4.0.0b36
 VENV := .venv
 EXTRAS := [dev]
 PY := $(VENV)/bin/python
@@ -22,6 +24,7 @@ $(STAMP): pyproject.toml
 	@$(PY) -m pip install -q --upgrade pip
 	@$(PY) -m pip install -q '$(TORCH)'
 	@$(PY) -m pip install -q -e '.$(EXTRAS)'
+	@test -z '$(EXTRAS)' || $(PY) -m pip install -q --no-deps '$(FA4)'
 	@touch $@
 
 # Needs no tools of development: installs the library alone where nothing is installed yet.

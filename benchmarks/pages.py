@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import longest, losses, reach, rehearsal_page, trainer_peer
-from benchmarks.stamps import RESULTS, ROOT
+from benchmarks.stamps import HERE, RESULTS, ROOT
 from benchmarks.step import cell_of, short
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -240,12 +240,33 @@ def _plan_claims() -> list[Claim]:
     ]
 
 
+DOCUMENTS = {"2048": "documents of 2,048 tokens", "log-normal": "documents of random lengths"}
+
+
+def other_kernel(found: dict[str, Any], without: Iterable[dict[str, Any]]) -> str:
+    """Return steps with FlashAttention-4 beside the same steps without it, those measured last first in `without`."""
+    rows = [("", "budget", "without it", "with it", "")]
+    cells = [cell for each in without for cell in each["cells"] if cell.get("version", HERE) == HERE]
+    for cell in sorted(found["cells"], key=lambda c: (len(c["settings"]), c["model"] != "8B", c["length"])):
+        same = [c for c in cells if all(c[key] == cell[key] for key in ("system", "model", "length", "settings"))]
+        told = DOCUMENTS.get(cell["settings"].get("documents", ""))
+        share = 1 - cell["seconds"] / same[0]["seconds"]
+        rows.append(
+            (
+                cell_of(cell) + (f", {told}" if told else ""), f"{cell['settings']['budget_gib']:.0f} GiB",
+                f"{same[0]['seconds']:.2f} s", f"**{cell['seconds']:.2f} s**", f"{share:.0%} less",
+            )
+        )  # fmt: skip
+    return markdown(rows)
+
+
 NUMBERS = {2: "two", 4: "four", 8: "eight"}
 TABLES: dict[str, Callable[[], str]] = {
     "steps": lambda: steps(result("step")),
     "longest steps": lambda: longest_steps(result("longest")),
     "reach": lambda: reach.table(result("reach")),
     "claims": claims,
+    "flashattention-4": lambda: other_kernel(result("fa4"), map(result, ("versions", "documents", "step"))),
     "losses": lambda: losses.table(result("losses")),
     "trainers": lambda: trainer_peer.table(result("trainer_peer")),
     "training run": lambda: training_run(result("training")),

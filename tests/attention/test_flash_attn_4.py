@@ -90,6 +90,8 @@ def test_installed_version_is_checked() -> None:
 def test_extra_installs_a_checked_version() -> None:
     extra = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
     assert f'fa4 = ["flash-attn-4[cu13]=={CHECKED[-1]}"]' in extra
+    makefile = Path(__file__).parents[2].joinpath("Makefile").read_text()
+    assert f"FA4 := flash-attn-4=={CHECKED[-1]}\n" in makefile
 
 
 def test_calls_fit_the_package_and_hand_each_tensor_to_its_name(package: Recorder) -> None:

@@ -42,6 +42,22 @@ def test_steps_table_has_systems_down_and_the_factor_to_the_floor() -> None:
     assert found["transformers + Liger"] == ["out of memory (at 70.0 GiB)", ""]
 
 
+def test_other_kernel_stands_beside_the_same_step_measured_last() -> None:
+    plain, packed = {"budget_gib": 40.0}, {"budget_gib": 40.0, "documents": "2048"}
+    found = {
+        "cells": [cell("ithaca", "8B", 32768, 3.0, settings=packed), cell("ithaca", "8B", 32768, 4.5, settings=plain)]
+    }
+    last = {
+        "cells": [cell("ithaca", "8B", 32768, 5.0, settings=plain), cell("ithaca", "8B", 32768, 4.0, settings=packed)]
+    }
+    last["cells"].insert(0, cell("ithaca", "8B", 32768, 9.0, settings=plain, version="1a2b3c4"))
+    early = {"cells": [cell("ithaca", "8B", 32768, 8.0, settings=plain)]}
+    assert pages.other_kernel(found, [last, early]).splitlines()[2:] == [
+        "| 8B, 32K | 40 GiB | 5.00 s | **4.50 s** | 10% less |",
+        "| 8B, 32K, documents of 2,048 tokens | 40 GiB | 4.00 s | **3.00 s** | 25% less |",
+    ]
+
+
 def test_longest_table_puts_the_larger_model_first() -> None:
     settings = {"optimizer": "adamw", "budget_gib": 130.0, "layers": 16}
     more = {"allocated_gib": 120.0, "pinned_gib": 80.0, "settings": settings}
