@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PORT = 29_400
 # Seconds that a machine whose ranks are done waits for those of the others.
 _BARRIER = 300.0
+# Seconds that the first machine waits for the others to leave the store: they have nothing else left to do.
+_LEAVING = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +126,16 @@ class Rendezvous:
             return True
 
     def wait_for_all(self) -> None:
-        """Wait until the ranks of every machine are done, or the store is gone."""
+        """Wait until the ranks of every machine are done, or the store is gone. The machine that holds it leaves last."""
+        others = len(self.counts) - 1
         with suppress(TimeoutError, RuntimeError):
             self.store.add("ithaca/done", 1)
-            _wait_until(lambda: self.store.add("ithaca/done", 0) >= len(self.counts), time.monotonic() + _BARRIER)
+            _wait_until(lambda: self.store.add("ithaca/done", 0) > others, time.monotonic() + _BARRIER)
+            # A store that ends while another machine asks it makes torch's C++ print a stack there.
+            if self.node:
+                self.store.add("ithaca/left", 1)
+            else:
+                _wait_until(lambda: self.store.add("ithaca/left", 0) >= others, time.monotonic() + _LEAVING)
 
 
 def meet(nodes: Nodes, processes: int) -> Rendezvous:
