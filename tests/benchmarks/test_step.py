@@ -73,6 +73,7 @@ def test_positions_begin_anew_with_each_document(documents: str, count: int) -> 
     assert torch.equal(found[0].diff() == 1, found[0, 1:] != 0)
 
 
+@pytest.mark.slow
 def test_step_of_documents_runs_and_differs_from_one_of_a_whole_row(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     losses = []

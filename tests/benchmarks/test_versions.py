@@ -25,6 +25,7 @@ def test_versions_take_turns_and_the_first_changes() -> None:
     assert versions.turns("old", 3) == [HERE, "old", "old", HERE, HERE, "old"]
 
 
+@pytest.mark.slow
 def test_two_trees_run_in_turns_and_keep_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "versions.json"
     words = f"versions {file} --other {ROOT} --commit 1a2b3c4 --cells tiny:96@1 --rounds 2 --warmup 0 --device cpu"

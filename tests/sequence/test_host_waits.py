@@ -94,6 +94,7 @@ def modes(first: Any, second: Any = None, *, groups: int = 1) -> MemoryPlan:
     return MemoryPlan((first, second or first), (False,) * 2, 8, 8, groups)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "sp", "plan", "packed", "micro", "overrides"),
     [
@@ -138,7 +139,7 @@ def agreements(micro: int) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_micro_batches_of_a_step_share_one_agreement(micro: int) -> None:
     assert run_ranks(2, agreements, micro) == [["torch.int64"]] * 2
 
