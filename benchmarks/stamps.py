@@ -59,6 +59,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
 PARTS: dict[str, dict[str, str]] = {
     "exact": {"cells": "attention and loss"},
     "experts": {"rows": "experts"},
+    "guards": {"rows": "kernels"},
     "kernels": {"rows": "kernels", "speed": "kernels"},
     "longest": {"cells": "step", "heads": "loss"},
     "losses": {"rows": "loss", "specs": "loss"},

@@ -30,7 +30,7 @@ def test_committed_figures_have_names_of_their_own_and_stamps(file: Path) -> Non
 
 def test_parts_and_subjects_are_known() -> None:
     assert {subject for parts in stamps.PARTS.values() for subject in parts.values()} <= set(stamps.SUBJECTS)
-    assert {stamps.program_of(file) for file in COMMITTED} == set(stamps.PARTS)
+    assert {stamps.program_of(file) for file in COMMITTED} <= set(stamps.PARTS)
     for program in stamps.PARTS:
         assert (stamps.ROOT / "benchmarks" / f"{program}.py").is_file()
 
