@@ -26,6 +26,9 @@ SYSTEMS = {
     "liger": "transformers + Liger",
     "alst-fa2": "DeepSpeed ALST, FlashAttention-2",
     "alst-cudnn": "DeepSpeed ALST, cuDNN attention",
+    "transformers-fa4": "transformers, checkpointing, FlashAttention-4",
+    "liger-fa4": "transformers + Liger, FlashAttention-4",
+    "alst-fa4": "DeepSpeed ALST, FlashAttention-4",
     "ithaca": "**Ithaca**",
     "floor": "attention and matrix products alone",
 }
@@ -53,6 +56,8 @@ def steps(found: dict[str, Any]) -> str:
     rows: dict[str, dict[str, str]] = {}
     for system, name in SYSTEMS.items():
         own = [c for c in cells if c["system"] == system]
+        if not own:
+            continue
         if system == "ithaca":
             for free in (False, True):
                 told = [c for c in own if (c["settings"]["budget_gib"] >= FREE_GIB) == free]

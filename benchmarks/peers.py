@@ -7,6 +7,7 @@ liger         the same with Liger's RoPE, RMSNorm, SwiGLU and fused head + loss
 alst-fa2      DeepSpeed ALST at sp=1: Liger without SwiGLU, `TiledMLP` with ceil(tokens / hidden) tiles, checkpointed
               layer inputs offloaded, FlashAttention-2 through SDPA
 alst-cudnn    the same with SDPA held to cuDNN
+...-fa4       transformers, liger and ALST with transformers' attn_implementation="flash_attention_4"
 ithaca        `init_mesh(sp=1)`, `parallelize(model, mesh, memory_budget=...)`, `causal_loss`
 floor         see `benchmarks.floor`
 All build the same model from one seed and learn the same ids, so loss and gradient norm must agree between them.
@@ -56,12 +57,17 @@ Settings = dict[str, Any]
 GIB = 2**30
 ALST = {"offload": "deepspeed", "loss": "liger"}
 BACKENDS = {"alst-fa2": SDPBackend.FLASH_ATTENTION, "alst-cudnn": SDPBackend.CUDNN_ATTENTION}
-SYSTEMS = ("transformers", "liger", "alst-fa2", "alst-cudnn", "ithaca", "floor")
+# With FlashAttention-4 in transformers' attention: the peers as they are with Ithaca's fastest kernel.
+FA4 = {"transformers-fa4": "transformers", "liger-fa4": "liger", "alst-fa4": "alst-cudnn"}
+SYSTEMS = ("transformers", "liger", "alst-fa2", "alst-cudnn", *FA4, "ithaca", "floor")
 PACKAGES = ("transformers", "deepspeed", "liger-kernel", "flash-attn-4")
 
 
-def make_step(system: str, model: nn.Module, settings: Settings) -> Step:
+def make_step(system: str, model: Any, settings: Settings) -> Step:
     """Return a function that runs one step of `system`; changes the model."""
+    if system in FA4:
+        model.set_attn_implementation("flash_attention_4")
+        system = FA4[system]
     if system == "ithaca":
         return ithaca_step(model, settings)
     if system == "transformers":

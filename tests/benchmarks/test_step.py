@@ -48,6 +48,25 @@ def test_length_is_parsed_and_shown(text: str, length: int) -> None:
     assert step.parse_length(step.show_length(length)) == length
 
 
+@pytest.mark.parametrize(("system", "base"), list(peers.FA4.items()))
+def test_peer_with_flash_attention_4_is_that_peer_with_another_attention(
+    monkeypatch: pytest.MonkeyPatch, system: str, base: str
+) -> None:
+    chosen: list[str] = []
+
+    class Model:
+        def set_attn_implementation(self, name: str) -> None:
+            chosen.append(name)
+
+    monkeypatch.setattr(peers, "checkpointed_step", lambda model: chosen.append("transformers"))
+    monkeypatch.setattr(peers, "apply_liger", lambda model, swiglu: chosen.append("liger"))
+    monkeypatch.setattr(peers, "alst_step", lambda model, settings, backend: chosen.append(f"alst {backend}"))
+    peers.make_step(system, Model(), {})
+    assert chosen[0] == "flash_attention_4"
+    after = {"transformers": ["transformers"], "liger": ["liger", "transformers"]}
+    assert chosen[1:] == after.get(base, [f"alst {peers.BACKENDS['alst-cudnn']}"])
+
+
 def test_step_cells_are_parsed_or_refused() -> None:
     assert step.parse_cells("8B:32K,1B:256K") == [("8B", 2**15), ("1B", 2**18)]
     with pytest.raises(SystemExit, match="7B:32K: write model:length"):
