@@ -64,6 +64,7 @@ def test_other_parallelism_is_refused(name: str) -> None:
     ("name", "kernel"),
     [
         ("sdpa", "auto"), ("eager", "auto"), ("flash_attention_2", "flash"), ("flash_attention_3", "flash_attn_3"),
+        ("flash_attention_4", "flash_attn_4"),
         ("flex_attention", "flex"), ("kernels-community/flash-attn2", "flash"), ("cudnn", "cudnn"),
     ],
 )  # fmt: skip
