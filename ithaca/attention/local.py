@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ithaca.attention.clock import ATTENTION, CLOCK
 from ithaca.attention.kernels import choose
@@ -48,6 +49,14 @@ class KernelCall:
 
 def plan_calls(layout: SequenceLayout, *, varlen: bool, long_alone: bool = True) -> list[KernelCall]:
     """Return the kernel calls that cover every document once. `long_alone`: a dense kernel is faster for long ones."""
+    key = varlen, long_alone
+    if key not in layout.derived:
+        layout.derived[key] = _planned_calls(layout, varlen=varlen, long_alone=long_alone)
+    calls: list[KernelCall] = layout.derived[key]
+    return calls
+
+
+def _planned_calls(layout: SequenceLayout, *, varlen: bool, long_alone: bool) -> list[KernelCall]:
     if layout.uniform:
         # Equal rows share their calls; varlen takes rows one by one, so it pays only for short documents.
         documents = layout.documents[0]
@@ -121,7 +130,7 @@ class LocalAttention:
             exact = torch.promote_types(qkv.q.dtype, torch.float32)
             lse_BhS = qkv.q.new_zeros((batch, heads, total), dtype=exact)
             for kernel, call, run in parts:
-                out, lse = _forward(kernel, _cut_qkv(qkv, call, run), call, self.spec)
+                out, lse = self._call_forward(kernel, _cut_qkv(qkv, call, run), call)
                 _cut(out_BShE, call, run.q).copy_(out)
                 _cut_lse(lse_BhS, call, run.q).copy_(lse)
             if self.layout.padding != "zero":
@@ -144,19 +153,38 @@ class LocalAttention:
             dsinks = self.sinks_backward(dout_BShE, out_BShE, lse_BhS, sinks_h)
         if len(parts) == 1 and self._is_whole_call(parts[0][1], qkv.q):
             kernel, call, _ = parts[0]
-            return _backward(kernel, dout_BShE, qkv, out_BShE, lse_BhS, call, self.spec, from_kernels), dsinks
+            return self._call_backward(kernel, dout_BShE, qkv, out_BShE, lse_BhS, call, from_kernels), dsinks
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in qkv.tensors)
         for kernel, call, run in parts:
             dout, out = _cut(dout_BShE, call, run.q), _cut(out_BShE, call, run.q)
             lse = _cut_lse(lse_BhS, call, run.q)
             own = None if from_kernels is None else from_kernels[slice(*run.q)]
-            pieces = _backward(kernel, dout, _cut_qkv(qkv, call, run), out, lse, call, self.spec, own)
+            pieces = self._call_backward(kernel, dout, _cut_qkv(qkv, call, run), out, lse, call, own)
             for grad, piece, r in zip((dq, dk, dv), pieces, (run.q, run.kv, run.kv), strict=True):
                 _cut(grad, call, r).copy_(piece)
         if self.layout.padding != "zero":
             padding = PaddingAttention(self.layout, self.spec, self.runs, sinks_h is not None)
             padding.attend_backward(dout_BShE, qkv, out_BShE, lse_BhS, (dq, dk, dv))
         return (dq, dk, dv), dsinks
+
+    def _call_forward(self, kernel: Kernel, qkv: QKV, call: KernelCall) -> tuple[Tensor, Tensor]:
+        if not call.lengths:
+            return kernel.forward(qkv, self.spec)
+        out, lse = kernel.forward(_end_to_end(qkv, call, self.layout), self.spec)
+        return out[None], lse[None]
+
+    def _call_backward(
+        self, kernel: Kernel, dout: Tensor, qkv: QKV, out: Tensor, lse: Tensor, call: KernelCall, dsinks: Tensor | None
+    ) -> Gradients:
+        """Return the gradients of one call; that of its sinks is added to `dsinks`, where the kernel takes them."""
+        if call.lengths:
+            dout, qkv, out, lse = dout[0], _end_to_end(qkv, call, self.layout), out[0], lse[0]
+        if dsinks is None:
+            grads = kernel.backward(dout, qkv, out, lse, self.spec)
+        else:
+            grads, piece = kernel.backward_with_sinks(dout, qkv, out, lse, self.spec)
+            dsinks += piece
+        return (grads[0][None], grads[1][None], grads[2][None]) if call.lengths else grads
 
     def sinks_backward(self, dout_BShE: Tensor, out_BShE: Tensor, lse_BhS: Tensor, sinks_h: Tensor) -> Tensor:
         """Return the gradient of this rank's sinks, `[h]`, in lse's precision."""
@@ -209,36 +237,14 @@ def _cut_lse(lse_BhS: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tenso
     return lse_BhS[call.rows, heads[0] : heads[1], call.span[0] : call.span[1]]
 
 
-def _end_to_end(qkv: QKV, call: KernelCall) -> QKV:
+def _end_to_end(qkv: QKV, call: KernelCall, layout: SequenceLayout) -> QKV:
     """Return the varlen form of a call's only row: [1, S, h, D] -> [S, h, D]."""
-    offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    bounds = DocumentOffsets(offsets.to(qkv.q.device, non_blocking=True), max(call.lengths))
+    key = call.rows.start, call.span, qkv.q.device
+    bounds = layout.derived.get(key)
+    if bounds is None:
+        offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        bounds = DocumentOffsets(offsets.to(qkv.q.device, non_blocking=True), max(call.lengths))
+        # A rehearsal's fake tensors belong to their mode.
+        if not isinstance(qkv.q, FakeTensor):
+            layout.derived[key] = bounds
     return QKV(qkv.q[0], qkv.k[0], qkv.v[0], bounds, qkv.sinks)
-
-
-def _forward(kernel: Kernel, qkv: QKV, call: KernelCall, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    if not call.lengths:
-        return kernel.forward(qkv, spec)
-    out, lse = kernel.forward(_end_to_end(qkv, call), spec)
-    return out[None], lse[None]
-
-
-def _backward(
-    kernel: Kernel,
-    dout: Tensor,
-    qkv: QKV,
-    out: Tensor,
-    lse: Tensor,
-    call: KernelCall,
-    spec: AttentionSpec,
-    dsinks: Tensor | None,
-) -> Gradients:
-    """Return the gradients of one call; that of its sinks is added to `dsinks`, where the kernel takes them."""
-    if call.lengths:
-        dout, qkv, out, lse = dout[0], _end_to_end(qkv, call), out[0], lse[0]
-    if dsinks is None:
-        grads = kernel.backward(dout, qkv, out, lse, spec)
-    else:
-        grads, piece = kernel.backward_with_sinks(dout, qkv, out, lse, spec)
-        dsinks += piece
-    return (grads[0][None], grads[1][None], grads[2][None]) if call.lengths else grads
