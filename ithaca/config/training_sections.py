@@ -186,7 +186,7 @@ class OptimizerSettings(Section):
     """Number added to the denominator."""
 
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices and embeddings; biases and norms get none."""
 
     clip: Annotated[Number, Field(ge=0)] = 1.0
     """Largest norm of the gradients; 0 clips nothing."""

@@ -84,10 +84,11 @@ class StageLoop:
             while self.progress.step < count:
                 self.advance()
                 total, ended = self.progress.total, self.progress.step == count
-                if total % self.run.checkpoints.save_every == 0 and not ended:
-                    self.save(self.settle())
+                # Before the checkpoint: a run that is killed here validates again, and goes on with nothing missing.
                 if total % validation.every == 0 or ended:
                     self._validate(self.settle())
+                if total % self.run.checkpoints.save_every == 0 and not ended:
+                    self.save(self.settle())
             return self.progress
         finally:
             self._reader.shutdown(cancel_futures=True)

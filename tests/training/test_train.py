@@ -15,7 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ithaca.config.schema import RopeSettings, RunSettings, StageSettings
+from ithaca.training import loop
 from ithaca.training.schedule import rate_at
+from ithaca.training.trainer import train
 from tests.ranks import RankError, run_ranks
 from tests.tolerances import BF16_LOSS, FP32_LOSS_AFTER_20_STEPS
 from tests.training.runs import documents, losses, run_train, small_run, tiny_model
@@ -254,9 +256,35 @@ def test_validation_at_every_degree_gives_same_losses(folder: Path) -> None:
         assert farthest(other, found[0]) < FP32_LOSS_AFTER_20_STEPS
 
 
-def _bad(kind: str) -> Callable[..., Any]:
-    from ithaca.training import loop
+def _ended_after_its_first_save(text: str) -> None:
+    """Train until the first checkpoint is whole, and stop there as a killed run does."""
+    real = loop.StageLoop.run_from
 
+    class Killed(Exception):
+        pass
+
+    def run_from(self: Any, progress: Any) -> Any:
+        save = self.save
+
+        def saved(at: Any) -> None:
+            save(at)
+            raise Killed
+
+        self.save = saved
+        return real(self, progress)
+
+    with patch.object(loop.StageLoop, "run_from", run_from), pytest.raises(Killed):
+        train(RunSettings.model_validate_json(text))
+
+
+def test_validation_due_with_a_checkpoint_is_not_lost_with_the_run(folder: Path) -> None:
+    run = small_run(folder, "killed at 5", validation={"share": 0.2, "every": 5, "rows": 2})
+    run_ranks(1, _ended_after_its_first_save, run.model_dump_json())
+    resumed = run_train(1, run)
+    assert [line["step"] for line in resumed["metrics"] if line["kind"] == "validation"] == [5, 10, 12]
+
+
+def _bad(kind: str) -> Callable[..., Any]:
     real = loop.micro_loss
 
     def micro_loss(*given: Any, **named: Any) -> Any:
@@ -266,7 +294,6 @@ def _bad(kind: str) -> Callable[..., Any]:
 
 
 def _with_bad_steps(text: str, steps: list[int], kind: str, **options: Any) -> dict[str, Any]:
-    from ithaca.training import loop
     from tests.training.runs import _train
 
     kept, real = loop.StageLoop.launch, loop.micro_loss
@@ -301,7 +328,6 @@ def test_nonfinite_step_is_not_taken(folder: Path, kind: str) -> None:
 
 def _stopped_with_bad_steps(text: str, short: float) -> list[dict[str, Any]]:
     """Stop after eight of twelve steps and resume; `short`: `SHORT_S`, below which a step is settled after the next."""
-    from ithaca.training import loop
     from tests.training.runs import _train
 
     with patch.object(loop, "SHORT_S", short):

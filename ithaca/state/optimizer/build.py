@@ -68,7 +68,7 @@ def build_optimizer(
 
     `in_backward`: step each parameter in backward; `optimizer.step()` is still called after every backward, and ends
     the step. `clips`, `accumulates` and `skips_bad_steps` describe the caller's loop, and are refused with `in_backward`.
-    `seed`: the seed of stochastic rounding.
+    `weight_decay` leaves out biases and the weights of norms. `seed`: the seed of stochastic rounding.
     """
     _check_settings(model, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas)
     _check_name(name, betas)
