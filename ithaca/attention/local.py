@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +48,30 @@ class KernelCall:
     lengths: tuple[int, ...] = ()
 
 
+class _Latest:
+    """Kernel calls and offsets on the device that were derived from the latest layout, for all layers of a step."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[SequenceLayout | None, dict[Any, Any]] = None, {}
+
+    def of(self, layout: SequenceLayout) -> dict[Any, Any]:
+        # One assignment, because a GPU's backward pass runs in a thread of its own.
+        latest, derived = self._latest
+        if latest != layout:
+            derived = {}
+            self._latest = layout, derived
+        return derived
+
+
+_LATEST = _Latest()
+
+
 def plan_calls(layout: SequenceLayout, *, varlen: bool, long_alone: bool = True) -> list[KernelCall]:
     """Return the kernel calls that cover every document once. `long_alone`: a dense kernel is faster for long ones."""
-    key = varlen, long_alone
-    if key not in layout.derived:
-        layout.derived[key] = _planned_calls(layout, varlen=varlen, long_alone=long_alone)
-    calls: list[KernelCall] = layout.derived[key]
+    derived, key = _LATEST.of(layout), (varlen, long_alone)
+    if key not in derived:
+        derived[key] = _planned_calls(layout, varlen=varlen, long_alone=long_alone)
+    calls: list[KernelCall] = derived[key]
     return calls
 
 
@@ -240,11 +259,12 @@ def _cut_lse(lse_BhS: Tensor, call: KernelCall, heads: tuple[int, int]) -> Tenso
 def _end_to_end(qkv: QKV, call: KernelCall, layout: SequenceLayout) -> QKV:
     """Return the varlen form of a call's only row: [1, S, h, D] -> [S, h, D]."""
     key = call.rows.start, call.span, qkv.q.device
-    bounds = layout.derived.get(key)
+    derived = _LATEST.of(layout)
+    bounds: DocumentOffsets | None = derived.get(key)
     if bounds is None:
         offsets = torch.tensor([0, *call.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         bounds = DocumentOffsets(offsets.to(qkv.q.device, non_blocking=True), max(call.lengths))
         # A rehearsal's fake tensors belong to their mode.
         if not isinstance(qkv.q, FakeTensor):
-            layout.derived[key] = bounds
+            derived[key] = bounds
     return QKV(qkv.q[0], qkv.k[0], qkv.v[0], bounds, qkv.sinks)

@@ -13,8 +13,8 @@ to padding, and padding counts in no loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,8 +40,6 @@ class SequenceLayout:
     documents: tuple[tuple[Span, ...], ...]
     max_position: int
     padding: Padding = "zero"
-    # What attention derived from the layout, for all layers of a step: its kernel calls and their offsets.
-    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def whole_rows(cls, batch: int, length: int, shards: int) -> SequenceLayout:

@@ -105,11 +105,15 @@ def test_one_call_with_sinks_equals_calls_without(
 
 def test_offsets_of_a_step_are_made_once(standin: Standin) -> None:
     layout = SequenceLayout.packed(DOCUMENTS, 1, 100)
+
+    def offsets() -> dict[Any, int]:
+        return {key: id(value) for key, value in local._LATEST.of(layout).items() if len(key) == 3}
+
     attended("standin", layout, None)
-    made = {key: value for key, value in layout.derived.items() if len(key) == 3}
+    made = offsets()
     assert len(made) == 2
     attended("standin", layout, None)
-    assert {key: id(value) for key, value in layout.derived.items() if len(key) == 3} == {
-        key: id(value) for key, value in made.items()
-    }
-    assert layout == SequenceLayout.packed(DOCUMENTS, 1, 100), "what was derived is no part of a layout"
+    assert offsets() == made
+    other = SequenceLayout.whole_rows(2, 24, 1)
+    attended("standin", other, None)
+    assert offsets() == {}, "the offsets of another layout are not kept"
