@@ -99,24 +99,30 @@ def _planned_calls(layout: SequenceLayout, *, varlen: bool, long_alone: bool) ->
 
 
 def within_limit(call: KernelCall, run: HeadRange, qkv: QKV, most: int) -> Iterator[tuple[KernelCall, HeadRange]]:
-    """Yield the call in parts of at most `most` elements of q, k, v or out: by rows, and a row by its kv heads."""
+    """Yield the call in parts of at most `most` elements of q, k, v or out.
+
+    It is cut by rows; a row too large by its kv heads; a kv head too large by the query heads that share it.
+    """
     rows = range(*call.rows.indices(qkv.q.shape[0]))
-    length = call.span[1] - call.span[0]
-    (first, _), (first_kv, last_kv) = run.q, run.kv
-    group = (run.q[1] - first) // (last_kv - first_kv)
+    (first, last), (first_kv, last_kv) = run.q, run.kv
+    group, kv_heads = (last - first) // (last_kv - first_kv), last_kv - first_kv
     # There are no fewer query heads than kv heads, so q or out is the largest; some kernels pad head sizes, to 32.
-    of_kv_head = length * group * 32 * -(-max(qkv.q.shape[-1], qkv.v.shape[-1]) // 32)
-    kv_heads = max(1, min(last_kv - first_kv, most // of_kv_head))
-    together = max(1, most // (of_kv_head * kv_heads)) if kv_heads == last_kv - first_kv else 1
-    if kv_heads == last_kv - first_kv and together >= len(rows):
+    of_head = (call.span[1] - call.span[0]) * 32 * -(-max(qkv.q.shape[-1], qkv.v.shape[-1]) // 32)
+    if len(rows) * (last - first) * of_head <= most:
         yield call, run
         return
+    together = max(1, most // ((last - first) * of_head))
+    some_kv = min(kv_heads, max(1, most // (group * of_head)))
+    some = min(group, max(1, most // of_head))
     for row in range(rows.start, rows.stop, together):
         part = replace(call, rows=slice(row, min(row + together, rows.stop)))
-        for kv in range(first_kv, last_kv, kv_heads):
-            end = min(kv + kv_heads, last_kv)
-            queries = first + (kv - first_kv) * group, first + (end - first_kv) * group
-            yield part, HeadRange(queries, (kv, end))
+        for kv in range(0, kv_heads, some_kv):
+            end = min(kv + some_kv, kv_heads)
+            start, stop = first + kv * group, first + end * group
+            # Several kv heads at once have all their query heads.
+            step = some if some < group else stop - start
+            for q in range(start, stop, step):
+                yield part, HeadRange((q, min(q + step, stop)), (first_kv + kv, first_kv + end))
 
 
 def _run_of_short(row: slice, short: list[Span]) -> list[KernelCall]:
@@ -179,8 +185,9 @@ class LocalAttention:
             lse = _cut_lse(lse_BhS, call, run.q)
             own = None if from_kernels is None else from_kernels[slice(*run.q)]
             pieces = self._call_backward(kernel, dout, _cut_qkv(qkv, call, run), out, lse, call, own)
+            # Calls may share a kv head: its gradients add up.
             for grad, piece, r in zip((dq, dk, dv), pieces, (run.q, run.kv, run.kv), strict=True):
-                _cut(grad, call, r).copy_(piece)
+                _cut(grad, call, r).add_(piece)
         if self.layout.padding != "zero":
             padding = PaddingAttention(self.layout, self.spec, self.runs, sinks_h is not None)
             padding.attend_backward(dout_BShE, qkv, out_BShE, lse_BhS, (dq, dk, dv))

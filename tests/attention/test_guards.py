@@ -42,7 +42,8 @@ def sizes(call: KernelCall, run: HeadRange) -> tuple[int, int]:
         (3 * PART, [(1, 6)] * 3),
         (3 * PART - 1, [(1, 4), (1, 2)] * 3),
         (PART, [(1, 2)] * 9),
-        (1, [(1, 2)] * 9),
+        (PART - 1, [(1, 1)] * 18),
+        (1, [(1, 1)] * 18),
     ],
     ids=str,
 )
@@ -53,13 +54,12 @@ def test_call_is_cut_by_rows_then_by_heads(most: int, parts: list[tuple[int, int
     # Every head of every row once.
     covered = torch.zeros(ROWS, 6)
     for call, run in found:
-        assert (run.q[1] - run.q[0]) == 2 * (run.kv[1] - run.kv[0])
-        assert run.q[0] == 2 * run.kv[0]
+        assert [head // 2 for head in range(*run.q)] == sorted([*range(*run.kv)] * (2 if most >= PART else 1))
         covered[call.rows, slice(*run.q)] += 1
     assert bool((covered == 1).all())
 
 
-@pytest.mark.parametrize("most", [6 * PART, 2 * PART, PART])
+@pytest.mark.parametrize("most", [6 * PART, 2 * PART, PART, PART // 2])
 @pytest.mark.parametrize("documents", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_cut_calls_give_the_numbers_of_whole_ones(
@@ -93,6 +93,13 @@ def test_kernel_given_more_than_it_takes_stops() -> None:
     kernel.most_elements = q.numel() - 1  # type: ignore[misc]
     with pytest.raises(AssertionError, match="cut the call by rows or heads"):
         kernel.forward(QKV(q, k, v), SPEC)
+
+
+def test_one_head_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, _, v, _ = tensors()
+    monkeypatch.setattr(CpuKernel, "most_elements", LENGTH * SIZE - 1)
+    with pytest.raises(UnsupportedError, match="it takes at most 1,279 elements, and one head of 40 tokens has more"):
+        choose("cpu", q, v, SPEC)
 
 
 def test_only_what_was_run_takes_more_than_32_bits_count() -> None:

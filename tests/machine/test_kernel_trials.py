@@ -49,6 +49,12 @@ class Nan(CpuKernel):
         return out * torch.nan, lse
 
 
+class NanInItsLastGradient(CpuKernel):
+    def backward(self, *given: Any) -> Any:
+        dq, dk, dv = super().backward(*given)
+        return dq, dk, dv * torch.nan
+
+
 class WrongGradient(CpuKernel):
     def backward(self, *given: Any) -> Any:
         dq, dk, dv = super().backward(*given)
@@ -87,6 +93,7 @@ class Raising(CpuKernel):
         (CpuKernel(), "right", "of fp32: head size 128, head size 256"),
         (Packed(), "right", "of fp32: head size 128, head size 256, documents"),
         (Nan(), "wrong", "head size 128: off from fp32 by nan"),
+        (NanInItsLastGradient(), "wrong", "head size 128: off from fp32 by nan"),
         (WrongGradient(), "wrong", "head size 128: off from fp32 by 0.05"),
         (WrongAtItsLargestSize(), "wrong", "head size 256: off from fp32 by 0.05"),
         (LeakingInVarlen(), "wrong", "documents: off from fp32 by "),

@@ -43,7 +43,7 @@ MLA = (192, 128)
 
 
 class FlashAttn4Kernel(FlashFamily):
-    """Hopper: any head sizes up to 256. Datacenter Blackwell: up to 128, 192 with values of 128, and 256."""
+    """Hopper: any head sizes up to 256. Datacenter Blackwell, on which it was not run: up to 128, or 192 with 128."""
 
     name = "flash_attn_4"
     takes_sinks = True

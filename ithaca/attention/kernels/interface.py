@@ -147,6 +147,8 @@ class Kernel(ABC):
             return f"it takes as many keys as queries, got {queries} queries and {keys} keys"
         if queries > keys:
             return f"every query needs a key, got {queries} queries and {keys} keys"
+        if keys * max(q_BShD.shape[-1], v_BSkE.shape[-1]) > self.most_elements:
+            return f"it takes at most {self.most_elements:,} elements, and one head of {keys:,} tokens has more"
         return self.refusal(q_BShD, v_BSkE, spec)
 
 
